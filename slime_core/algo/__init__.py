@@ -1,0 +1,1 @@
+"""Pure functions of the algorithms: numbers in, numbers out, no config objects."""

@@ -1,0 +1,1 @@
+"""Where engines and trainers live; the only place that chooses a backend."""

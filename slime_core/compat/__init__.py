@@ -1,0 +1,1 @@
+"""slime's own functions run here unchanged: signatures, argument view, import finder, the door to /generate."""

@@ -1,0 +1,63 @@
+"""The last argument of every hook: the run as a plugin may see it, and one turn of generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.seeds import seed_of
+from slime_core.types import Completion, GenerateRequest, Sample, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Engine
+
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Context:
+    """What a hook may read. ``options`` is the calling plugin's own table, `[plugin.NAME]`, as its model.
+
+    Example:
+        async def slime_generate(group, ctx):
+            for sample in group.samples:
+                await ctx.generate(sample)
+            return group
+    """
+
+    config: Config
+    options: Any = None
+    engine: Engine | None = None
+    engines: dict[str, Engine] = field(default_factory=dict)  # frozen ones by role
+    tokenizer: Any = None
+    sampling: SamplingParams | None = None  # of this prompt, training or evaluation
+    run_dir: Path | None = None
+    version: int = 0  # of the weights in training
+    stage: str = "main"
+    evaluation: bool = False
+
+    def with_options(self, options: Any) -> Context:
+        """The same context for another plugin."""
+        return replace(self, options=options)
+
+    async def generate(self, sample: Sample, params: SamplingParams | None = None) -> Completion:
+        """One model turn: continue the sample's tokens, append what came and set its status.
+
+        The draw depends on (run seed, sample id, attempt, token position) only, so turns never repeat a draw.
+
+        Raises:
+            EngineError: the engine could not serve it.
+        """
+        params = params or self.sampling
+        if params is None or self.engine is None:
+            raise RuntimeError("this context has no engine; generation belongs in slime_generate")
+        seed = seed_of(self.config.seed, "eval" if self.evaluation else "sample", sample.id, sample.attempt)
+        request = GenerateRequest(
+            id=sample.id, tokens=sample.tokens, params=params, seed=seed, session_id=sample.session_id
+        )
+        done = await self.engine.generate(request)
+        sample.append_response(done.tokens, done.log_probs, text=done.text, version=done.versions)
+        sample.status = FINISHED[done.finish]
+        return done

@@ -1,0 +1,1 @@
+"""Rows in by index, Prompts out in the run's order."""

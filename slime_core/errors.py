@@ -1,0 +1,125 @@
+"""Every error a user can meet: one tree, each with a code, an exit code and a fix.
+
+    SlimeError                what | where | why | fix; exit 1
+    |- ConfigError            2    also ValueError     CFG..
+    |- DataError              3    also ValueError     DAT..  TOK..
+    |- PluginError            4    also RuntimeError   PLG..
+    |- EngineError            5    also RuntimeError   ENG..
+    |- TrainerError           6    also RuntimeError   TRN..
+    |- StorageError           7    also OSError        STO..
+    |- SandboxError           8    also RuntimeError   SBX..
+    `- Preempted             75    stopped in order; `slime run --resume` goes on
+
+Plugin and user code raises plain Python errors; the boundary that called it turns them into one of these and says
+where they came from. A SlimeError stays itself through pickle, so that workers can hand it to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class SlimeError(Exception):
+    """An error for a person: what happened, where, why, and the key or command that mends it.
+
+    Example:
+        raise ConfigError("unknown key 'train.lrr'", code="CFG01", where="recipe.toml:12", why="no section has it",
+                          fix="did you mean train.lr?")
+    """
+
+    exit_code = 1
+    default_code = "SLM00"
+
+    def __init__(self, what: str, *, code: str = "", where: str = "", why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.code = code or self.default_code
+        self.where = where
+        self.why = why
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[Callable[..., SlimeError], tuple[type[SlimeError], dict[str, Any]]]:
+        return _rebuild, (type(self), self.as_dict())
+
+    def __str__(self) -> str:
+        return " | ".join(part for part in (f"{self.code} {self.what}", self.where, self.why, self.fix) if part)
+
+    def as_dict(self) -> dict[str, str]:
+        """The five parts, with stable keys (what `--json` prints)."""
+        return {"what": self.what, "code": self.code, "where": self.where, "why": self.why, "fix": self.fix}
+
+    def render(self) -> str:
+        """Several lines for a terminal: the first says what, the rest where, why and the fix."""
+        lines = [f"error {self.code}  {self.what}"]
+        lines += [f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why)) if text]
+        lines += [f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())]
+        return "\n".join([*lines, f"  (exit {self.exit_code})"])
+
+
+def _rebuild(kind: type[SlimeError], parts: dict[str, str]) -> SlimeError:
+    return kind(**parts)
+
+
+class ConfigError(SlimeError, ValueError):
+    """A recipe, flag or environment that cannot be run."""
+
+    exit_code = 2
+    default_code = "CFG00"
+
+
+class DataError(SlimeError, ValueError):
+    """A data set, tokenizer or model folder that cannot be used."""
+
+    exit_code = 3
+    default_code = "DAT00"
+
+
+class PluginError(SlimeError, RuntimeError):
+    """A plugin or a user's function that did not load, or broke its contract."""
+
+    exit_code = 4
+    default_code = "PLG00"
+
+
+class EngineError(SlimeError, RuntimeError):
+    """A rollout engine that failed or answered something impossible."""
+
+    exit_code = 5
+    default_code = "ENG00"
+
+
+class TrainerError(SlimeError, RuntimeError):
+    """A trainer that failed, or a loss or gradient that is not finite."""
+
+    exit_code = 6
+    default_code = "TRN00"
+
+
+class StorageError(SlimeError, OSError):
+    """A ledger, checkpoint or run directory that cannot be written or read."""
+
+    exit_code = 7
+    default_code = "STO00"
+
+
+class SandboxError(SlimeError, RuntimeError):
+    """A sandbox that cannot give the isolation that was asked for."""
+
+    exit_code = 8
+    default_code = "SBX00"
+
+
+class Preempted(SlimeError):
+    """The run stopped in order, after a signal or `--stop-after`, and can be resumed."""
+
+    exit_code = 75
+    default_code = "RUN75"
+
+
+def nearest(name: str, known: list[str] | set[str] | tuple[str, ...]) -> str:
+    """`did you mean 'x'?` for the closest known name, or an empty string."""
+    import difflib
+
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"did you mean '{found[0]}'?" if found else ""

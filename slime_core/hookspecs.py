@@ -1,0 +1,340 @@
+"""Every hook a plugin may implement, each with a complete plugin in its docstring.
+
+    import slime_core
+
+    @slime_core.hookimpl
+    def slime_reward(group, ctx):
+        return [float(s.response.strip() == str(s.label)) for s in group.samples]
+
+An implementation names the arguments it wants, in any order, and may leave out the rest. Kinds:
+
+    owner     one provider a task answers: function by path > the task's choice > owning plugin > other plugin > core
+    vote      all are asked, any Drop wins            tell     all are told, nothing is returned
+    by name   registers things the config names       declare  read once at start
+    claim     asked in turn, None declines
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import click
+    from pydantic import BaseModel
+
+    from slime_core.context import Context
+    from slime_core.protocols import Check, Estimator, Loss, PromptSource, Sink
+    from slime_core.types import Batch, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
+
+API_VERSION = 1
+"""A plugin module may say ``slime_api = 1``, the hook API it was written for."""
+
+GROUP = "slime.plugins"
+"""The entry-point group of plugins."""
+
+hookspec = pluggy.HookspecMarker("slime")
+hookimpl = pluggy.HookimplMarker("slime")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HookInfo:
+    """One row of `slime plugins hooks`."""
+
+    kind: Literal["owner", "vote", "tell", "by name", "declare", "claim"]
+    may_await: bool = False
+    replaces: tuple[str, ...] = ()  # THUDM/slime's flags that this hook stands for
+
+
+HOOKS: dict[str, HookInfo] = {
+    "slime_options": HookInfo(kind="declare", replaces=("custom-config-path",)),
+    "slime_recipes": HookInfo(kind="declare"),
+    "slime_checks": HookInfo(kind="declare"),
+    "slime_command": HookInfo(kind="declare"),
+    "slime_prompts": HookInfo(kind="owner", replaces=("data-source-path",)),
+    "slime_rollout": HookInfo(kind="owner", may_await=True, replaces=("rollout-function-path", "eval-function-path")),
+    "slime_sampling": HookInfo(kind="owner"),
+    "slime_generate": HookInfo(kind="owner", may_await=True, replaces=("custom-generate-function-path",)),
+    "slime_sample_done": HookInfo(kind="tell", may_await=True, replaces=("rollout-sample-hook-path",)),
+    "slime_reward": HookInfo(
+        kind="owner", may_await=True, replaces=("custom-rm-path", "group-rm", "custom-reward-post-process-path")
+    ),
+    "slime_reward_types": HookInfo(kind="by name", replaces=("rm-type",)),
+    "slime_filter": HookInfo(
+        kind="vote",
+        may_await=True,
+        replaces=("dynamic-sampling-filter-path", "rollout-sample-filter-path", "buffer-filter-path"),
+    ),
+    "slime_advantage": HookInfo(kind="by name", replaces=("custom-advantage-function-path",)),
+    "slime_loss": HookInfo(
+        kind="by name",
+        replaces=("custom-loss-function-path", "custom-tis-function-path", "custom-pg-loss-reducer-function-path"),
+    ),
+    "slime_batch": HookInfo(
+        kind="tell", replaces=("rollout-data-postprocess-path", "custom-convert-samples-to-train-data-path")
+    ),
+    "slime_model_bridge": HookInfo(kind="claim", replaces=("custom-model-provider-path",)),
+    "slime_megatron_init": HookInfo(kind="tell", replaces=("custom-megatron-init-path",)),
+    "slime_megatron_before_log_prob": HookInfo(kind="tell", replaces=("custom-megatron-before-log-prob-hook-path",)),
+    "slime_megatron_before_train_step": HookInfo(
+        kind="tell", replaces=("custom-megatron-before-train-step-hook-path",)
+    ),
+    "slime_state": HookInfo(kind="declare"),
+    "slime_sinks": HookInfo(kind="declare"),
+    "slime_step_done": HookInfo(
+        kind="tell", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
+    ),
+}
+
+
+@hookspec
+def slime_options() -> type[BaseModel]:  # type: ignore[empty-body]
+    """Return the pydantic model of ``[plugin.NAME]``; hooks find it, filled, in ``ctx.options``.
+
+    class Options(pydantic.BaseModel, extra="forbid", frozen=True):
+        digits: int = 2
+
+    @slime_core.hookimpl
+    def slime_options():
+        return Options
+    """
+
+
+@hookspec
+def slime_recipes() -> Mapping[str, Path]:  # type: ignore[empty-body]
+    """Return recipe names and their TOML files; ``default`` is what `slime run --plugin NAME` runs.
+
+    @slime_core.hookimpl
+    def slime_recipes():
+        return {"default": Path(__file__).parent / "recipes" / "default.toml"}
+    """
+
+
+@hookspec
+def slime_checks() -> list[Check]:  # type: ignore[empty-body]
+    """Return rows of `slime doctor`.
+
+    @slime_core.hookimpl
+    def slime_checks():
+        return [Check(name="bwrap", run=lambda: CheckResult(status="ok"))]
+    """
+
+
+@hookspec
+def slime_command() -> click.Group:  # type: ignore[empty-body]
+    """Return a click group, reached as `slime NAME ...`.
+
+    @click.group()
+    def tool(): ...
+
+    @slime_core.hookimpl
+    def slime_command():
+        return tool
+    """
+
+
+@hookspec
+def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empty-body]
+    """Return the rows of a task, by number; order, epochs and resume are the core's.
+
+    class Squares:
+        def __len__(self): return 100
+        def at(self, position):
+            return Prompt(id="", position=position, prompt=f"{position}^2=", label=str(position**2))
+        def state(self): return {"version": 1}
+
+    @slime_core.hookimpl
+    def slime_prompts(task, ctx):
+        return Squares()
+    """
+
+
+@hookspec
+def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:  # type: ignore[empty-body]
+    """Replace generation, reward and filter of a whole step; may be async.
+
+    @slime_core.hookimpl
+    def slime_rollout(groups, ctx):              # supervised: the label is the response
+        for group in groups:
+            for s in group.samples:
+                ids = ctx.tokenizer.encode(s.label, add_special_tokens=False)
+                s.append_response(ids, log_probs=[0.0] * len(ids))
+                s.status, s.reward = Status.COMPLETED, 0.0
+        return groups
+    """
+
+
+@hookspec
+def slime_sampling(prompt: Prompt, ctx: Context) -> SamplingParams:  # type: ignore[empty-body]
+    """Return the sampling parameters of one prompt; ``ctx.sampling`` holds the config's.
+
+    @slime_core.hookimpl
+    def slime_sampling(prompt, ctx):
+        return dataclasses.replace(ctx.sampling, stop=("\\n",))
+    """
+
+
+@hookspec
+def slime_generate(group: Group, ctx: Context) -> Group:  # type: ignore[empty-body]
+    """Fill a group's pending samples, in any number of turns; may be async. No reward belongs here.
+
+    @slime_core.hookimpl
+    async def slime_generate(group, ctx):
+        await asyncio.gather(*(ctx.generate(s) for s in group.samples))
+        return group
+    """
+
+
+@hookspec
+def slime_sample_done(sample: Sample, ctx: Context) -> None:
+    """Look at, or annotate, a generated sample before its reward; may be async.
+
+    @slime_core.hookimpl
+    def slime_sample_done(sample, ctx):
+        sample.metadata["words"] = len(sample.response.split())
+    """
+
+
+@hookspec
+def slime_reward(group: Group, ctx: Context) -> list[Reward]:  # type: ignore[empty-body]
+    """Return one Reward (or plain number) a sample, in order; may be async.
+
+    @slime_core.hookimpl
+    def slime_reward(group, ctx):
+        return [float(s.response == s.label) for s in group.samples]
+    """
+
+
+@hookspec
+def slime_reward_types() -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
+    """Return reward functions by `rm_type` name: ``fn(sample, ctx) -> float | Reward``, sync or async.
+
+    @slime_core.hookimpl
+    def slime_reward_types():
+        return {"exact": lambda sample, ctx: float(sample.response == sample.label)}
+    """
+
+
+@hookspec
+def slime_filter(group: Group, ctx: Context) -> Drop | None:
+    """Return a Drop with a reason, or None to keep the group; any Drop wins; may be async.
+
+    @slime_core.hookimpl
+    def slime_filter(group, ctx):
+        rewards = {s.reward for s in group.samples}
+        return Drop(reason="zero_std") if len(rewards) == 1 else None
+    """
+
+
+@hookspec
+def slime_advantage() -> list[Estimator]:  # type: ignore[empty-body]
+    """Return advantage estimators that `advantage_estimator` may name.
+
+    def centred(batch, train):
+        means = np.bincount(batch.group, batch.reward) / np.bincount(batch.group)
+        per_sample = batch.reward - means[batch.group]
+        return {"advantages": per_sample[batch.sample_of_token()].astype("float32")}
+
+    @slime_core.hookimpl
+    def slime_advantage():
+        return [Estimator(name="centred", fn=centred)]
+    """
+
+
+@hookspec
+def slime_loss() -> list[Loss]:  # type: ignore[empty-body]
+    """Return losses that `loss_type` may name: a value a response token; the core weights and sums.
+
+    def reinforce(log_probs, entropy, columns, train):
+        return -columns["advantages"] * log_probs, {}
+
+    @slime_core.hookimpl
+    def slime_loss():
+        return [Loss(name="reinforce", fn=reinforce, columns=("advantages",))]
+    """
+
+
+@hookspec
+def slime_batch(batch: Batch, ctx: Context) -> None:
+    """Look at, or edit, the step's columns after the advantages and before packing.
+
+    @slime_core.hookimpl
+    def slime_batch(batch, ctx):
+        batch.columns["advantages"].clip(-5, 5, out=batch.columns["advantages"])
+    """
+
+
+@hookspec
+def slime_model_bridge(hf_config: Any) -> Any:
+    """Return a bridge for a Hugging Face config (names, splits, merges, layer spec), or None to decline.
+
+    @slime_core.hookimpl
+    def slime_model_bridge(hf_config):
+        return MyBridge(hf_config) if hf_config.model_type == "mine" else None
+    """
+
+
+@hookspec
+def slime_megatron_init(args: Any, ctx: Context) -> None:
+    """Run in each Megatron rank when parallel state is up.
+
+    @slime_core.hookimpl
+    def slime_megatron_init(args, ctx):
+        torch.backends.cuda.matmul.allow_tf32 = False
+    """
+
+
+@hookspec
+def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
+    """Run in each Megatron rank before every forward-only pass.
+
+    @slime_core.hookimpl
+    def slime_megatron_before_log_prob(model, role, ctx):
+        model[0].eval()
+    """
+
+
+@hookspec
+def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx: Context) -> None:
+    """Run in each Megatron rank after gradients are zeroed and before the step's first forward pass.
+
+    @slime_core.hookimpl
+    def slime_megatron_before_train_step(model, optimizer, step, ctx):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5 if step == 0 else 1.0
+    """
+
+
+@hookspec
+def slime_state() -> Any:
+    """Return an object with ``state() -> dict`` and ``load(dict)``, saved in every checkpoint (JSON).
+
+    @slime_core.hookimpl
+    def slime_state():
+        return curriculum
+    """
+
+
+@hookspec
+def slime_sinks(ctx: Context) -> list[Sink]:  # type: ignore[empty-body]
+    """Return trackers that receive every StepReport.
+
+    @slime_core.hookimpl
+    def slime_sinks(ctx):
+        return [MySink(ctx.options.project)]
+    """
+
+
+@hookspec
+def slime_step_done(report: StepReport, ctx: Context) -> None:
+    """Be told of every finished step.
+
+    @slime_core.hookimpl
+    def slime_step_done(report, ctx):
+        print(report.version, report.metrics["reward/mean"])
+    """

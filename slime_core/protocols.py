@@ -1,0 +1,274 @@
+"""What the rooms promise each other: engines, trainers, ledgers, clusters, and what plugins register by name.
+
+Every protocol has fakes in `slime_core.testing` and one contract suite that runs against every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.types import (
+        Batch,
+        Columns,
+        Completion,
+        Drop,
+        GenerateRequest,
+        Group,
+        Prompt,
+        Sample,
+        StepReport,
+        WeightUpdate,
+    )
+
+Ability = Literal["per_sample_seed", "score", "multimodal", "routed_experts", "batch_invariant"]
+Role = Literal["policy", "old_policy", "reference", "teacher", "values"]
+PauseMode = Literal["abort", "retract", "keep"]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples tokens. Fan-out over servers or ranks stays inside an implementation."""
+
+    abilities: frozenset[Ability]
+    version: int  # of the weights it serves
+    epoch: int  # process start
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.tokens``; raises EngineError where the request cannot be served."""
+        ...
+
+    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax at temperature 1, float32."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """Stop these requests; each waiting ``generate`` returns its partial tokens with finish ``abort``, as here."""
+        ...
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Complete the transfer that ``publish`` started and serve ``update.version`` from here on."""
+        ...
+
+    async def fingerprints(self) -> dict[str, str]:
+        """Checksum of every tensor served, by Hugging Face name."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop computing: ``abort`` ends requests with what they have, ``retract`` and ``keep`` hold them."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        ...
+
+    async def release(self, what: set[str]) -> None:
+        """Give back memory: any of ``{"kv", "weights"}``."""
+        ...
+
+    async def reacquire(self, what: set[str]) -> None:
+        """Take back what :meth:`release` gave."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Trains the policy. Critic, reference and teacher models that are not engines live inside."""
+
+    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Role to columns over the batch's R response tokens.
+
+        ``policy`` and ``old_policy`` give ``log_probs`` (at the batch's temperature) and ``entropy``, ``reference``
+        and ``teacher`` give ``log_probs``, ``values`` gives ``values``.
+        """
+        ...
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """All optimizer steps of one batch, whose columns hold ``advantages`` and what the loss needs."""
+        ...
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """Start a transfer of the current weights and return without waiting for any engine."""
+        ...
+
+    async def save(self, path: Path) -> None:
+        """Write parameters and training state into the folder ``path``."""
+        ...
+
+    async def restore(self, path: Path) -> None:
+        """Read what :meth:`save` wrote."""
+        ...
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face model folder (config, safetensors, tokenizer)."""
+        ...
+
+    async def release(self, what: set[str]) -> None:
+        """Give back memory: any of ``{"gradients", "optimizer", "parameters"}``."""
+        ...
+
+    async def reacquire(self, what: set[str]) -> None:
+        """Take back what :meth:`release` gave."""
+        ...
+
+
+@runtime_checkable
+class Ledger(Protocol):
+    """The Data Buffer: every sample of the run in exactly one state.
+
+    pending (issued) -> finished -> trained, or from any of the first two -> dropped(reason).
+    """
+
+    async def issue(self, groups: Sequence[Group]) -> None:
+        """Record groups as pending before any of them is generated. Idempotent by sample id and attempt."""
+        ...
+
+    async def finish(self, group: Group) -> None:
+        """Store a finished group's payload; fan-out siblings that were not issued are added."""
+        ...
+
+    async def drop(self, samples: Sequence[Sample], drop: Drop) -> None:
+        """Move samples to their final state dropped(reason)."""
+        ...
+
+    async def journal(self, batch: Batch) -> None:
+        """Write the step's composition (ordered sample ids) before the step trains."""
+        ...
+
+    async def trained(self, version: int, fingerprint: str = "") -> None:
+        """Mark the journaled samples of the step that made ``version`` as trained."""
+        ...
+
+    async def composition(self, version: int) -> list[str]:
+        """The ordered sample ids of the step that makes ``version``; empty where none was journaled."""
+        ...
+
+    async def samples(self, ids: Sequence[str]) -> list[Sample]:
+        """Read finished samples back, in the order of ``ids``."""
+        ...
+
+    async def counts(self) -> Mapping[str, int]:
+        """``issued trained pending`` and one ``dropped/REASON`` a reason; issued = trained + dropped + pending."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+class Turns(Protocol):
+    """Who holds the accelerators: a no-op where training and rollout have their own."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Engines are quiet and have given their memory to the trainer inside this block."""
+        ...
+
+    def syncing(self) -> AbstractAsyncContextManager[None]:
+        """The trainer keeps only parameters and engines take weights inside this block."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a cluster hands to the loop."""
+
+    engines: Engine  # the policy's engines as one
+    trainer: Trainer
+    ledger: Ledger
+    turns: Turns
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    roles: dict[str, Engine] = field(default_factory=dict)  # frozen engines by role: teacher, reward model
+
+
+class Cluster(Protocol):
+    """Where engines and trainers live; the only place that chooses a backend."""
+
+    def parts(self) -> AsyncIterator[Parts]:
+        """An async context manager (`async with`) that starts everything and takes it down again."""
+        ...
+
+
+class PromptSource(Protocol):
+    """What `slime_prompts` returns: rows by number. Order, epochs and resume are the core's."""
+
+    def __len__(self) -> int:
+        """Rows, where they are countable; otherwise raise TypeError and the stream is endless."""
+        ...
+
+    def at(self, position: int) -> Prompt:
+        """The row at ``position``; the same answer every time."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """A fingerprint and whatever must be equal for a resumed run to see the same rows."""
+        ...
+
+
+class Sink(Protocol):
+    """A tracker. It may fail without stopping the run."""
+
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        """Called once, with the config's secrets already redacted."""
+        ...
+
+    def write(self, report: StepReport) -> None:
+        """One step's metrics."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Estimator:
+    """An advantage estimator under a name: ``fn(batch, train)`` gives ``advantages`` [R] and perhaps ``returns`` [R].
+
+    ``batch.columns`` holds one column a role in ``needs`` (``policy``: log-probs, ``reference``, ``values``, ...) and
+    ``train`` is the run's [train] section.
+    """
+
+    name: str
+    fn: Callable[[Batch, Any], Columns]
+    needs: frozenset[Role] = frozenset()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Loss:
+    """A policy loss under a name, a loss value a response token.
+
+    ``fn(log_probs, entropy, columns, train)`` gets tensors of shape [R] of one micro-batch and returns the per-token
+    loss [R] and named per-token metrics [R]; the trainer multiplies by the step's token weights and sums.
+    """
+
+    name: str
+    fn: Callable[[Any, Any, Mapping[str, Any], Any], tuple[Any, dict[str, Any]]]
+    needs: frozenset[Role] = frozenset()  # roles whose log-probs or values it reads
+    columns: tuple[str, ...] = ()  # columns it reads
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Check:
+    """One row of `slime doctor`: ``run`` answers ok, or why not and the fix."""
+
+    name: str
+    run: Callable[[], CheckResult]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CheckResult:
+    """What a check found.
+
+    Example:
+        CheckResult(status="fail", found="no bwrap on PATH", fix="apt-get install bubblewrap")
+    """
+
+    status: Literal["ok", "warn", "fail"]
+    found: str = ""
+    fix: str = ""

@@ -1,0 +1,1 @@
+"""The only rollout loop: collect groups, reward and filter them."""

@@ -1,0 +1,1 @@
+"""Fakes, tiny models and contract suites, for our tests and plugin authors'."""

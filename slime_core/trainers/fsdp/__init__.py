@@ -1,0 +1,1 @@
+"""FSDP2 from one CPU process up."""

@@ -1,0 +1,412 @@
+"""The types that travel between rooms. Standard library and numpy only; nothing here computes.
+
+    PromptSource -> Prompt -> Group of Samples -> (Reward | Drop) -> Batch -> MicroBatch -> StepReport
+                                   ^ GenerateRequest / Completion        WeightUpdate: trainer -> engine
+
+Dimensions in names and shapes: S samples of a step, G groups, T tokens (prompt and response), R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Message = dict[str, Any]
+"""One chat message: ``role`` and ``content``, and whatever the chat template reads beside them."""
+
+Columns = dict[str, NDArray[Any]]
+"""Name to a flat array over the R response tokens of a whole step, in batch order."""
+
+
+class Status(StrEnum):
+    """Where a sample stands. ``pending`` and ``aborted`` may be generated further; the others are final."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ArrayRef:
+    """Large per-token data, kept in a segment file and never in a list.
+
+    Example:
+        ArrayRef(segment="000001.seg", offset=4096, dtype="int16", shape=(60, 4, 2), crc32=0x1B2C3D4E)
+    """
+
+    segment: str  # file name inside the run's segments/ folder
+    offset: int  # bytes from the start of that file
+    dtype: str  # numpy name, little endian
+    shape: tuple[int, ...]
+    crc32: int  # of the raw bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Prompt:
+    """One row of a task, numbered by its place in the run's order.
+
+    Example:
+        Prompt(id="grpo/17", task="arithmetic", position=17, prompt="12+30=", tokens=[3, 4, 12, 5, 2, 13], label="42")
+    """
+
+    id: str  # unique in the run: "STAGE/POSITION", or "eval/NAME/ROW"
+    task: str = "default"
+    position: int = 0  # place in the run's order, counted from 0
+    prompt: str | list[Message] = ""
+    tokens: list[int] = field(default_factory=list)  # of the prompt as the model sees it, chat template applied
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    where: str = ""  # "file:line" or "dataset[row]", for messages
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One sequence to train on: THUDM/slime's field names, filled as it moves through the pipeline.
+
+    ``tokens`` is prompt then response; ``loss_mask``, ``rollout_log_probs``, ``weight_versions``, ``advantages`` and
+    ``returns`` have one entry a response token. A token that no model of ours sampled (a tool's answer) has mask 0.
+
+    Example:
+        s = Sample(id="grpo/17-0", prompt="12+30=", tokens=[3, 4, 12, 5, 2, 13])
+        s.append_response([6, 4, 1], log_probs=[-0.1, -0.2, -0.01], version=3)
+        assert s.response_length == 3 and s.loss_mask == [1, 1, 1]
+    """
+
+    id: str = ""  # unique in the run: "PROMPT_ID-ROLLOUT", fan-out siblings "PROMPT_ID-ROLLOUT.K"
+    task: str = "default"
+    role: str = "policy"
+    model: str = ""  # which policy or adapter made it; empty for the one in training
+    prompt: str | list[Message] = ""
+    response: str = ""
+    tokens: list[int] = field(default_factory=list)  # int32 range
+    response_length: int = 0  # tokens
+    loss_mask: list[int] | None = None  # 0 or 1 a response token; None counts as all 1
+    reward: float | dict[str, Any] | None = None
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    status: Status = Status.PENDING
+    rollout_log_probs: list[float] | None = None  # of each response token under the distribution it was drawn from
+    weight_versions: list[int] = field(default_factory=list)  # a response token; -1 where no model made it
+    group_index: int | None = None  # the prompt's position
+    index: int | None = None  # of the sample in the run
+    rollout_id: int | None = None  # fan-out siblings share it; None means its own
+    attempt: int = 0  # 0 for the first try; part of the draw's key
+    session_id: str = ""
+    remove_sample: bool = False  # trains with mask 0, still counts in its group
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, ArrayRef] | None = None
+    rollout_routed_experts: ArrayRef | None = None
+    rollout_top_p_token_ids: ArrayRef | None = None
+    teacher_log_probs: list[float] | None = None
+    train_metadata: dict[str, Any] = field(default_factory=dict)
+    advantages: list[float] | None = None
+    returns: list[float] | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) - self.response_length
+
+    @property
+    def response_tokens(self) -> list[int]:
+        """The response's token ids."""
+        return self.tokens[self.prompt_length :]
+
+    def append_response(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        mask: int | Sequence[int] = 1,
+        *,
+        text: str = "",
+        version: int | Sequence[int] = -1,
+    ) -> None:
+        """Add one turn's tokens: a model's, with their log-probs, or an environment's, with ``mask=0``.
+
+        Raises:
+            ValueError: trainable tokens without log-probs, or lists that differ in length.
+        """
+        count = len(tokens)
+        masks = [int(mask)] * count if isinstance(mask, int) else [int(m) for m in mask]
+        versions = [int(version)] * count if isinstance(version, int) else [int(v) for v in version]
+        if log_probs is None:
+            if any(masks):
+                raise ValueError(f"sample {self.id}: {count} trainable tokens came without log-probs; pass mask=0")
+            log_probs = [0.0] * count
+        lengths = {"tokens": count, "log_probs": len(log_probs), "mask": len(masks), "version": len(versions)}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"sample {self.id}: lengths differ in append_response: {lengths}")
+        before = self.response_length
+        self.loss_mask = [*(self.loss_mask if self.loss_mask is not None else [1] * before), *masks]
+        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *map(float, log_probs)]
+        self.weight_versions = [*(self.weight_versions or [-1] * before), *versions]
+        self.tokens = [*self.tokens, *map(int, tokens)]
+        self.response_length = before + count
+        self.response += text
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields; an ArrayRef becomes a dict of its own fields."""
+        out: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            out[item.name] = _plain(value)
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The sample that :meth:`to_dict` wrote.
+
+        Raises:
+            TypeError: a key that is no field.
+        """
+        values = dict(data)
+        values["status"] = Status(values.get("status", "pending"))
+        for name in ("rollout_routed_experts", "rollout_top_p_token_ids"):
+            if values.get(name):
+                values[name] = _array_ref(values[name])
+        if values.get("multimodal_train_inputs"):
+            values["multimodal_train_inputs"] = {
+                key: _array_ref(ref) for key, ref in values["multimodal_train_inputs"].items()
+            }
+        return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ArrayRef):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _array_ref(data: Mapping[str, Any]) -> ArrayRef:
+    return ArrayRef(**{**data, "shape": tuple(data["shape"])})
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt. Members are found by ``rollouts``, never by position.
+
+    Example:
+        Group(prompt=p, samples=[a, b1, b2], rollouts={34: [0], 35: [1, 2]})   # rollout 35 fanned out into two samples
+    """
+
+    prompt: Prompt
+    samples: list[Sample]
+    rollouts: dict[int, list[int]]  # rollout id -> indices into samples
+
+    @property
+    def id(self) -> str:
+        """The prompt's id."""
+        return self.prompt.id
+
+    def lowest_version(self, default: int) -> int:
+        """The oldest weights that made a token here, or ``default`` where no model did."""
+        versions = [v for sample in self.samples for v in sample.weight_versions if v >= 0]
+        return min(versions, default=default)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Reward:
+    """What a reward function answers for one sample.
+
+    ``score`` is a judgement; ``failed`` is a judgement too (the candidate broke, its ``value`` is its score);
+    ``infra_error`` says that nothing could be judged: such a sample is dropped and never trained on.
+
+    Example:
+        Reward(value=1.0, terms={"correct": 1.0, "format": 0.0})
+        Reward(value=0.0, kind="infra_error", reason="the judge did not answer in 30 s")
+    """
+
+    value: float
+    kind: Literal["score", "failed", "infra_error"] = "score"
+    terms: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Drop:
+    """Why a group does not train. The reason is counted in metrics and written to the ledger.
+
+    Example:
+        Drop(reason="zero_std")
+    """
+
+    reason: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+
+    Example:
+        SamplingParams(max_new_tokens=64, temperature=1.0, stop=("\\n",))
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerateRequest:
+    """Tokens in: what an engine is asked to continue.
+
+    The draw at absolute position t is a function of ``(seed, t)`` alone, so a request that is stopped and continued
+    with its tokens kept goes on as if it had never stopped.
+
+    Example:
+        GenerateRequest(id="grpo/17-0", tokens=[3, 4, 12], params=SamplingParams(max_new_tokens=8), seed=81)
+    """
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams
+    seed: int  # 64 bits, from (run seed, sample id, attempt): slime_core.rollout.seeds
+    session_id: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """Tokens out: what an engine made of a request. All lists have one entry a new token.
+
+    Example:
+        Completion(id="grpo/17-0", tokens=[6, 1], log_probs=[-0.1, -0.2], plain_log_probs=[-0.1, -0.2],
+                   finish="stop", versions=[3, 3])
+    """
+
+    id: str
+    tokens: list[int]
+    log_probs: list[float]  # under the distribution drawn from: temperature, top-p and top-k applied
+    plain_log_probs: list[float]  # under the plain softmax, temperature 1
+    finish: Literal["stop", "length", "abort"]
+    versions: list[int]  # weights that made each token
+    epoch: int = 0  # process start of the engine
+    text: str = ""  # decoded, stop string cut off; never re-tokenised
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A whole step as columns: ragged arrays stored flat, with offsets.
+
+    ``tokens[offsets[i]:offsets[i + 1]]`` is sample i, prompt then response;
+    ``x[response_offsets[i]:response_offsets[i + 1]]`` is its part of ``loss_mask`` and of every column.
+
+    Example: two samples with 2 + 3 and 1 + 1 tokens
+        offsets [0, 5, 7], response_offsets [0, 3, 4], loss_mask [1, 1, 1, 1], reward [1.0, 0.0]
+    """
+
+    version: int  # of the weights in training
+    stage: str = "main"
+    sample_ids: list[str]  # S
+    tasks: list[str]  # S
+    group: NDArray[np.int64]  # S, an id a group (the prompt's position)
+    rollout: NDArray[np.int64]  # S, fan-out siblings share it
+    reward: NDArray[np.float64]  # S
+    tokens: NDArray[np.int32]  # T
+    offsets: NDArray[np.int64]  # S + 1
+    loss_mask: NDArray[np.float32]  # R, 0 or 1
+    response_offsets: NDArray[np.int64]  # S + 1
+    columns: Columns = field(default_factory=dict)  # R each: rollout_log_probs, policy, reference, advantages, ...
+    temperature: NDArray[np.float32] | None = None  # S, of the draws; None counts as 1
+    multimodal: list[dict[str, ArrayRef] | None] | None = None  # S
+    routed_experts: list[ArrayRef | None] | None = None  # S
+    train_metadata: list[dict[str, Any]] = field(default_factory=list)  # S
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """S, tokens of each response."""
+        return np.diff(self.response_offsets)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """S, tokens of each prompt and response."""
+        return np.diff(self.offsets)
+
+    def sample_of_token(self) -> NDArray[np.int64]:
+        """R, the sample index of each response token."""
+        return np.repeat(np.arange(len(self)), self.response_lengths)
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """Whole sequences packed end to end into one row, with nothing padded.
+
+    Row ``predict[j]`` of the model's output predicts response token j of this pack, whose id is ``target[j]``.
+
+    Example: one sample with 2 prompt and 3 response tokens
+        tokens [5 ids], cu_seqlens [0, 5], predict [1, 2, 3], target [tokens[2], tokens[3], tokens[4]]
+    """
+
+    samples: NDArray[np.int64]  # n, indices into the Batch
+    tokens: NDArray[np.int64]  # T
+    position_ids: NDArray[np.int64]  # T, from 0 in every sequence
+    cu_seqlens: NDArray[np.int32]  # n + 1
+    predict: NDArray[np.int64]  # R
+    target: NDArray[np.int64]  # R
+    response: NDArray[np.int64]  # R, where in the Batch's flat columns each response token lies
+    weight: NDArray[np.float32]  # R, the token's weight in the loss of the whole optimizer step; 0 where masked
+    columns: Columns = field(default_factory=dict)  # R each
+    temperature: NDArray[np.float32] | None = None  # R
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightUpdate:
+    """Weights on their way from a trainer to engines, in Hugging Face names.
+
+    ``publish`` starts a transfer and returns at once; the engine's ``load`` completes it.
+
+    Example:
+        WeightUpdate(version=4, epoch=1, transport="shared", fingerprints={"lm_head.weight": "9f3c..."})
+    """
+
+    version: int
+    epoch: int
+    transport: str  # "shared": the engine reads the trainer's storage; "tensors": `tensors` holds them; more by issue
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)  # name -> checksum of the trainer's bytes
+    handle: Any = None  # what the transport needs beside
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StepReport:
+    """One finished step, as sinks and `slime_step_done` see it.
+
+    Example:
+        StepReport(version=4, stage="main", step=3, of=40, metrics={"reward/mean": 0.5}, seconds={"train": 1.2})
+    """
+
+    version: int  # steps completed in the run
+    stage: str
+    step: int  # in the stage, from 0
+    of: int  # steps of the stage
+    metrics: dict[str, float]
+    seconds: dict[str, float]  # wall time by part
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Metric names and values, times included as ``time/NAME``."""
+        yield from self.metrics.items()
+        yield from ((f"time/{name}", value) for name, value in self.seconds.items())
