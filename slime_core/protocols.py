@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.config.schema import Config
     from slime_core.types import (
         Batch,
         Columns,
@@ -80,6 +81,10 @@ class Engine(Protocol):
 @runtime_checkable
 class Trainer(Protocol):
     """Trains the policy. Critic, reference and teacher models that are not engines live inside."""
+
+    async def begin(self, stage: Config) -> None:
+        """Start a stage: its loss, optimizer (fresh), schedule, and the reference model where its KL needs one."""
+        ...
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """Role to columns over the batch's R response tokens.
