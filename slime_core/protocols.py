@@ -188,6 +188,7 @@ class Parts:
     ledger: Ledger
     turns: Turns
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    vocab_size: int  # rows of the embedding: the bound of every token id
     roles: dict[str, Engine] = field(default_factory=dict)  # frozen engines by role: teacher, reward model
 
 

@@ -86,7 +86,7 @@ class RolloutSection(Section):
     rollout_slots: int = Field(64, ge=1, description="Sequences the embedded engine decodes at once.")
     max_staleness: int = Field(0, ge=0, description="0 trains on-policy; k lets the collector run k steps ahead.")
     async_schedule: Literal["lockstep", "free"] = Field("lockstep", description="How groups meet steps when ahead.")
-    stale_policy: Literal["wait", "restart", "mask", "drop"] = Field("wait", description="For groups near the bound.")
+    stale_policy: Literal["wait"] = Field("wait", description="For groups near the bound.")
     generate_timeout: float = Field(3600.0, gt=0, description="Seconds for one group's generation.")
     on_plugin_error: Literal["fail", "drop"] = Field("fail", description="A hook that raises: stop or drop the group.")
     rollout_function_path: str = Field("", description="Function by path that replaces the rollout of a step.")

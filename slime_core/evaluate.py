@@ -1,0 +1,88 @@
+"""Evaluation: named sets of prompts in, metrics a set out. Nothing here trains, and nothing enters the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slime_core.clusters import build_serving
+from slime_core.context import Context
+from slime_core.data.source import EvalSet, eval_sets
+from slime_core.errors import ConfigError
+from slime_core.report.metrics import evaluation_metrics
+from slime_core.rollout.check import check_group
+from slime_core.rollout.pending import pending_group
+from slime_core.rollout.sampling import evaluation_params
+from slime_core.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Parts
+    from slime_core.report import Report
+
+
+class Evaluator:
+    """Runs a stage's evaluation sets against the weights that are being served."""
+
+    def __init__(self, engine_vocab: int, plugins: Plugins, ctx: Context, report: Report) -> None:
+        config = ctx.config
+        self._vocab_size, self._plugins, self._report = engine_vocab, plugins, report
+        self._ctx = replace(ctx, evaluation=True, sampling=evaluation_params(config))
+        self.sets = eval_sets(config, plugins, ctx.tokenizer, self._ctx)
+
+    async def run(self, version: int) -> dict[str, dict[str, float]]:
+        """Evaluate every set at ``version``; metrics by set name, also handed to the report."""
+        results = {}
+        for eval_set in self.sets:
+            start = time.monotonic()
+            groups = await self._generate(eval_set, version)
+            metrics = evaluation_metrics(groups) | {"seconds": time.monotonic() - start}
+            results[eval_set.name] = metrics
+            self._report.evaluation(eval_set.name, version, metrics)
+        return results
+
+    async def _generate(self, eval_set: EvalSet, version: int) -> list[Group]:
+        ctx = replace(self._ctx, version=version)
+        count = eval_set.task.n_samples_per_prompt or ctx.config.eval.n_samples_per_eval_prompt
+        return list(await asyncio.gather(*(self._one(prompt, count, ctx) for prompt in eval_set.prompts)))
+
+    async def _one(self, prompt: Prompt, count: int, ctx: Context) -> Group:
+        ctx = replace(ctx, sampling=self._plugins.sampling(prompt, ctx))
+        issued = pending_group(prompt, ctx.config, count=count)
+        group = await self._plugins.generate(issued, ctx)
+        check_group(group, issued, self._vocab_size)
+        for sample in group.samples:
+            await self._plugins.sample_done(sample, ctx)
+        for sample, reward in zip(group.samples, await self._plugins.reward(group, ctx), strict=True):
+            sample.reward = reward.value if reward.kind != "infra_error" else None
+        return group
+
+
+async def evaluate(config: Config, plugins: Plugins, report: Report) -> dict[str, dict[str, float]]:
+    """Evaluate the model folder ``config.rollout.hf_checkpoint`` alone, with no trainer (`slime eval`).
+
+    Raises:
+        ConfigError: CFG04 the config names no evaluation set.
+    """
+    async with build_serving(config) as parts:
+        ctx = _context(config, parts, report)
+        evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+        if not evaluator.sets:
+            raise ConfigError(
+                "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"
+            )
+        return await evaluator.run(0)
+
+
+def _context(config: Config, parts: Parts, report: Report) -> Context:
+    return Context(
+        config=config,
+        engine=parts.engines,
+        engines=parts.roles,
+        tokenizer=parts.tokenizer,
+        run_dir=report.run_dir.path,
+        stage="eval",
+    )
