@@ -180,16 +180,22 @@ class Turns(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts:
-    """What a cluster hands to the loop."""
+class Serving:
+    """What evaluation needs: engines that serve a model."""
 
     engines: Engine  # the policy's engines as one
-    trainer: Trainer
-    ledger: Ledger
-    turns: Turns
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     vocab_size: int  # rows of the embedding: the bound of every token id
     roles: dict[str, Engine] = field(default_factory=dict)  # frozen engines by role: teacher, reward model
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts(Serving):
+    """What a cluster hands to the loop."""
+
+    trainer: Trainer
+    ledger: Ledger
+    turns: Turns
 
 
 class Cluster(Protocol):

@@ -24,7 +24,6 @@ from slime_core.rollout.score import score_group
 from slime_core.types import Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config
     from slime_core.context import Context
     from slime_core.plugins import Plugins
     from slime_core.protocols import Ledger

@@ -1,0 +1,99 @@
+"""This machine as a cluster: the embedded engine and an FSDP2 trainer, in this process or over rank processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_core.buffer.ledger import SqliteLedger
+from slime_core.clusters.ranks import RankTrainer
+from slime_core.clusters.turns import QuietTurns
+from slime_core.engines.local import LocalEngine
+from slime_core.protocols import Parts, Serving
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.types import WeightUpdate
+from slime_core.weights.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Trainer
+
+
+def open_folder(config: Config) -> ModelFolder:
+    """The model folder of a run."""
+    rollout = config.rollout
+    return ModelFolder.open(
+        rollout.hf_checkpoint, trust_remote_code=rollout.trust_remote_code, init_weights=rollout.init_weights
+    )
+
+
+@asynccontextmanager
+async def local_cluster(config: Config, plugins: Plugins, run_dir: Path) -> AsyncIterator[Parts]:
+    """Start everything on this machine; take it down at the end, whatever happened."""
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    folder = open_folder(config)
+    async with AsyncExitStack() as stack:
+        thread = TorchThread(config.cluster.cpu_threads)
+        stack.callback(thread.close)
+        trainer: Trainer
+        if world == 1:
+            trainer = FsdpTrainer(config, plugins, folder, thread=thread, device=config.cluster.device)
+        else:
+            ranks = RankTrainer(
+                config,
+                plugins,
+                world=world,
+                device=config.cluster.device,
+                cpu_threads=config.cluster.cpu_threads,
+                run_dir=run_dir,
+            )
+            trainer = await stack.enter_async_context(ranks)
+        engine = await stack.enter_async_context(_engine(config, folder, thread))
+        ledger = SqliteLedger(run_dir)
+        stack.push_async_callback(ledger.close)
+        yield Parts(
+            engines=engine,
+            tokenizer=folder.tokenizer(),
+            vocab_size=folder.vocab_size,
+            trainer=trainer,
+            ledger=ledger,
+            turns=QuietTurns(engine),
+        )
+
+
+@asynccontextmanager
+async def local_serving(config: Config) -> AsyncIterator[Serving]:
+    """The embedded engine alone, with the folder's weights."""
+    folder = open_folder(config)
+    async with AsyncExitStack() as stack:
+        thread = TorchThread(config.cluster.cpu_threads)
+        stack.callback(thread.close)
+        engine = await stack.enter_async_context(_engine(config, folder, thread))
+        model = await thread.run(folder.build_model, dtype="float32", seed=config.seed)
+        await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
+        yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
+
+
+@asynccontextmanager
+async def _engine(config: Config, folder: ModelFolder, thread: TorchThread) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(
+        folder,
+        slots=config.rollout.rollout_slots,
+        context_len=context_len(config, folder),
+        dtype=config.train.dtype,
+        device=config.cluster.device,
+        thread=thread,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def context_len(config: Config, folder: ModelFolder) -> int:
+    """Tokens of a prompt and its response: the config's bound, or the model's own."""
+    return config.rollout.rollout_max_context_len or folder.context_len

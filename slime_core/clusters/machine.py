@@ -1,0 +1,41 @@
+"""What this machine can do: `auto` and 0 in the config become a device, a dtype and a number of threads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products are faster than float32
+
+
+def resolve_machine(config: Config) -> Config:
+    """The config with device, dtype and cpu_threads settled for this machine."""
+    device = config.cluster.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.train.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
+    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    return config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"device": device, "cpu_threads": threads}),
+            "train": config.train.model_copy(update={"dtype": dtype}),
+        }
+    )
+
+
+def cpu_flags() -> set[str]:
+    """The processor's feature flags; empty where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return set()
+    lines = (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features")))
+    return set(next(lines, "").partition(":")[2].split())

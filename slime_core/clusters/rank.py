@@ -1,0 +1,103 @@
+"""One trainer rank in a process of its own: it answers Trainer calls and does nothing else.
+
+    python -m slime_core.clusters.rank FD
+
+The first frame tells rank, world, config, plugin fingerprint and rendezvous file; every later one is a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from slime_core.clusters.wire import receive_blocking, send_blocking
+from slime_core.config.schema import Config
+from slime_core.errors import PluginError, SlimeError, TrainerError
+from slime_core.plugins import load_plugins
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.weights.folder import ModelFolder
+
+
+def main() -> None:
+    """Serve calls until the driver closes the socket."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    thread: TorchThread | None = None
+    try:
+        hello = receive_blocking(sock)
+        thread = TorchThread(hello["cpu_threads"])
+        trainer = _answer(sock, lambda: _build(hello, thread))
+        while trainer is not None:
+            call = receive_blocking(sock)
+            if call["method"] == "close":
+                break
+            _answer(sock, lambda call=call: asyncio.run(_call(trainer, call)))  # type: ignore[misc]
+    except EOFError:
+        pass
+    finally:
+        if thread is not None:
+            thread.close()
+        sock.close()
+        os._exit(0)  # a collective that waits for a dead peer must not hold the process
+
+
+def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
+    config = Config.model_validate_json(hello["config"])
+    plugins = load_plugins(config)
+    if plugins.fingerprint() != hello["fingerprint"]:
+        raise PluginError(
+            f"rank {hello['rank']} loaded other plugins than the driver",
+            why=f"fingerprints {plugins.fingerprint()} and {hello['fingerprint']}",
+            fix="install the same plugin versions for every process",
+        )
+    folder = ModelFolder.open(
+        config.rollout.hf_checkpoint,
+        trust_remote_code=config.rollout.trust_remote_code,
+        init_weights=config.rollout.init_weights,
+    )
+    return FsdpTrainer(
+        config,
+        plugins,
+        folder,
+        thread=thread,
+        rank=hello["rank"],
+        world=hello["world"],
+        device=hello["device"],
+        rendezvous=hello["rendezvous"],
+    )
+
+
+async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
+    method, args = call["method"], call["args"]
+    if method == "begin":
+        return await trainer.begin(Config.model_validate_json(args[0]))
+    if method == "score":
+        return await trainer.score(args[0], frozenset(args[1]))
+    if method in ("save", "restore", "export"):
+        return await getattr(trainer, method)(Path(args[0]))
+    if method in ("release", "reacquire"):
+        return await getattr(trainer, method)(set(args[0]))
+    return await {"step": trainer.step, "publish": trainer.publish}[method](*args)
+
+
+def _answer(sock: socket.socket, work: Any) -> Any:
+    try:
+        value = work()
+    except SlimeError as error:
+        send_blocking(sock, {"error": error.as_dict(), "kind": type(error).__name__, "trace": traceback.format_exc()})
+        return None
+    except Exception as error:
+        parts = TrainerError(f"{type(error).__name__}: {error}").as_dict()
+        send_blocking(sock, {"error": parts, "kind": "TrainerError", "trace": traceback.format_exc()})
+        return None
+    send_blocking(sock, {"value": None if isinstance(value, FsdpTrainer) else value})
+    return value
+
+
+if __name__ == "__main__":
+    main()

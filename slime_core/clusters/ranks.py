@@ -1,0 +1,174 @@
+"""Trainer ranks as worker processes on this machine, behind one Trainer: every call goes to all ranks, rank 0 answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from slime_core import errors
+from slime_core.clusters.wire import receive, send
+from slime_core.errors import SlimeError, TrainerError
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Role
+    from slime_core.types import Batch, Columns, WeightUpdate
+
+LOG_TAIL = 4000  # bytes of a dead rank's log in the error
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process and the stream to it."""
+
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    log: Path
+
+
+class RankTrainer:
+    """Implements `protocols.Trainer` over N processes; enter it with ``async with``."""
+
+    def __init__(
+        self, config: Config, plugins: Plugins, *, world: int, device: str, cpu_threads: int, run_dir: Path
+    ) -> None:
+        self._config, self._fingerprint = config, plugins.fingerprint()
+        self._world, self._device, self._cpu_threads = world, device, cpu_threads
+        self._log_dir = run_dir / "log"
+        self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
+        self._ranks: list[Rank] = []
+
+    async def __aenter__(self) -> Self:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._ranks = [await self._start(rank) for rank in range(self._world)]
+        for number, rank in enumerate(self._ranks):
+            hello = {
+                "rank": number,
+                "world": self._world,
+                "config": self._config.model_dump_json(),
+                "fingerprint": self._fingerprint,
+                "device": self._device,
+                "cpu_threads": self._cpu_threads,
+                "rendezvous": str(self._rendezvous),
+            }
+            await send(rank.writer, hello)
+        await self._replies()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for rank in self._ranks:
+            with suppress(ConnectionError, OSError):
+                await send(rank.writer, {"method": "close"})
+            rank.writer.close()
+        for rank in self._ranks:
+            try:
+                await asyncio.to_thread(rank.process.wait, 5)
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                await asyncio.to_thread(rank.process.wait)
+        self._rendezvous.unlink(missing_ok=True)
+
+    async def _start(self, number: int) -> Rank:
+        ours, theirs = socket.socketpair()
+        log = self._log_dir / f"rank-{number}.log"
+        with theirs, log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "slime_core.clusters.rank", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": str(self._cpu_threads)},
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return Rank(process=process, reader=reader, writer=writer, log=log)
+
+    async def _all(self, method: str, *args: Any) -> Any:
+        for rank in self._ranks:
+            with suppress(ConnectionError):
+                await send(rank.writer, {"method": method, "args": list(args)})
+        return await self._replies()
+
+    async def _replies(self) -> Any:
+        waiting = [asyncio.create_task(self._reply(number)) for number in range(self._world)]
+        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        failed = [error for task in waiting if task in done and (error := task.exception()) is not None]
+        if failed:
+            raise failed[0]
+        return waiting[0].result()
+
+    async def _reply(self, number: int) -> Any:
+        rank = self._ranks[number]
+        try:
+            answer = await receive(rank.reader)
+        except (asyncio.IncompleteReadError, ConnectionError) as gone:
+            raise TrainerError(
+                f"trainer rank {number} died with exit code {rank.process.poll()}",
+                code="TRN105",
+                where=str(rank.log),
+                why=rank.log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() or "its log is empty",
+            ) from gone
+        if "error" in answer:
+            rank.log.open("a").write(answer["trace"])
+            kind: type[SlimeError] = getattr(errors, answer["kind"], TrainerError)
+            raise kind(**answer["error"])
+        return answer["value"]
+
+    async def begin(self, stage: Config) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("begin", stage.model_dump_json())
+
+    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """See `protocols.Trainer`."""
+        if not roles:
+            return {}
+        answer: dict[str, Columns] = await self._all("score", batch, sorted(roles))
+        return answer
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer`."""
+        answer: dict[str, float] = await self._all("step", batch)
+        return answer
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """See `protocols.Trainer`; the tensors arrive through this process's memory."""
+        answer: WeightUpdate = await self._all("publish", version)
+        return answer
+
+    async def save(self, path: Path) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("save", str(path))
+
+    async def restore(self, path: Path) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("restore", str(path))
+
+    async def export(self, path: Path) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("export", str(path))
+
+    async def release(self, what: set[str]) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("release", sorted(what))
+
+    async def reacquire(self, what: set[str]) -> None:
+        """See `protocols.Trainer`."""
+        await self._all("reacquire", sorted(what))
+
+
+def processes(trainer: RankTrainer) -> Sequence[int]:
+    """Process ids of the ranks."""
+    return [rank.process.pid for rank in trainer._ranks]

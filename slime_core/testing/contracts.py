@@ -1,0 +1,310 @@
+"""What every Engine, Trainer and Ledger must do, as checks that run against any implementation.
+
+    @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+    def test_my_engine_keeps_the_contract(check):
+        asyncio.run(check(EngineCase(engine=MyEngine(), update=my_update, prompt=[1, 2, 3])))
+
+A check raises AssertionError and says which promise was broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from slime_core.config.schema import Config
+from slime_core.errors import EngineError, SlimeError
+from slime_core.protocols import Engine, Ledger, Trainer
+from slime_core.types import (
+    ArrayRef,
+    Batch,
+    Drop,
+    GenerateRequest,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Status,
+    WeightUpdate,
+)
+
+PATIENCE = 60.0  # seconds until a call that never returns counts as a deadlock
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCase:
+    """An engine before its first load, the update that gives it a version, and a prompt it understands."""
+
+    engine: Engine
+    update: Callable[[int], WeightUpdate]
+    prompt: list[int]
+    max_new_tokens: int = 12
+
+    def request(self, name: str, **changes: object) -> GenerateRequest:
+        """A request for the case's prompt; the seed follows from the name."""
+        params = SamplingParams(max_new_tokens=self.max_new_tokens, ignore_eos=True)
+        made = GenerateRequest(id=name, tokens=list(self.prompt), params=params, seed=sum(name.encode()))
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerCase:
+    """A trainer before its first ``begin``, the stage, a batch with advantages, and a folder to write into."""
+
+    trainer: Trainer
+    stage: Config
+    batch: Batch
+    folder: Path
+
+
+EngineCheck = Callable[[EngineCase], Awaitable[None]]
+TrainerCheck = Callable[[TrainerCase], Awaitable[None]]
+LedgerCheck = Callable[[Ledger], Awaitable[None]]
+
+
+async def engine_refuses_to_generate_before_its_first_load(case: EngineCase) -> None:
+    """There is no silent random model."""
+    try:
+        await case.engine.generate(case.request("a"))
+    except EngineError:
+        return
+    raise AssertionError("generate answered although no weights were loaded")
+
+
+async def engine_stamps_the_version_it_serves(case: EngineCase) -> None:
+    """Every token says which weights made it, and lists agree in length."""
+    for version in (3, 4):
+        await case.engine.load(case.update(version))
+        done = await case.engine.generate(case.request("a"))
+        assert case.engine.version == version, f"serves {case.engine.version} after {version} was loaded"
+        assert set(done.versions) == {version}, f"stamped {set(done.versions)} under {version}"
+        counts = {len(done.tokens), len(done.log_probs), len(done.plain_log_probs), len(done.versions)}
+        assert counts == {case.max_new_tokens}, f"lists of lengths {counts}"
+        assert done.finish == "length", done.finish
+
+
+async def engine_repeats_itself_for_the_same_seed(case: EngineCase) -> None:
+    """Draws are a function of the seed and the position: alone or among others, once or twice."""
+    await case.engine.load(case.update(1))
+    alone = await case.engine.generate(case.request("a"))
+    among = await asyncio.gather(*(case.engine.generate(case.request(name)) for name in "xay"))
+    assert among[1].tokens == alone.tokens, "neighbours changed a sample"
+    if "batch_invariant" in case.engine.abilities:
+        assert among[1].log_probs == alone.log_probs, "neighbours changed log-probs"
+    other = await case.engine.generate(case.request("a", seed=12345))
+    assert other.tokens != alone.tokens, "the seed changes nothing"
+
+
+async def engine_keeps_partial_tokens_of_an_abort(case: EngineCase) -> None:
+    """Aborted tokens are returned, and continuing from them gives what would have come."""
+    await case.engine.load(case.update(1))
+    case.max_new_tokens = 48
+    whole = await case.engine.generate(case.request("a"))
+    running = asyncio.create_task(case.engine.generate(case.request("a")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await case.engine.abort(["a"])
+    part = await running
+    assert part.tokens == whole.tokens[: len(part.tokens)], "an abort changed tokens already drawn"
+    if part.finish != "abort":
+        return
+    left = case.max_new_tokens - len(part.tokens)
+    rest = await case.engine.generate(
+        case.request(
+            "a", tokens=[*case.prompt, *part.tokens], params=SamplingParams(max_new_tokens=left, ignore_eos=True)
+        )
+    )
+    assert part.tokens + rest.tokens == whole.tokens, "continuing after an abort drew other tokens"
+
+
+async def engine_computes_nothing_while_paused(case: EngineCase) -> None:
+    """`keep` holds requests and resume goes on; `abort` ends them."""
+    await case.engine.load(case.update(1))
+    await case.engine.pause("keep")
+    waiting = asyncio.create_task(case.engine.generate(case.request("a")))
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done, "a paused engine answered"
+    await case.engine.resume()
+    assert (await asyncio.wait_for(waiting, PATIENCE)).finish == "length"
+    case.max_new_tokens = 48
+    waiting = asyncio.create_task(case.engine.generate(case.request("b")))
+    await asyncio.sleep(0)
+    await case.engine.pause("abort")
+    assert (await asyncio.wait_for(waiting, PATIENCE)).finish in ("abort", "length")
+    await case.engine.resume()
+
+
+async def engine_gives_memory_back_and_takes_it_again(case: EngineCase) -> None:
+    """release, reacquire, load: what it serves afterwards is right."""
+    await case.engine.load(case.update(1))
+    before = await case.engine.generate(case.request("a"))
+    await case.engine.pause("abort")
+    await case.engine.release({"kv", "weights"})
+    await case.engine.reacquire({"weights"})
+    await case.engine.load(case.update(1))
+    await case.engine.reacquire({"kv"})
+    await case.engine.resume()
+    after = await case.engine.generate(case.request("a"))
+    assert after.tokens == before.tokens, "samples changed after release and reacquire"
+
+
+async def engine_scores_what_it_generates(case: EngineCase) -> None:
+    """`score` gives the plain log-probs that `generate` reported."""
+    if "score" not in case.engine.abilities:
+        return
+    await case.engine.load(case.update(1))
+    done = await case.engine.generate(case.request("a"))
+    scored = await case.engine.score([*case.prompt, *done.tokens], len(case.prompt))
+    assert scored.shape == (len(done.tokens),), scored.shape
+    np.testing.assert_allclose(scored, done.plain_log_probs, atol=2e-2, err_msg="score and generate disagree")
+
+
+async def engine_tells_fingerprints_that_follow_the_weights(case: EngineCase) -> None:
+    """Every tensor has a checksum, the same for the same weights."""
+    await case.engine.load(case.update(1))
+    first = await case.engine.fingerprints()
+    assert first, "no fingerprints"
+    await case.engine.load(case.update(1))
+    assert await case.engine.fingerprints() == first, "the same weights have other fingerprints"
+
+
+async def trainer_publish_returns_before_any_engine_loads(case: TrainerCase) -> None:
+    """Waiting for the engine inside publish would deadlock: NCCL needs both sides."""
+    await case.trainer.begin(case.stage)
+    update = await asyncio.wait_for(case.trainer.publish(5), PATIENCE)
+    assert update.version == 5, update.version
+    assert update.tensors or update.handle is not None, "the update carries nothing"
+
+
+async def trainer_scores_every_response_token(case: TrainerCase) -> None:
+    """Columns are flat over the batch's response tokens, finite, and asking twice changes nothing."""
+    await case.trainer.begin(case.stage)
+    first = await case.trainer.score(case.batch, frozenset({"policy"}))
+    again = await case.trainer.score(case.batch, frozenset({"policy"}))
+    values = first["policy"]["log_probs"]
+    assert values.shape == case.batch.loss_mask.shape, values.shape
+    assert np.isfinite(values).all(), "log-probs are not finite"
+    assert (values == again["policy"]["log_probs"]).all(), "scoring changed the model"
+
+
+async def trainer_step_changes_what_it_publishes(case: TrainerCase) -> None:
+    """A step that moved nothing, or an update that carries old weights, would train in vain."""
+    await case.trainer.begin(case.stage)
+    before = {name: np.array(t) for name, t in (await case.trainer.publish(0)).tensors.items()}
+    metrics = await case.trainer.step(case.batch)
+    after = (await case.trainer.publish(1)).tensors
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+    if before:
+        assert any((before[name] != np.array(after[name])).any() for name in before), "a step moved no weight"
+
+
+async def trainer_restores_what_it_saved(case: TrainerCase) -> None:
+    """The step after a restore is the step that followed the save, bit for bit."""
+    await case.trainer.begin(case.stage)
+    await case.trainer.step(case.batch)
+    await case.trainer.save(case.folder)
+    first = await case.trainer.step(case.batch)
+    want = {name: np.array(t) for name, t in (await case.trainer.publish(1)).tensors.items()}
+    await case.trainer.restore(case.folder)
+    again = await case.trainer.step(case.batch)
+    got = (await case.trainer.publish(2)).tensors
+    assert first["loss"] == again["loss"], (first["loss"], again["loss"])
+    assert all((want[name] == np.array(got[name])).all() for name in want), "weights differ after restore"
+
+
+def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
+    """A finished group of two rollouts with an ArrayRef; with ``fan_out`` the second has two samples."""
+    prompt = Prompt(id=f"main/{position}", position=position, prompt="1+1=", tokens=[1, 2, 1])
+    samples = []
+    for name, rollout in [("0", 0), ("1", 1), *([("1.1", 1)] if fan_out else [])]:
+        sample = Sample(id=f"{prompt.id}-{name}", prompt=prompt.prompt, tokens=list(prompt.tokens))
+        sample.append_response([3, 4], log_probs=[-0.5, -0.25], version=0, text="2\n")
+        sample.append_response([5], mask=0, text="tool")
+        sample.group_index, sample.rollout_id = position, position * 2 + rollout
+        sample.reward, sample.status = float(rollout), Status.COMPLETED
+        sample.rollout_routed_experts = ArrayRef(segment="x.seg", offset=0, dtype="int16", shape=(5, 2), crc32=1)
+        samples.append(sample)
+    rollouts = {position * 2: [0], position * 2 + 1: [1, 2] if fan_out else [1]}
+    return Group(prompt=prompt, samples=samples, rollouts=rollouts)
+
+
+async def ledger_keeps_every_sample_in_one_state(ledger: Ledger) -> None:
+    """issued = trained + dropped + pending at every moment, and repeating a call doubles nothing."""
+    groups = [sample_group(0), sample_group(1, fan_out=True), sample_group(2)]
+    for group in groups:
+        issued = Group(prompt=group.prompt, samples=group.samples[:2], rollouts=dict(list(group.rollouts.items())[:2]))
+        for _ in range(2):
+            await ledger.issue([issued])
+    assert await _balance(ledger) == (6, 0, 0, 6)
+    await ledger.finish(groups[0])
+    await ledger.finish(groups[1])
+    await ledger.finish(groups[1])
+    assert await _balance(ledger) == (7, 0, 0, 7), "a fan-out sibling counts once"
+    await ledger.drop(groups[2].samples, Drop(reason="zero_std"))
+    counts = await ledger.counts()
+    assert counts["dropped/zero_std"] == 2, counts
+    assert await _balance(ledger) == (7, 0, 2, 5)
+
+
+async def ledger_journals_a_step_before_it_trains(ledger: Ledger) -> None:
+    """The composition is readable before the step ends, in order, and unfinished samples cannot enter it."""
+    from slime_core.trainers.batch import make_batch
+
+    group, other = sample_group(0, fan_out=True), sample_group(1)
+    await ledger.issue([group, other])
+    await ledger.finish(group)
+    try:
+        await ledger.journal(make_batch(4, "main", [other]))
+    except SlimeError:
+        pass
+    else:
+        raise AssertionError("a step with unfinished samples was journaled")
+    await ledger.journal(make_batch(4, "main", [group]))
+    assert await ledger.composition(5) == [s.id for s in group.samples]
+    assert await ledger.composition(6) == []
+    await ledger.trained(5)
+    assert await _balance(ledger) == (5, 3, 0, 2)
+
+
+async def ledger_reads_back_what_was_finished(ledger: Ledger) -> None:
+    """Tokens, log-probs, masks, versions, text and references return as they were, in the order asked."""
+    group = sample_group(3, fan_out=True)
+    await ledger.issue([group])
+    await ledger.finish(group)
+    ids = [s.id for s in reversed(group.samples)]
+    for got, want in zip(await ledger.samples(ids), reversed(group.samples), strict=True):
+        assert got.to_dict() == want.to_dict(), (got, want)
+
+
+async def _balance(ledger: Ledger) -> tuple[int, int, int, int]:
+    counts = await ledger.counts()
+    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+    assert counts["issued"] == counts["trained"] + dropped + counts["pending"], dict(counts)
+    return counts["issued"], counts["trained"], dropped, counts["pending"]
+
+
+ENGINE_CHECKS: tuple[EngineCheck, ...] = (
+    engine_refuses_to_generate_before_its_first_load,
+    engine_stamps_the_version_it_serves,
+    engine_repeats_itself_for_the_same_seed,
+    engine_keeps_partial_tokens_of_an_abort,
+    engine_computes_nothing_while_paused,
+    engine_gives_memory_back_and_takes_it_again,
+    engine_scores_what_it_generates,
+    engine_tells_fingerprints_that_follow_the_weights,
+)
+TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
+    trainer_publish_returns_before_any_engine_loads,
+    trainer_scores_every_response_token,
+    trainer_step_changes_what_it_publishes,
+    trainer_restores_what_it_saved,
+)
+LEDGER_CHECKS: tuple[LedgerCheck, ...] = (
+    ledger_keeps_every_sample_in_one_state,
+    ledger_journals_a_step_before_it_trains,
+    ledger_reads_back_what_was_finished,
+)
