@@ -1,4 +1,4 @@
-"""Trainer ranks as worker processes on this machine, behind one Trainer: every call goes to all ranks, rank 0 answers."""
+"""Trainer ranks as processes on this machine, behind one Trainer: calls go to all ranks, rank 0's answer counts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check_group(group: Group, issued: Group, vocab_size: int) -> None:
         )
     if set(group.rollouts) != set(issued.rollouts):
         raise EngineError(
-            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, issued were {sorted(issued.rollouts)}",
+            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued.rollouts)}",
             code="ENG82",
             where=f"group {group.id}",
             fix="keep every rollout id; a rollout that failed keeps its sample with status FAILED",

@@ -2,7 +2,7 @@
 
     source.next -> issue (ledger) -> generate -> check -> score -> finish (ledger) -> kept -> take
                                         |                   |
-                                        `--- drop(reason) --'   a dropped group frees its place, the next prompt takes it
+                                        `--- drop(reason) --'   a dropped group's place goes to the next prompt
 
 One number bounds the waiting: a prompt starts only while issued-but-untrained groups are fewer than
 ``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training.
