@@ -1,1 +1,1 @@
-"""Weights from trainers to engines."""
+"""Weights: model folders in, modules and tensors by Hugging Face name out."""

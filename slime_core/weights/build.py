@@ -1,0 +1,249 @@
+"""A model config in, a module with weights out: loaded by name from safetensors, or drawn from a seed.
+
+A drawn parameter depends on (seed, its name) only, in float32 on the CPU, and is then cast: the same values on every
+device, for every dtype, whatever else the model holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from slime_core.errors import DataError
+from slime_core.seeds import seed_of
+from slime_core.weights.shards import Shards
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHOWN = 10
+CHUNK = 1 << 22
+
+
+@dataclass(slots=True)
+class Fit:
+    """How a folder's tensors meet a model's names: ``shapes`` is (name, in the folder, in the model)."""
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    stored_as: dict[str, str] = field(default_factory=dict)  # model name -> tensor name, where a tie renames it
+    converted: bool = False  # transformers renames or fuses tensors of this family while loading
+
+    def __bool__(self) -> bool:
+        return not (self.missing or self.extra or self.shapes)
+
+
+def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device: names and shapes, no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+
+
+def fit(model: Any, shards: Shards, folder: Path) -> Fit:
+    """Compare a model's tensors with those of a folder.
+
+    Raises:
+        DataError: TOK49 tied weights that are absent, or stored twice and different.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    found = Fit(stored_as=_check_ties(ties, shards, folder))
+    optional = {*ties, *ties.values()}
+    found.missing = sorted(name for name in expected if name not in shards.infos and name not in optional)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    found.extra = sorted(
+        name for name in shards.infos if name not in expected and not any(re.search(p, name) for p in ignored)
+    )
+    pairs = [(name, shards.infos[found.stored_as.get(name, name)]) for name in expected if name not in found.missing]
+    found.shapes = [(name, info.shape, expected[name]) for name, info in pairs if info.shape != expected[name]]
+    if found.missing and set(found.missing) <= set(_class_ties(model)):
+        raise DataError(
+            f"the folder has no {found.missing[0]} and its config does not tie it to the embedding",
+            code="TOK49",
+            where=str(folder / "config.json"),
+            fix='set "tie_word_embeddings": true in config.json, or save the model again',
+        )
+    prefix = f"{model.base_model_prefix}."
+    renamed = any(prefix + name in expected for name in found.extra)
+    found.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
+    return found
+
+
+def _class_ties(model: Any) -> Mapping[str, str]:
+    ties = getattr(model, "_tied_weights_keys", None)
+    return ties if isinstance(ties, dict) else {}
+
+
+def _check_ties(ties: Mapping[str, str], shards: Shards, folder: Path) -> dict[str, str]:
+    stored_as: dict[str, str] = {}
+    for target, source in ties.items():
+        here = [name for name in (source, target) if name in shards.infos]
+        if not here:
+            raise DataError(
+                f"neither of the tied weights {source} and {target} is in the folder",
+                code="TOK49",
+                where=str(folder),
+                fix="save the model again with model.save_pretrained(FOLDER)",
+            )
+        if len(here) == 2 and not _same(shards, source, target):
+            raise DataError(
+                f"{source} and {target} are tied by the config, but are stored twice and differ",
+                code="TOK49",
+                where=str(folder / "config.json"),
+                why="one of the two would be lost",
+                fix='set "tie_word_embeddings": false in config.json, or save the model again',
+            )
+        stored_as[source] = stored_as[target] = here[0]
+    return stored_as
+
+
+def _same(shards: Shards, one: str, other: str) -> bool:
+    left, right = shards.infos[one], shards.infos[other]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    with left.file.open("rb") as a, right.file.open("rb") as b:
+        a.seek(left.begin)
+        b.seek(right.begin)
+        remaining = left.end - left.begin
+        while remaining > 0:
+            count = min(CHUNK, remaining)
+            if a.read(count) != b.read(count):
+                return False
+            remaining -= count
+    return True
+
+
+def misfit(found: Fit, folder: Path) -> DataError:
+    """TOK46: the counts, and the first names and shapes of each kind."""
+
+    def first(items: Sequence[str]) -> str:
+        more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+        return ", ".join(items[:SHOWN]) + more
+
+    shapes = [f"{name} is {list(is_)} in the folder, {list(want)} in the model" for name, is_, want in found.shapes]
+    parts = [
+        f"{len(items)} {kind}: {first(items)}"
+        for kind, items in (("missing", found.missing), ("not in the model", found.extra), ("mis-shaped", shapes))
+        if items
+    ]
+    return DataError(
+        f"the tensors of {folder.name} do not fit its config.json: "
+        f"{len(found.missing)} missing, {len(found.extra)} extra, {len(found.shapes)} mis-shaped",
+        code="TOK46",
+        where=str(folder),
+        why="; ".join(parts),
+        fix="config.json and the weights must come from the same model: fetch or save the folder again",
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of parameters by name.
+
+    Raises:
+        DataError: TOK48, a dtype that is not trained in.
+    """
+    if name not in DTYPES:
+        raise DataError(
+            f"models are built in {' or '.join(DTYPES)}, not in {name}",
+            code="TOK48",
+            where="train.dtype",
+            fix="set train.dtype=float32 (works on every processor), bfloat16 or auto",
+        )
+    return DTYPES[name]
+
+
+def allocate(config: Any, dtype: str, device: str, attn_implementation: str | None, trust_remote_code: bool) -> Any:
+    """The module with uninitialised parameters, computed buffers and tied weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        kwargs["attn_implementation"] = attn_implementation
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
+    model.tie_weights()
+    return model.eval()
+
+
+@torch.no_grad()
+def load_by_name(model: Any, shards: Shards, stored_as: Mapping[str, str]) -> None:
+    """Copy every tensor of the state dict from the folder, one at a time, cast to the parameter's dtype."""
+    done: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() in done and tensor.numel():
+            continue
+        tensor.copy_(shards[stored_as.get(name, name)])
+        done.add(tensor.data_ptr())
+
+
+def load_converted(folder: Path, dtype: str, attn_implementation: str | None, trust_remote_code: bool) -> Any:
+    """Load through transformers, which renames and fuses tensors of some families; the result is checked as ours is.
+
+    Raises:
+        DataError: TOK46.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        kwargs["attn_implementation"] = attn_implementation
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        str(folder),
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **kwargs,
+    )
+    model, info = loaded
+    found = Fit(
+        missing=sorted(info["missing_keys"]),
+        extra=sorted(info["unexpected_keys"]),
+        shapes=[(name, tuple(is_), tuple(want)) for name, is_, want in sorted(info["mismatched_keys"])],
+    )
+    if not found or info.get("conversion_errors"):
+        raise misfit(found, folder)
+    return model.eval()
+
+
+@torch.no_grad()
+def draw(model: Any, seed: int) -> None:
+    """Fill every parameter: matrices normal with the family's ``initializer_range``, biases 0, the rest as it does.
+
+    What is neither a linear layer nor an embedding (norms, state-space parameters, fused experts) is filled by the
+    family's own initialiser under a seed of the module's name.
+    """
+    config = model.config.get_text_config()
+    std = float(getattr(config, "initializer_range", None) or 0.02)
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.data_ptr() not in seen:
+                    seen.add(parameter.data_ptr())
+                    _fill(parameter, seed, f"{name}.{key}", 0.0 if key == "bias" else std)
+        elif next(module.parameters(recurse=False), None) is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed_of(seed, "init", name) % 2**63)
+                model._init_weights(module)
+
+
+def _fill(parameter: torch.Tensor, seed: int, name: str, std: float) -> None:
+    if std == 0.0:
+        parameter.zero_()
+        return
+    generator = np.random.Generator(np.random.Philox(seed_of(seed, "init", name)))
+    values = generator.standard_normal(parameter.numel(), dtype=np.float32) * np.float32(std)
+    parameter.copy_(torch.from_numpy(values).view(parameter.shape))

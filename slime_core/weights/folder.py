@@ -1,0 +1,340 @@
+"""A Hugging Face model folder (or hub name) in; config, tokenizer, tensors and a built model out.
+
+Everything that can be wrong with a folder is found when it is opened, before any engine starts:
+
+    path | remote code TOK45 | config | tokenizer TOK39 TOK42 | headers TOK47 TOK48 | names and shapes TOK46 TOK49
+
+End and padding: a response ends at any id of ``eos_token_ids``, which is generation_config.json's list (else
+config.json's) and the tokenizer's own. Nothing in slime masks by token id, lengths do; so a pad token that equals the
+end token, or no pad token, never hides the end token from training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.errors import ConfigError, DataError
+from slime_core.weights.shards import Shards
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from slime_core.weights.build import Fit
+
+REMOTE_CODE_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+NO_LIMIT = 1 << 20  # context of a model that states none
+FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+class ModelFolder:
+    """A checked model folder.
+
+    Example:
+        folder = ModelFolder.open("my-model")
+        model = folder.build_model(dtype="float32", seed=0)
+        ids = folder.tokenizer().encode("12+30=")
+    """
+
+    path: Path
+    config: Any  # transformers.PreTrainedConfig
+    eos_token_ids: tuple[int, ...]  # ids that end a response, ascending
+    vocab_size: int  # rows of the embedding: every id below it is legal
+    context_len: int  # positions the model was made for
+    notices: tuple[str, ...]  # what is unusual, and fine
+    init_weights: Literal["load", "random"]
+    trust_remote_code: bool
+
+    def __init__(self, path: Path, *, trust_remote_code: bool, init_weights: Literal["load", "random"]) -> None:
+        self.path = path
+        self.trust_remote_code = trust_remote_code
+        self.init_weights = init_weights
+        self.notices = ()
+        self._tokenizer: Any = None
+        self._shards: Shards | None = None
+        self._fit: Fit | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        trust_remote_code: bool = False,
+        init_weights: Literal["load", "random"] = "load",
+        stop_token_ids: Sequence[int] = (),
+    ) -> ModelFolder:
+        """Find and check a folder; ``stop_token_ids`` stand in for an end token that the folder does not name.
+
+        Raises:
+            ConfigError: CFG05, no such folder.
+            DataError: TOK39, TOK42, TOK45-TOK49 as above; TOK00 an incomplete folder.
+        """
+        folder = cls(resolve(path), trust_remote_code=trust_remote_code, init_weights=init_weights)
+        raw = _read_json(folder.path / "config.json", needed=True)
+        if not trust_remote_code:
+            _refuse_remote_code(folder.path, str(raw.get("model_type", "")))
+        _refuse_quantised(folder.path, raw)
+        folder.config = _load_config(folder.path, trust_remote_code)
+        text = folder.config.get_text_config()
+        folder.vocab_size = int(text.vocab_size)
+        folder._check_tokenizer(stop_token_ids)
+        folder.context_len = _context_len(text)
+        if init_weights == "load":
+            folder._check_weights()
+        return folder
+
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer (transformers.PreTrainedTokenizerBase), loaded once."""
+        if self._tokenizer is None:
+            self._tokenizer = _load_tokenizer(self.path, self.trust_remote_code)
+        return self._tokenizer
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Stored tensors by name, each read when it is asked for."""
+        if self._shards is None:
+            self._shards = Shards.open(self.path)
+        return self._shards
+
+    def build_model(
+        self,
+        dtype: str = "float32",
+        seed: int = 0,
+        device: str = "cpu",
+        *,
+        attn_implementation: str | None = None,
+    ) -> nn.Module:
+        """The causal language model in eval mode, with the folder's weights or, for ``random``, drawn from the seed.
+
+        Raises:
+            DataError: TOK48 a dtype other than float32 and bfloat16, TOK46 tensors that do not fit, TOK47 damage.
+        """
+        from slime_core.weights import build
+
+        if self.init_weights == "load" and self._fit is not None and not self._fit:
+            model = build.load_converted(self.path, dtype, attn_implementation, self.trust_remote_code)
+            return model.to(device)  # type: ignore[no-any-return]
+        model = build.allocate(self.config, dtype, device, attn_implementation, self.trust_remote_code)
+        if self.init_weights == "random":
+            build.draw(model, seed)
+        else:
+            assert self._shards is not None
+            assert self._fit is not None
+            build.load_by_name(model, self._shards, self._fit.stored_as)
+        return model  # type: ignore[no-any-return]
+
+    def _note(self, text: str) -> None:
+        self.notices = (*self.notices, text)
+
+    def _check_tokenizer(self, stop_token_ids: Sequence[int]) -> None:
+        tokenizer = self.tokenizer()
+        top = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if top > self.vocab_size:
+            raise DataError(
+                f"the tokenizer has {top} ids and the model's embedding {self.vocab_size} rows",
+                code="TOK39",
+                where=str(self.path),
+                why=f"id {top - 1} would lie outside the embedding",
+                fix=f"model.resize_token_embeddings({top}) and save again, or use the model's own tokenizer",
+            )
+        if top < self.vocab_size:
+            self._note(f"the embedding has {self.vocab_size} rows, the tokenizer {top} ids: the rest is padding")
+        self.eos_token_ids = _eos_token_ids(self.path, self.config, tokenizer)
+        if outside := [i for i in (*self.eos_token_ids, *stop_token_ids) if not 0 <= i < self.vocab_size]:
+            raise DataError(
+                f"end token id {outside[0]} lies outside the vocabulary of {self.vocab_size}",
+                code="TOK42",
+                where=str(self.path),
+                fix="set eos_token_id in generation_config.json to ids of the tokenizer",
+            )
+        if not self.eos_token_ids and not stop_token_ids:
+            raise DataError(
+                "the model names no end-of-sequence token",
+                code="TOK42",
+                where=f"{self.path}: config.json, generation_config.json, tokenizer_config.json",
+                why="every response would run to its length limit",
+                fix="set eos_token in tokenizer_config.json, or rollout.rollout_stop_token_ids=[ID]",
+            )
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.eos_token_ids:
+            kind = "there is no pad token" if tokenizer.pad_token_id is None else "the pad token is an end token"
+            self._note(f"{kind}: lengths say what is padding, so the end token is trained on all the same")
+
+    def _check_weights(self) -> None:
+        from slime_core.weights import build
+
+        self._shards = Shards.open(self.path)
+        self._fit = build.fit(
+            build.skeleton(self.config, trust_remote_code=self.trust_remote_code), self._shards, self.path
+        )
+        if not self._fit and not self._fit.converted:
+            raise build.misfit(self._fit, self.path)
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """The local folder of a path or of a hub name that is cached or can be fetched.
+
+    Raises:
+        ConfigError: CFG05, neither a folder nor a hub name that can be had.
+    """
+    text = os.fspath(path)
+    local = Path(text).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if not text or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+        raise ConfigError(
+            f"there is no model folder {text!r}" if text else "no model is named",
+            code="CFG05",
+            where=f"rollout.hf_checkpoint = {local.absolute() if text else ''} (working folder {Path.cwd()})",
+            fix="set rollout.hf_checkpoint to a folder with config.json, or to a hub name OWNER/NAME",
+        )
+    return _from_hub(text)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FETCHED), local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model {name} is neither a folder nor in the hub's cache, and the hub did not give it",
+            code="CFG05",
+            where=f"rollout.hf_checkpoint = {name} (working folder {Path.cwd()})",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix=f"fetch it where there is a network (hf download {name}), or name a local folder",
+        ) from error
+
+
+def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    if not file.is_file():
+        if not needed:
+            return {}
+        raise DataError(
+            f"{file.parent.name} is no model folder: it has no {file.name}",
+            code="TOK00",
+            where=str(file.parent),
+            fix="save a model there with model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER)",
+        )
+    try:
+        value = json.loads(file.read_bytes())
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file.name} is not JSON: {error.msg}", code="TOK00", where=f"{file}:{error.lineno}:{error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file.name} is not JSON: {error}", code="TOK00", where=str(file)) from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file.name} is not a JSON object", code="TOK00", where=str(file))
+    return value
+
+
+def _refuse_remote_code(folder: Path, model_type: str) -> None:
+    for name in REMOTE_CODE_FILES:
+        raw = _read_json(folder / name)
+        named = raw.get("auto_map") or raw.get("custom_pipelines") or raw.get("custom_generate")
+        if not named:
+            continue
+        code = ", ".join(sorted(str(v) for v in named.values())) if isinstance(named, dict) else str(named)
+        from transformers import CONFIG_MAPPING
+
+        native = model_type in CONFIG_MAPPING
+        instead = f"\nor delete auto_map from {name}: transformers knows {model_type} itself" if native else ""
+        raise DataError(
+            f"{name} asks to run Python code that the model brings: {code}",
+            code="TOK45",
+            where=str(folder / name),
+            why="code from a model is not run unless you say so",
+            fix=f"read that code, then set rollout.trust_remote_code=true{instead}",
+        )
+
+
+def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
+    found = raw.get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method", "unknown method") if isinstance(found, dict) else found
+    raise DataError(
+        f"{folder.name} is quantised ({method})",
+        code="TOK48",
+        where=f"{folder / 'config.json'}: quantization_config",
+        why="only float weights can be trained",
+        fix="point rollout.hf_checkpoint at the unquantised model",
+    )
+
+
+def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        int(config.get_text_config().vocab_size)
+    except Exception as error:  # whatever a config class raises on bad values
+        raise DataError(
+            "config.json is not one that transformers can use",
+            code="TOK00",
+            where=str(folder / "config.json"),
+            why=f"{type(error).__name__}: {error}",
+            fix="save the model again, or upgrade transformers",
+        ) from error
+    if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise DataError(
+            f"model type {config.model_type!r} is no causal language model of transformers",
+            code="TOK00",
+            where=str(folder / "config.json"),
+            fix="name a causal language model",
+        )
+    return config
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # A folder that declares the generic class means its tokenizer.json as it stands. AutoTokenizer would put another
+    # pipeline around its vocabulary for some model types (qwen2 in transformers 5.17), and encode other ids.
+    generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
+    kind = PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return kind.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(
+            "the model folder has no tokenizer that transformers can load",
+            code="TOK00",
+            where=str(folder),
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="save the tokenizer beside the model: tokenizer.save_pretrained(FOLDER)",
+        ) from error
+
+
+def _eos_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    stated = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if stated is None:
+        stated = getattr(config.get_text_config(), "eos_token_id", None)
+    ids = list(stated) if isinstance(stated, (list, tuple)) else [] if stated is None else [stated]
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(sorted({int(i) for i in ids}))
+
+
+def _context_len(text_config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(text_config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return NO_LIMIT

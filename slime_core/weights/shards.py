@@ -1,0 +1,226 @@
+"""Safetensors files in, tensors by name out: headers are validated before a byte of any tensor is read.
+
+    8 bytes n, little endian | n bytes JSON {name: {dtype, shape, data_offsets: [begin, end]}} | tensor bytes, no gaps
+
+Tensors are read with plain reads, never mapped, so that a file cut short later is an error and not a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100_000_000
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes an element of every dtype that loads here."""
+
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TensorInfo:
+    """Where one tensor lies: ``begin`` and ``end`` are bytes from the start of ``file``."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Shards(Mapping[str, "torch.Tensor"]):
+    """Every tensor of a model folder by name; each access reads that tensor from disk.
+
+    Example:
+        shards = Shards.open(Path("my-model"))
+        shards.infos["model.norm.weight"].shape, shards["model.norm.weight"]
+    """
+
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self.infos = dict(infos)
+
+    @classmethod
+    def open(cls, folder: Path) -> Shards:
+        """Validate the headers of every shard of a folder.
+
+        Raises:
+            DataError: TOK46 no weights, a shard missing, or an index that disagrees with its shards; TOK47 a damaged
+                file; TOK48 a dtype that does not load here.
+        """
+        if (folder / INDEX).is_file():
+            return cls(_indexed(folder))
+        if (folder / SINGLE).is_file():
+            return cls(read_header(folder / SINGLE))
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        found = f"found {', '.join(others[:3])}, which are pickles and are not read" if others else "found no weights"
+        raise DataError(
+            f"the model folder has no {SINGLE} and no {INDEX}",
+            code="TOK46",
+            where=str(folder),
+            why=found,
+            fix="save it again with model.save_pretrained(FOLDER), or set rollout.init_weights=random",
+        )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        info = self.infos[name]
+        tensor = torch.empty(info.shape, dtype=getattr(torch, TORCH_NAMES[info.dtype]))
+        if info.end == info.begin:
+            return tensor
+        view = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+        try:
+            with info.file.open("rb", buffering=0) as file:
+                file.seek(info.begin)
+                done = 0
+                while done < len(view):
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise _damaged(info.file, f"the file ends inside tensor {name}")
+                    done += count
+        except OSError as error:
+            raise _damaged(info.file, f"tensor {name} cannot be read: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, after every offset, shape and size has been checked.
+
+    Raises:
+        DataError: TOK47 a damaged file, TOK48 a dtype that does not load here.
+    """
+    size = os.stat(file).st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8:
+            raise _damaged(file, f"it has {size} bytes, less than the 8 of a header's length")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise _damaged(file, f"its header claims {length} bytes, the file has {size - 8} after the length")
+        header = _parse(file, stream.read(length))
+    infos = {name: _entry(file, name, item, 8 + length) for name, item in header.items() if name != "__metadata__"}
+    _check_layout(file, infos, 8 + length, size)
+    return infos
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _entry(file: Path, name: str, item: Any, start: int) -> TensorInfo:
+    try:
+        dtype, shape = item["dtype"], tuple(item["shape"])
+        begin, end = item["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(file, f"the header's entry of tensor {name} is incomplete") from error
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise _damaged(file, f"tensor {name} has shape {shape} and offsets [{begin}, {end}]")
+    if dtype not in SIZES:
+        raise DataError(
+            f"tensor {name} has dtype {dtype}, which cannot be trained here",
+            code="TOK48",
+            where=str(file),
+            why=f"loadable are {', '.join(SIZES)}; quantised weights are not",
+            fix="save the model unquantised: model.to(torch.bfloat16).save_pretrained(FOLDER)",
+        )
+    needed = math.prod(shape) * SIZES[dtype]
+    if end - begin != needed:
+        raise _damaged(file, f"tensor {name} of shape {list(shape)} {dtype} needs {needed} bytes, has {end - begin}")
+    return TensorInfo(name=name, file=file, dtype=dtype, shape=shape, begin=start + begin, end=start + end)
+
+
+def _check_layout(file: Path, infos: Mapping[str, TensorInfo], start: int, size: int) -> None:
+    place = start
+    for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
+        if info.end > size:
+            raise _damaged(file, f"tensor {info.name} ends at byte {info.end}, the file has {size}: it was cut short")
+        if info.begin != place:
+            how = "overlaps the one before it" if info.begin < place else "leaves a gap before it"
+            raise _damaged(file, f"tensor {info.name} {how}: it begins at byte {info.begin}, expected {place}")
+        place = info.end
+    if place != size:
+        raise _damaged(file, f"{size - place} bytes after the last tensor belong to none")
+
+
+def _indexed(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        named = {str(name): str(shard) for name, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(index, f"it has no readable weight_map: {error!r}") from error
+    infos: dict[str, TensorInfo] = {}
+    for shard in sorted(set(named.values())):
+        if Path(shard).name != shard:
+            raise _damaged(index, f"it names {shard!r}, which is not a file name inside the folder")
+        if not (folder / shard).is_file():
+            lost = [name for name, where in named.items() if where == shard]
+            raise DataError(
+                f"{len(lost)} tensors are missing with the shard {shard}: {', '.join(lost[:10])}",
+                code="TOK46",
+                where=str(index),
+                fix="fetch the missing file again",
+            )
+        infos.update(read_header(folder / shard))
+    if wrong := sorted(name for name in named if name not in infos or infos[name].file.name != named[name]):
+        raise DataError(
+            f"{len(wrong)} tensors are not in the shards that the index names: {', '.join(wrong[:10])}",
+            code="TOK46",
+            where=str(index),
+            fix="fetch the folder again, or save it with model.save_pretrained(FOLDER)",
+        )
+    return infos
+
+
+def _damaged(file: Path, why: str) -> DataError:
+    return DataError(
+        f"{file.name} is damaged",
+        code="TOK47",
+        where=str(file),
+        why=why,
+        fix="fetch or save the file again",
+    )
