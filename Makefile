@@ -1,0 +1,72 @@
+# Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV), nothing beside it.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+INSTALL_PLUGINS := $(addprefix -e ./,$(PLUGINS))
+MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+TESTS ?= tests plugins
+WORKERS ?= 2
+
+# The first interpreter that is new enough; PYTHON=/path/to/python overrides it.
+USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+CANDIDATES := python3 python3.13 python3.12 python3.11 python
+PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && command -v $$p && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo dev check test nightly bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
+
+demo: $(VENV)/.demo  ## install, then train the default recipe of rm_math on this machine's processor
+	$(BIN)/slime run --plugin rm_math
+
+dev: $(VENV)/.dev  ## install everything a developer needs, and the commit hook
+	@if [ -d .git ]; then $(BIN)/pre-commit install; fi
+
+check: $(VENV)/.dev  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard plugins/*/src/*)
+	$(BIN)/pytest -q tests/test_layers.py
+
+test: $(VENV)/.dev  ## install, then the whole suite that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m "not gpu and not nightly" $(TESTS)
+
+nightly: $(VENV)/.dev  ## the long tests, and the demo's recipe over five seeds
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python tools/bench_demo.py --seeds 5
+
+bench: $(VENV)/.bench  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
+	set -e; for tool in $(filter-out tools/bench_demo.py,$(sort $(wildcard tools/bench_*.py))); do \
+		echo "== $$tool"; $(BIN)/python $$tool; done
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "slime needs Python 3.11, 3.12 or 3.13; none of these is one: $(CANDIDATES)" >&2; \
+		echo "  fix: install one (such as apt-get install python3.11 python3.11-venv), or make PYTHON=/path/to/python" >&2; \
+		exit 1; fi
+	@$(PYTHON) -c 'import sys; $(USABLE)' || { \
+		echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); slime needs 3.11, 3.12 or 3.13" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+		echo "$(PYTHON) cannot make environments: its venv module is missing" >&2; \
+		echo "  fix: install it (such as apt-get install python3-venv), or make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(MANIFESTS) | $(BIN)/python
+	$(PIP) -e ".[fsdp]" $(INSTALL_PLUGINS)
+	@touch $@
+
+$(VENV)/.dev: $(MANIFESTS) | $(BIN)/python
+	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS)
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) trl
+	@touch $@

@@ -1,0 +1,214 @@
+"""The layers of docs/design.md, walked: imports go downward, heavy packages stay in their files, names are pinned."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import slime_core
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[1]
+CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
+LAYERS = {
+    0: ("errors", "types", "seeds", "threads"),
+    1: ("protocols", "context", "hookspecs", "plugins", "config"),
+    2: ("algo", "data", "weights", "report", "buffer", "sandbox"),
+    3: ("engines", "trainers"),
+    4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
+    5: ("loop", "evaluate"),
+    6: ("testing",),
+}
+LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room in rooms} | {"slime_cli": 7}
+CONFINED = {
+    "megatron": ("slime_core/trainers/megatron/", "plugins/slime_models/"),
+    "ray": ("slime_core/clusters/ray",),
+    "wandb": ("slime_core/report/sinks.py",),
+    "sglang": (),
+}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "numpy.load", "np.load"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+MAX_LINES = 400
+PUBLIC_NAMES = [
+    "__version__",
+    "Batch",
+    "Check",
+    "CheckResult",
+    "ConfigError",
+    "Context",
+    "DataError",
+    "Drop",
+    "EngineError",
+    "Estimator",
+    "Group",
+    "Loss",
+    "PluginError",
+    "Prompt",
+    "Reward",
+    "Sample",
+    "SamplingParams",
+    "SlimeError",
+    "Status",
+    "StepReport",
+    "TrainerError",
+    "hookimpl",
+]
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files below the folders, templates (which are not ours to import) left out."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "templates" not in path.parts and ".venv" not in path.parts]
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import statement and the absolute module name it asks for (``from a import b`` gives a and a.b)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield node, node.module or ""
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def typing_only(tree: ast.AST) -> set[ast.stmt]:
+    """Statements below ``if TYPE_CHECKING``: they never run."""
+    guarded: set[ast.stmt] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            guarded.update(child for child in ast.walk(node) if isinstance(child, ast.stmt))
+    return guarded
+
+
+def room_of(module: str) -> str:
+    """``slime_core.data.chat`` lives in the room ``slime_core.data``."""
+    return ".".join(module.split(".")[:2]) if module.startswith("slime_core.") else module.split(".")[0]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT / "cli" if "cli" in path.parts else ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def upward(path: Path, tree: ast.AST) -> list[str]:
+    """Imports of a higher layer, or of a room that the table does not know."""
+    own = room_of(module_name(path))
+    if own == "slime_core":
+        return []  # the package's own __init__ re-exports names, and does it lazily
+    skipped = typing_only(tree)
+    wrong = []
+    for node, name in imports(tree):
+        target = room_of(name)
+        if node in skipped or target == own or not name.startswith(("slime_core.", "slime_cli")):
+            continue
+        if target in LEVEL and LEVEL[target] > LEVEL[own]:
+            wrong.append(f"{shown(path)}:{node.lineno} layer {LEVEL[own]} imports {name} of layer {LEVEL[target]}")
+    return wrong
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def parsed(*folders: str) -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(), filename=str(path))) for path in sources(*folders)]
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {room_of(module_name(path)) for path in sources("slime_core", "cli/slime_cli")} - {"slime_core"}
+    assert rooms - set(LEVEL) == set()
+
+
+def test_imports_go_downward_in_the_layers() -> None:
+    assert [line for path, tree in parsed("slime_core", "cli/slime_cli") for line in upward(path, tree)] == []
+
+
+def test_an_upward_import_is_found() -> None:
+    tree = ast.parse("from slime_core.loop import run\nif TYPE_CHECKING:\n    import slime_core.testing\n")
+    assert upward(ROOT / "slime_core/data/source.py", tree) == [
+        "slime_core/data/source.py:1 layer 2 imports slime_core.loop of layer 5",
+        "slime_core/data/source.py:1 layer 2 imports slime_core.loop.run of layer 5",
+    ]
+
+
+def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line() -> None:
+    plugin_packages = {path.name for path in ROOT.glob("plugins/*/src/*") if path.is_dir()}
+    wrong = []
+    for path, tree in parsed("slime_core", *(f"plugins/{p.name}/src" for p in ROOT.glob("plugins/*") if p.is_dir())):
+        own = {part for part in path.parts if part in plugin_packages}
+        banned = (plugin_packages - own) | {"slime_cli"}
+        wrong += [
+            f"{shown(path)}:{node.lineno} {name}" for node, name in imports(tree) if name.split(".")[0] in banned
+        ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", CONFINED)
+def test_a_heavy_package_is_imported_in_its_own_file_only(package: str) -> None:
+    wrong = [
+        f"{shown(path)}:{node.lineno}"
+        for path, tree in parsed(*CODE)
+        for node, name in imports(tree)
+        if name.split(".")[0] == package and not shown(path).startswith(CONFINED[package])
+    ]
+    assert wrong == []
+
+
+def test_no_pickle_no_eval() -> None:
+    trees = parsed(*CODE)
+    modules = [
+        f"{shown(path)}:{node.lineno} {name}"
+        for path, tree in trees
+        for node, name in imports(tree)
+        if name.split(".")[0] in FORBIDDEN_MODULES
+    ]
+    used = [
+        f"{shown(path)}:{line} {name}" for path, tree in trees for line, name in calls(tree) if name in FORBIDDEN_CALLS
+    ]
+    assert modules + used == []
+
+
+def test_a_pickle_and_an_eval_are_found() -> None:
+    tree = ast.parse("import pickle\ntorch.load(path)\neval('1')\nmodel.eval()")
+    assert [name for _, name in imports(tree) if name in FORBIDDEN_MODULES] == ["pickle"]
+    assert [name for _, name in calls(tree) if name in FORBIDDEN_CALLS] == ["torch.load", "eval"]
+
+
+def test_modules_are_short_and_begin_with_a_sentence() -> None:
+    wrong = []
+    for path, tree in parsed(*CODE):
+        lines = len(path.read_text().splitlines())
+        wrong += [f"{shown(path)} has {lines} lines"] if lines > MAX_LINES else []
+        wrong += [f"{shown(path)} has no docstring"] if lines and ast.get_docstring(tree) is None else []
+    assert wrong == []
+
+
+def test_no_attic_rooms() -> None:
+    names = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
+    assert [shown(path) for path in sources(*CODE) if path.stem in names or names & set(path.parent.parts)] == []
+
+
+def test_the_reference_recomputations_are_independent() -> None:
+    wrong = [
+        f"{shown(path)}:{node.lineno} {name}"
+        for path, tree in parsed("tests/reference")
+        for node, name in imports(tree)
+        if name.split(".")[0] in ("slime_core", "slime_cli")
+    ]
+    assert wrong == []
+
+
+def test_the_public_names_are_pinned_and_load() -> None:
+    assert slime_core.__all__ == PUBLIC_NAMES
+    assert all(getattr(slime_core, name) is not None for name in PUBLIC_NAMES)
