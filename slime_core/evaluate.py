@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime_core.clusters import build_serving
+from slime_core.clusters.machine import resolve_machine
 from slime_core.context import Context
 from slime_core.data.source import EvalSet, eval_sets
 from slime_core.errors import ConfigError
@@ -67,6 +68,7 @@ async def evaluate(config: Config, plugins: Plugins, report: Report) -> dict[str
     Raises:
         ConfigError: CFG04 the config names no evaluation set.
     """
+    config = resolve_machine(config)
     async with build_serving(config) as parts:
         ctx = _context(config, parts, report)
         evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)

@@ -11,12 +11,13 @@ version counter. On-policy is ``max_staleness = 0``: the collector then never ru
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.clusters import build_cluster
+from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import stage_name, stages
 from slime_core.context import Context
 from slime_core.data.source import open_source
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from slime_core.report import Report
 
 
+BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
+
+
 @dataclass(slots=True)
 class Clock:
     """Wall seconds by part of a step."""
@@ -52,13 +56,16 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
-async def run(config: Config, plugins: Plugins, report: Report) -> int:
+async def run(config: Config, plugins: Plugins, report: Report, *, cluster: BuildCluster = build_cluster) -> int:
     """Train every stage of ``config`` and write ``final/``; the answer is the last version.
+
+    ``cluster`` starts engines, trainer and ledger; the default does so by ``cluster_backend``.
 
     Raises:
         SlimeError: bad data, a plugin, engine or trainer that failed; the ledger then holds everything up to there.
     """
-    async with build_cluster(config, plugins, report.run_dir) as parts:
+    config = resolve_machine(config)
+    async with cluster(config, plugins, report) as parts:
         version = 0
         for stage in stages(config):
             version = await run_stage(stage, version, parts, plugins, report)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.buffer.ledger import SqliteLedger
@@ -21,21 +20,30 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Trainer
+    from slime_core.report import Report
 
 
 def open_folder(config: Config) -> ModelFolder:
     """The model folder of a run."""
     rollout = config.rollout
     return ModelFolder.open(
-        rollout.hf_checkpoint, trust_remote_code=rollout.trust_remote_code, init_weights=rollout.init_weights
+        rollout.hf_checkpoint,
+        trust_remote_code=rollout.trust_remote_code,
+        init_weights=rollout.init_weights,
+        stop_token_ids=rollout.rollout_stop_token_ids,
     )
 
 
 @asynccontextmanager
-async def local_cluster(config: Config, plugins: Plugins, run_dir: Path) -> AsyncIterator[Parts]:
+async def local_cluster(config: Config, plugins: Plugins, report: Report) -> AsyncIterator[Parts]:
     """Start everything on this machine; take it down at the end, whatever happened."""
+    run_dir = report.run_dir.path
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     folder = open_folder(config)
+    for notice in folder.notices:
+        report.note(notice)
+    cluster, dtype = config.cluster, config.train.dtype
+    report.note(f"{cluster.device}, {dtype}, {cluster.cpu_threads} threads, {world} trainer rank(s)")
     async with AsyncExitStack() as stack:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
