@@ -1,0 +1,129 @@
+"""The ledger's tables, and how its SQLite file is opened.
+
+One row a sample and attempt, under 300 bytes with its indexes; payloads lie in segment files. `tally` counts rows by
+state and reason and is kept by triggers, inside the transaction that changes a row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from slime_core.errors import StorageError
+
+APPLICATION_ID = 0x534C4D31  # "SLM1"
+SCHEMA_VERSION = 1
+BUSY_MS = 10_000
+
+PENDING, FINISHED, TRAINED, DROPPED = range(4)
+STATES = ("pending", "finished", "trained", "dropped")
+
+SCHEMA = """
+CREATE TABLE reasons (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+CREATE TABLE samples (
+    serial INTEGER PRIMARY KEY,
+    id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    state INTEGER NOT NULL CHECK (state BETWEEN 0 AND 3),
+    reason INTEGER NOT NULL DEFAULT 0,      -- of reasons, 0 where the state is not dropped
+    position INTEGER,                       -- the prompt's place in its stage
+    rollout INTEGER,
+    version INTEGER,                        -- lowest weights that made a token
+    step INTEGER,                           -- version that it trained
+    reward REAL,
+    tokens INTEGER,
+    response_length INTEGER,
+    segment INTEGER, offset INTEGER, length INTEGER, crc32 INTEGER,   -- NULL: no payload, or pruned
+    UNIQUE (id, attempt)
+) STRICT;
+CREATE TABLE steps (
+    version INTEGER PRIMARY KEY,            -- the version that the step makes
+    stage TEXT NOT NULL,
+    samples INTEGER NOT NULL,
+    trained INTEGER NOT NULL DEFAULT 0,
+    fingerprint TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE members (
+    version INTEGER NOT NULL REFERENCES steps (version),
+    place INTEGER NOT NULL,
+    serial INTEGER NOT NULL REFERENCES samples (serial),
+    PRIMARY KEY (version, place)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE tally (
+    state INTEGER NOT NULL, reason INTEGER NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (state, reason)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER sample_added AFTER INSERT ON samples BEGIN
+    INSERT INTO tally VALUES (new.state, new.reason, 1)
+        ON CONFLICT (state, reason) DO UPDATE SET count = count + 1;
+END;
+CREATE TRIGGER sample_moved AFTER UPDATE OF state, reason ON samples BEGIN
+    UPDATE tally SET count = count - 1 WHERE state = old.state AND reason = old.reason;
+    INSERT INTO tally VALUES (new.state, new.reason, 1)
+        ON CONFLICT (state, reason) DO UPDATE SET count = count + 1;
+END;
+CREATE TRIGGER sample_kept BEFORE DELETE ON samples BEGIN
+    SELECT RAISE(ABORT, 'a sample is never deleted');
+END;
+"""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open or create a ledger file: WAL, durable commits, transactions begun by hand.
+
+    Raises:
+        StorageError: STO109 disk full, STO110 not writable, STO113 made by another version, STO116 in use, STO117
+            damaged.
+    """
+    try:
+        db = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+        try:
+            _prepare(db, path)
+        except BaseException:
+            db.close()
+            raise
+    except sqlite3.Error as error:
+        raise sqlite_error(error, path) from error
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if tables and (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+        ours = application == APPLICATION_ID
+        raise StorageError(
+            f"{path.name} has schema {version}, this slime reads {SCHEMA_VERSION}" if ours else f"{path} is no ledger",
+            code="STO113",
+            where=str(path),
+            fix="use the slime that made it, or start another run: --run-dir",
+        )
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    if not tables:
+        db.executescript(
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+            f"{SCHEMA} COMMIT;"
+        )
+
+
+def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
+    """SQLite's error with what to do about it."""
+    name = getattr(error, "sqlite_errorname", "") or ""
+    kinds = {
+        "SQLITE_FULL": ("STO109", "the disk is full", "free space, then slime run --resume RUN_DIR"),
+        "SQLITE_IOERR": ("STO121", "the device failed", "look at the disk (dmesg), then slime run --resume RUN_DIR"),
+        "SQLITE_READONLY": ("STO110", "the file is read-only", "make it writable, or choose another --run-dir"),
+        "SQLITE_CANTOPEN": ("STO110", "the file cannot be opened", "make its folder writable, or choose --run-dir"),
+        "SQLITE_PERM": ("STO110", "permission was denied", "make it writable, or choose another --run-dir"),
+        "SQLITE_BUSY": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
+        "SQLITE_LOCKED": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
+        "SQLITE_CORRUPT": ("STO117", "the file is damaged", "restore it, or start another run"),
+        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", "restore it, or start another run"),
+    }
+    for prefix, (code, why, fix) in kinds.items():
+        if name.startswith(prefix):
+            return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=why, fix=fix)
+    return StorageError(f"the ledger failed: {error}", where=str(path), why=name)
