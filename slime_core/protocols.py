@@ -262,6 +262,7 @@ class Loss:
     name: str
     fn: Callable[[Any, Any, Mapping[str, Any], Any], tuple[Any, dict[str, Any]]]
     needs: frozenset[Role] = frozenset()  # roles whose log-probs or values it reads
+    needs_when: Callable[[Any], frozenset[Role]] | None = None  # more of them, from the run's [train] section
     columns: tuple[str, ...] = ()  # columns it reads
 
 

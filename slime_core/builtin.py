@@ -1,0 +1,152 @@
+"""Core's own plugin, registered through the same hooks as any other and asked last.
+
+slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
+slime_reward     by rm_type                       slime_sampling   the config's
+slime_advantage  grpo, sft                        slime_loss       policy_loss, sft_loss
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import ConfigError, DataError
+from slime_core.hookspecs import hookimpl
+from slime_core.protocols import Estimator, Loss, Role
+from slime_core.types import Batch, Columns, Group, Prompt, Reward, Sample, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from slime_core.context import Context
+
+RewardByType = Callable[[str, Sample, "Context"], Awaitable[Reward]]
+
+
+class Core:
+    """The plugin object. ``reward_by_type`` is set by whoever builds the registry of reward types."""
+
+    reward_by_type: RewardByType
+
+    @hookimpl(trylast=True)
+    async def slime_generate(self, group: Group, ctx: Context) -> Group:
+        """One model turn a sample, all at once; finished samples stay as they are."""
+        open_ones = [s for s in group.samples if s.status in (Status.PENDING, Status.ABORTED)]
+        await asyncio.gather(*(ctx.generate(sample) for sample in open_ones))
+        return group
+
+    @hookimpl(trylast=True)
+    def slime_sampling(self, prompt: Prompt, ctx: Context) -> SamplingParams:
+        """The config's sampling parameters."""
+        if ctx.sampling is None:
+            raise RuntimeError("the context has no sampling parameters")
+        return ctx.sampling
+
+    @hookimpl(trylast=True)
+    async def slime_reward(self, group: Group, ctx: Context) -> list[Reward]:
+        """By name: the row's ``metadata.rm_type``, else the task's ``reward``, else ``reward.rm_type``.
+
+        A sample whose generate function has set ``reward`` keeps it.
+        """
+        return list(await asyncio.gather(*(self._reward(sample, group, ctx) for sample in group.samples)))
+
+    async def _reward(self, sample: Sample, group: Group, ctx: Context) -> Any:
+        if sample.reward is not None:
+            return sample.reward
+        return await self.reward_by_type(_rm_type(sample, group, ctx), sample, ctx)
+
+    @hookimpl(trylast=True)
+    def slime_rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
+        """Supervised: the label's tokens, then the end token, become the response of every sample."""
+        for group in groups:
+            for sample in group.samples:
+                _answer_with_label(sample, group, ctx)
+        return groups
+
+    @hookimpl(trylast=True)
+    def slime_advantage(self) -> list[Estimator]:
+        """``grpo``: rewards against their group. ``sft``: 1 for every token."""
+        return [Estimator(name="grpo", fn=_grpo), Estimator(name="sft", fn=_ones)]
+
+    @hookimpl(trylast=True)
+    def slime_loss(self) -> list[Loss]:
+        """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob."""
+        return [
+            Loss(name="policy_loss", fn=_policy_loss, needs_when=_policy_needs, columns=("advantages",)),
+            Loss(name="sft_loss", fn=_sft_loss),
+        ]
+
+
+def _rm_type(sample: Sample, group: Group, ctx: Context) -> str:
+    sets = [*ctx.config.eval.eval_tasks, *ctx.config.data.tasks] if ctx.evaluation else ctx.config.data.tasks
+    task = next((task for task in sets if task.name == group.prompt.task), None)
+    name = sample.metadata.get("rm_type") or (task.reward if task else "") or ctx.config.reward.rm_type
+    if not name:
+        raise ConfigError(
+            f"there is no reward for task '{group.prompt.task}'",
+            code="CFG04",
+            where="reward",
+            why="no plugin, function or rm_type answers slime_reward",
+            fix="reward.custom_rm_path=my_reward.py:reward\n"
+            "reward.rm_type=NAME   (names: slime plugins list --hooks)\n"
+            "--plugin NAME   (a plugin that implements slime_reward)",
+        )
+    return str(name)
+
+
+def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:
+    if not isinstance(sample.label, str) or not sample.label:
+        raise DataError(
+            f"sample {sample.id} has label {sample.label!r}; a supervised stage trains on a text",
+            code="DAT18",
+            where=group.prompt.where or f"prompt '{group.id}'",
+            fix="set data.label_key to the column of the answers",
+        )
+    if sample.response_length:
+        return
+    ids = [int(token) for token in ctx.tokenizer.encode(sample.label, add_special_tokens=False)]
+    end = ctx.tokenizer.eos_token_id
+    ids += [int(end)] if end is not None and ids[-1:] != [end] else []
+    sample.append_response(ids, log_probs=[0.0] * len(ids), text=sample.label)
+    sample.status, sample.reward = Status.COMPLETED, 0.0
+
+
+def _grpo(batch: Batch, train: Any) -> Columns:
+    from slime_core.algo.estimators import grpo
+
+    std = not train.disable_grpo_std_normalization
+    return {"advantages": grpo(batch.reward, batch.group, batch.sample_of_token(), std=std)}
+
+
+def _ones(batch: Batch, train: Any) -> Columns:
+    import numpy as np
+
+    return {"advantages": np.ones(len(batch.loss_mask), dtype=np.float32)}
+
+
+def _policy_needs(train: Any) -> frozenset[Role]:
+    """Old log-probs are the trainer's own, unless one optimizer step makes them those of the forward pass itself."""
+    one_step = train.num_steps_per_rollout == 1 and train.global_batch_size == 0
+    needs: set[Role] = set() if one_step else {"policy"}
+    return frozenset(needs | ({"reference"} if train.kl_loss_coef > 0 else set()))
+
+
+def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
+    from slime_core.algo import kl, losses
+
+    old = columns["policy"] if "policy" in columns else log_probs.detach()
+    high = train.eps_clip_high or train.eps_clip
+    loss, metrics = losses.policy_loss(
+        log_probs, old, columns["advantages"], eps_clip=train.eps_clip, eps_clip_high=high
+    )
+    if train.kl_loss_coef > 0:
+        metrics["kl_loss"] = kl.kl(log_probs, columns["reference"], train.kl_loss_type)
+        loss = loss + train.kl_loss_coef * metrics["kl_loss"]
+    if train.entropy_coef != 0:
+        loss = loss - train.entropy_coef * entropy
+    return loss, metrics
+
+
+def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
+    from slime_core.algo.losses import sft_loss
+
+    return sft_loss(log_probs), {}

@@ -1,0 +1,126 @@
+"""A function by path in, the function out: ``pkg.mod:fn``, ``pkg.mod.fn`` or ``file.py:fn``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slime_core.errors import PluginError, nearest
+
+FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::|\.)(?P<name>[A-Za-z_]\w*)")
+
+
+def locate(path: str, key: str) -> Any:
+    """The function (or class) at ``path``, which the config key ``key`` names.
+
+    A file's own folder, and for a module the current folder, are searched for what it imports, after everything else.
+
+    Raises:
+        PluginError: PLG51 no such file, module or name (with what is there), PLG50 its import failed.
+    """
+    if found := FILE.fullmatch(path):
+        module = _from_file(found["file"], path, key)
+    elif found := MODULE.fullmatch(path):
+        module = _from_module(found["module"], path, key)
+    else:
+        raise PluginError(
+            f"{key} = '{path}' is no path of a function",
+            code="PLG51",
+            where=key,
+            fix="write pkg.mod:function, pkg.mod.function or file.py:function",
+        )
+    value = getattr(module, found["name"], None)
+    if not callable(value):
+        names = functions_of(module)
+        raise PluginError(
+            f"{key} = '{path}': there is no function '{found['name']}'",
+            code="PLG51",
+            where=str(module.__file__),
+            why=f"it defines: {', '.join(names) or 'no function'}",
+            fix=nearest(found["name"], tuple(names)) or f"define {found['name']} there, or set {key}",
+        )
+    return value
+
+
+def functions_of(module: ModuleType) -> list[str]:
+    """Public functions and classes that the module itself defines."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    )
+
+
+def _from_file(text: str, path: str, key: str) -> ModuleType:
+    file = Path(text).expanduser().resolve()
+    if not file.is_file():
+        here = sorted(p.name for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        raise PluginError(
+            f"{key} = '{path}': there is no file {file}",
+            code="PLG51",
+            where=key,
+            why=f"Python files in that folder: {', '.join(here) or 'none'}; the current folder is {Path.cwd()}",
+            fix=nearest(file.name, tuple(here)) or f"set {key}",
+        )
+    name = f"_slime_file_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{key} = '{path}' cannot be imported", code="PLG50", where=str(file))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _reachable(file.parent)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        del sys.modules[name]
+        raise _broken(error, path, key) from error
+    return module
+
+
+def _from_module(name: str, path: str, key: str) -> ModuleType:
+    _reachable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise PluginError(
+                f"{key} = '{path}': there is no module '{error.name}'",
+                code="PLG51",
+                where=key,
+                why="it is neither installed nor in the current folder",
+                fix=f"pip install what brings it, or name a file: {key}=file.py:function",
+            ) from error
+        raise _broken(error, path, key) from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _broken(error, path, key) from error
+
+
+def _reachable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _broken(error: BaseException, path: str, key: str) -> PluginError:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    what = f"module '{missing}' is missing" if missing else f"{type(error).__name__}: {error}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+    return PluginError(
+        f"{key} = '{path}' could not be imported: {what}",
+        code="PLG50",
+        where=where or (f"{frames[-1].filename}:{frames[-1].lineno}" if frames else key),
+        fix=f"pip install {missing.split('.')[0]}" if missing else "mend the file",
+    )

@@ -1,0 +1,285 @@
+"""Plugins as the core sees them: one typed method a hook, which routes, awaits, checks and says who broke what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime_core.errors import PluginError
+from slime_core.plugins.boundary import HookThreads, call, call_now, wrong
+from slime_core.plugins.columns import checked_columns, role_columns
+from slime_core.plugins.fingerprint import fingerprint
+from slime_core.plugins.load import Loaded, recipe_of
+from slime_core.plugins.provider import Answer
+from slime_core.plugins.rewards import to_reward, to_rewards
+from slime_core.plugins.router import Functions, Router
+from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
+from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from slime_core.config.schema import Config, Task
+    from slime_core.context import Context
+
+T = TypeVar("T")
+GENERATE = "rollout.generate_timeout"
+REWARD = "reward.reward_timeout"
+
+
+class Plugins:
+    """The loaded plugins of one run. Built by :func:`slime_core.plugins.load_plugins`.
+
+    Every method raises PluginError with plugin, distribution, hook, prompt and file:line where plugin code fails, and
+    lets errors of the core (EngineError, DataError) through as they are.
+    """
+
+    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
+        self._loaded, self._core, self._functions = dict(loaded), core, functions
+        self._threads = HookThreads()
+        self._router = Router(self._loaded, core, functions)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The loaded plugins, in the order of the config."""
+        return tuple(self._loaded)
+
+    def options(self, name: str) -> BaseModel | None:
+        """The filled ``[plugin.NAME]`` model of a loaded plugin."""
+        return self._loaded[name].options
+
+    async def generate(self, group: Group, ctx: Context) -> Group:
+        """Fill a group's pending samples (`slime_generate`)."""
+        answer = self._owner("slime_generate", group.prompt.task, ctx)
+        timeout = ctx.config.rollout.generate_timeout
+        done = await self._call(answer, ctx, f"prompt '{group.id}'", timeout, GENERATE, group=group)
+        return _expect(answer, done, Group, f"prompt '{group.id}'", "return the group")
+
+    async def reward(self, group: Group, ctx: Context) -> list[Reward]:
+        """One Reward a sample, in order (`slime_reward`)."""
+        answer = self._owner("slime_reward", group.prompt.task, ctx)
+        reward = ctx.config.reward
+        value = await self._call(answer, ctx, f"prompt '{group.id}'", reward.reward_timeout, REWARD, group=group)
+        return to_rewards(answer, value, group, reward.reward_key)
+
+    async def reward_by_type(self, name: str, sample: Sample, ctx: Context) -> Reward:
+        """One sample's reward by a function that `slime_reward_types` registered.
+
+        Raises:
+            ConfigError: CFG04 an unknown name.
+        """
+        answer = self._router.named["slime_reward_types"].answer(name)
+        about, reward = f"sample '{sample.id}'", ctx.config.reward
+        value = await self._call(answer, ctx, about, reward.reward_timeout, REWARD, sample=sample)
+        return to_reward(answer, value, about, reward.reward_key)
+
+    async def filter(self, group: Group, ctx: Context) -> Drop | None:
+        """The first Drop of any `slime_filter`, None to keep."""
+        about, timeout = f"prompt '{group.id}'", ctx.config.reward.reward_timeout
+        for answer in self._router.listeners("slime_filter", ctx.config):
+            verdict = await self._call(answer, ctx, about, timeout, REWARD, group=group)
+            if verdict is not None:
+                fix = "return slime_core.Drop(reason=...) to drop, None to keep"
+                return _expect(answer, verdict, Drop, about, fix)
+        return None
+
+    async def sample_done(self, sample: Sample, ctx: Context) -> None:
+        """Tell every `slime_sample_done` of a generated sample."""
+        timeout = ctx.config.reward.reward_timeout
+        for answer in self._router.listeners("slime_sample_done", ctx.config):
+            await self._call(answer, ctx, f"sample '{sample.id}'", timeout, REWARD, sample=sample)
+
+    def sampling(self, prompt: Prompt, ctx: Context) -> SamplingParams:
+        """The sampling parameters of one prompt (`slime_sampling`)."""
+        answer = self._owner("slime_sampling", prompt.task, ctx)
+        about = f"prompt '{prompt.id}'"
+        value = self._call_now(answer, ctx, about, prompt=prompt)
+        return _expect(answer, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
+
+    def prompts(self, task: Task, ctx: Context) -> PromptSource | None:
+        """The task's rows by `slime_prompts`; None where the config's data holds them."""
+        answer = self._router.owner("slime_prompts", task.name, ctx.config, ctx.evaluation, chosen=task)
+        if answer is None or (task.prompt_data and answer.provider.source == "plugin"):
+            return None
+        source = self._call_now(answer, ctx, f"task '{task.name}'", task=task.name)
+        if not all(callable(getattr(source, name, None)) for name in ("at", "state")):
+            fix = "return an object with __len__, at(position) and state()"
+            raise wrong(answer, f"returned a {type(source).__name__}", f"task '{task.name}'", code="PLG57", fix=fix)
+        return source  # type: ignore[no-any-return]
+
+    def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
+        """Whether :meth:`rollout` makes this task's groups; core's own does for the supervised loss alone."""
+        return self._router.replaces_rollout(task, config, evaluation)
+
+    async def rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
+        """Make the groups of a step whole (`slime_rollout`), each by the provider of its task, in the given order."""
+        made: dict[str, Group] = {}
+        by_answer: dict[int, tuple[Answer, list[Group]]] = {}
+        for group in groups:
+            answer = self._owner("slime_rollout", group.prompt.task, ctx)
+            by_answer.setdefault(id(answer), (answer, []))[1].append(group)
+        about, timeout = f"the rollout of version {ctx.version}", ctx.config.rollout.generate_timeout
+        for answer, mine in by_answer.values():
+            done = await self._call(answer, ctx, about, timeout, GENERATE, groups=mine)
+            made.update(_same_groups(answer, done, mine, about))
+        return [made[group.id] for group in groups]
+
+    def estimator(self, name: str) -> Estimator:
+        """The advantage estimator of that name.
+
+        Raises:
+            ConfigError: CFG04 no plugin registers it.
+        """
+        return self._router.named["slime_advantage"].value(name)  # type: ignore[no-any-return]
+
+    def loss(self, name: str) -> Loss:
+        """The loss of that name.
+
+        Raises:
+            ConfigError: CFG04 no plugin registers it.
+        """
+        return self._router.named["slime_loss"].value(name)  # type: ignore[no-any-return]
+
+    def loss_of(self, train: Any) -> Loss:
+        """The loss of a [train] section, with functions by path (correction, reducer) applied."""
+        return self._router.loss(train)
+
+    def needs(self, train: Any) -> frozenset[Role]:
+        """The roles that the estimator and the loss of this [train] section read."""
+        estimator, loss = self._router.estimator(train), self._router.loss(train)
+        return estimator.needs | loss.needs | (loss.needs_when(train) if loss.needs_when else frozenset())
+
+    def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:
+        """The batch with one column a role, ``advantages`` and perhaps ``returns``; the estimator runs once.
+
+        Raises:
+            PluginError: PLG57 no ``advantages`` or a wrong type, PLG58 not finite, PLG59 another length.
+        """
+        scored = replace(batch, columns={**batch.columns, **role_columns(columns)})
+        estimator = self._router.estimator(train)
+        registered = self._router.named["slime_advantage"].answer(self._router.estimator_name(train))
+        answer = replace(registered, fn=estimator.fn, takes=None)
+        found = call_now(answer, {"batch": scored, "train": train}, about=f"step {batch.version}")
+        return replace(scored, columns={**scored.columns, **checked_columns(answer, found, scored)})
+
+    def batch(self, batch: Batch, ctx: Context) -> None:
+        """Tell every `slime_batch` of the step's columns."""
+        for answer in self._router.listeners("slime_batch", ctx.config):
+            self._call_now(answer, ctx, f"step {batch.version}", batch=batch)
+
+    def sinks(self, ctx: Context) -> list[Sink]:
+        """Every tracker of every plugin (`slime_sinks`)."""
+        found: list[Sink] = []
+        for plugin in self._declaring("slime_sinks"):
+            answer = plugin.answers["slime_sinks"]
+            found += _expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
+        return found
+
+    def step_done(self, report: StepReport, ctx: Context) -> None:
+        """Tell every `slime_step_done` of a finished step."""
+        for answer in self._router.listeners("slime_step_done", ctx.config):
+            self._call_now(answer, ctx, f"step {report.version}", report=report)
+
+    def checks(self) -> list[Check]:
+        """Rows of `slime doctor` (`slime_checks`)."""
+        found: list[Check] = []
+        for plugin in self._declaring("slime_checks"):
+            answer = plugin.answers["slime_checks"]
+            found += _expect(answer, call_now(answer, {}, about="doctor"), list, "doctor", "return a list of Check")
+        return found
+
+    def recipe(self, plugin_name: str, recipe: str = "default") -> Path:
+        """The file of a loaded plugin's recipe (`slime_recipes`).
+
+        Raises:
+            PluginError: PLG51 the run does not load that plugin.
+            ConfigError: CFG05 no such recipe, or its file is missing.
+        """
+        if plugin_name not in self._loaded:
+            raise PluginError(f"plugin '{plugin_name}' is not loaded", code="PLG51", fix=f"--plugin {plugin_name}")
+        return recipe_of(self._loaded[plugin_name], recipe)
+
+    def state(self) -> dict[str, Any]:
+        """What plugins keep in a checkpoint (`slime_state`), by plugin name."""
+        return {name: holder.state() for name, holder in self._states()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Hand :meth:`state` back."""
+        for name, holder in self._states():
+            if name in state:
+                holder.load(state[name])
+
+    def resolve(self, config: Config) -> None:
+        """Route and look up everything of a config (a stage's), so that mistakes show before the start.
+
+        Raises:
+            ConfigError: CFG04 an unknown reward type, estimator or loss, or a task's unknown plugin.
+            PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
+        """
+        self._router.resolve(config)
+
+    def routing(self) -> list[dict[str, str]]:
+        """Rows ``hook task provider``: who answers what, as `slime show` prints them."""
+        return self._router.rows()
+
+    def fingerprint(self) -> str:
+        """A checksum of plugins, versions, routing and all their sources: equal in every process of a run."""
+        return fingerprint(self._loaded, self.routing(), self._functions.files())
+
+    def close(self) -> None:
+        """End what functions by path needed: the import finder and the loopback door."""
+        self._functions.close()
+
+    def _owner(self, hook: str, task: str, ctx: Context) -> Answer:
+        answer = self._router.owner(hook, task, ctx.config, ctx.evaluation)
+        if answer is None:
+            raise PluginError(f"nothing answers {hook} for task '{task}'", fix="slime plugins hooks")
+        return answer
+
+    def _declaring(self, hook: str) -> list[Loaded]:
+        return [plugin for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
+
+    def _states(self) -> list[tuple[str, Any]]:
+        holders = [
+            (plugin.provider.name, call_now(plugin.answers["slime_state"], {}, about="its state"))
+            for plugin in self._declaring("slime_state")
+        ]
+        return [(name, holder) for name, holder in holders if holder is not None]
+
+    def _ctx_of(self, answer: Answer, ctx: Context) -> Context:
+        plugin = self._loaded.get(answer.provider.name) if answer.provider.source == "plugin" else None
+        return ctx.with_options(plugin.options if plugin else None)
+
+    async def _call(
+        self, answer: Answer, ctx: Context, about: str, deadline: float, key: str, **arguments: Any
+    ) -> Any:
+        arguments["ctx"] = self._ctx_of(answer, ctx)
+        return await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key)
+
+    def _call_now(self, answer: Answer, ctx: Context, about: str, **arguments: Any) -> Any:
+        return call_now(answer, {**arguments, "ctx": self._ctx_of(answer, ctx)}, about=about)
+
+
+def _expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T:
+    if not isinstance(value, kind):
+        found = "None" if value is None else f"a {type(value).__name__}"
+        raise wrong(answer, f"returned {found}, not a {kind.__name__},", about, code="PLG57", fix=fix)
+    return value
+
+
+def _same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> dict[str, Group]:
+    groups = _expect(answer, done, list, about, "return the groups")
+    made = {_expect(answer, group, Group, about, "return the groups").id: group for group in groups}
+    missing = [group.id for group in issued if group.id not in made]
+    if missing or len(made) != len(groups) or len(made) != len(issued):
+        raise wrong(
+            answer,
+            f"returned {len(groups)} groups, not the {len(issued)} it was given,",
+            about,
+            code="PLG59",
+            why=f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued",
+            fix="return every group, with the prompt it came with",
+        )
+    return made

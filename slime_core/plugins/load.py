@@ -1,0 +1,231 @@
+"""Names of plugins in, registered plugins out: each is imported, checked and asked for its options on its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from slime_core import hookspecs
+from slime_core.errors import ConfigError, PluginError, nearest
+from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
+from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
+from slime_core.plugins.discover import PluginInfo, find
+from slime_core.plugins.provider import CORE, Answer, Provider, answer, line_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+MARK = "slime_impl"  # what `hookimpl` leaves on a function
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """A plugin that was imported, with its checked answers."""
+
+    provider: Provider
+    target: Any  # module or object
+    answers: dict[str, Answer] = field(default_factory=dict)
+    options: BaseModel | None = None
+
+
+def load_plugin(name: str) -> Loaded:
+    """Import one installed plugin and check its hooks.
+
+    Raises:
+        PluginError: PLG50 the import failed, PLG51 not installed, PLG52 ambiguous, PLG53 a signature, PLG54 a hook
+            name, PLG55 the API version, PLG66 an async hook where none may be.
+    """
+    info = find(name)
+    target = _import(info)
+    home = _home(target)
+    provider = Provider(name=name, origin=info.requirement, source="plugin", home=home)
+    _check_api(target, provider)
+    return Loaded(provider=provider, target=target, answers=answers_of(provider, target))
+
+
+def _import(info: PluginInfo) -> Any:
+    entry = next(e for e in metadata.entry_points(group=GROUP, name=info.name) if e.value == info.target)
+    try:
+        target = entry.load()
+        return target() if inspect.isclass(target) else target
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise PluginError(
+            f"plugin '{info.name}' ({info.requirement}) could not be imported: {_import_text(error)}",
+            code="PLG50",
+            where=_import_place(error, info),
+            why=f"its entry point is {info.target}",
+            fix=_import_fix(error, info),
+        ) from error
+
+
+def _import_text(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"module '{error.name}' is missing"
+    return f"{type(error).__name__}: {error}"
+
+
+def _import_place(error: BaseException, info: PluginInfo) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_code_of_plugin(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else f"distribution {info.requirement}"
+
+
+def _is_code_of_plugin(filename: str) -> bool:
+    outside = (CORE_FOLDER, str(Path(importlib.__file__).parent), str(Path(inspect.__file__).parent / "importlib"))
+    return not filename.startswith("<frozen") and not filename.startswith(outside)
+
+
+def _import_fix(error: BaseException, info: PluginInfo) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(info.target.split(".")[0]):
+        return f"pip install {error.name.split('.')[0]}   (or: pip install --upgrade {info.distribution})"
+    return f"pip install --force-reinstall {info.distribution}   (then: slime plugins check {info.name})"
+
+
+def _home(target: Any) -> Path | None:
+    module = target if isinstance(target, ModuleType) else importlib.import_module(type(target).__module__)
+    top = importlib.import_module(module.__name__.split(".")[0])
+    file = getattr(top, "__file__", None) or getattr(module, "__file__", None)
+    if file is None:
+        return None
+    return Path(file).parent if Path(file).name == "__init__.py" else Path(file)
+
+
+def _check_api(target: Any, provider: Provider) -> None:
+    wanted = getattr(target, "slime_api", API_VERSION)
+    if wanted != API_VERSION:
+        raise PluginError(
+            f"plugin '{provider.name}' was written for hook API {wanted!r}, this slime has {API_VERSION}",
+            code="PLG55",
+            where=str(provider),
+            why="`slime_api` in the plugin's module names the API that it was written for",
+            fix="pip install --upgrade slime-rl " + provider.origin.split("==")[0],
+        )
+
+
+def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
+    """Every hook that ``target`` implements, through pluggy's own checks and ours.
+
+    Raises:
+        PluginError: PLG53, PLG54 or PLG66.
+    """
+    _check_names(provider, target)
+    found: dict[str, Answer] = {}
+    for name, fn in _marked(target):
+        marks = getattr(inspect.unwrap(fn), MARK)
+        if marks.get("wrapper") or marks.get("hookwrapper"):
+            raise PluginError(
+                f"{provider.name}.{name} is a hook wrapper",
+                code="PLG53",
+                where=f"{provider} at {line_of(fn)}",
+                why="hooks may be async, and a wrapper would get the coroutine in place of the value",
+                fix="remove wrapper=True",
+            )
+        hook = marks.get("specname") or name
+        found[hook] = answer(provider, hook, fn)
+    manager = pluggy.PluginManager("slime")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(target, name=provider.name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"plugin '{provider.name}': {error}", code="PLG53", where=str(provider)) from error
+    return found
+
+
+def _marked(target: Any) -> list[tuple[str, Any]]:
+    members = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
+    return [
+        (name, getattr(target, name))
+        for name, raw in members
+        if inspect.isroutine(raw) and hasattr(inspect.unwrap(getattr(raw, "__func__", raw)), MARK)
+    ]
+
+
+def _check_names(provider: Provider, target: Any) -> None:
+    marked = {name: getattr(inspect.unwrap(fn), MARK).get("specname") or name for name, fn in _marked(target)}
+    for name, hook in marked.items():
+        if hook not in HOOKS:
+            raise PluginError(
+                f"plugin '{provider.name}' implements '{hook}', which is no hook",
+                code="PLG54",
+                where=f"{provider} at {line_of(getattr(target, name))}",
+                fix="\n".join(filter(None, [nearest(hook, set(HOOKS)), "all hooks: slime plugins hooks"])),
+            )
+    for hook in set(HOOKS) - set(marked):
+        fn = getattr(target, hook, None)
+        if inspect.isfunction(fn) and fn.__module__ == getattr(target, "__name__", None):
+            raise PluginError(
+                f"plugin '{provider.name}' defines {hook} without the decorator, so it would never be called",
+                code="PLG54",
+                where=f"{provider} at {line_of(fn)}",
+                fix="write @slime_core.hookimpl above it",
+            )
+
+
+def options_model(loaded: Loaded) -> type[BaseModel] | None:
+    """The plugin's own model of ``[plugin.NAME]``, None where it has no options.
+
+    Raises:
+        PluginError: PLG56 or PLG57 from `slime_options` itself.
+    """
+    declared = loaded.answers.get("slime_options")
+    if declared is None:
+        return None
+    model = call_now(declared, {}, about="its options")
+    from pydantic import BaseModel
+
+    if not (inspect.isclass(model) and issubclass(model, BaseModel)):
+        raise wrong(declared, f"returned {model!r}", "its options", code="PLG57", fix="return a pydantic model class")
+    return model
+
+
+def load_options(loaded: Loaded, table: Mapping[str, Any]) -> BaseModel | None:
+    """The plugin's ``[plugin.NAME]`` table as its own model.
+
+    Raises:
+        ConfigError: CFG01, 02, 03 or 15, as for a core key.
+        PluginError: PLG56 or PLG57 from `slime_options` itself.
+    """
+    from slime_core.config.options import validate_options
+
+    return validate_options(loaded.provider.name, options_model(loaded), table)
+
+
+def core_plugin(target: Any) -> Loaded:
+    """Core's own plugin, registered through the same hooks; it has the lowest rank."""
+    provider = Provider(name=CORE, origin="slime-rl", source="core", home=Path(CORE_FOLDER))
+    return Loaded(provider=provider, target=target, answers=answers_of(provider, target))
+
+
+def recipe_of(loaded: Loaded, recipe: str) -> Path:
+    """The file of one of a plugin's recipes.
+
+    Raises:
+        ConfigError: CFG05 no such recipe, or its file is missing.
+    """
+    name, declared = loaded.provider.name, loaded.answers.get("slime_recipes")
+    recipes: Mapping[str, Path] = call_now(declared, {}, about="its recipes") if declared else {}
+    if recipe not in recipes:
+        raise ConfigError(
+            f"plugin '{name}' has no recipe '{recipe}'",
+            code="CFG05",
+            where=str(loaded.provider),
+            why=f"it has: {', '.join(recipes) or 'none'}",
+            fix=nearest(recipe, tuple(recipes)) or f"slime run RECIPE.toml --plugin {name}",
+        )
+    path = Path(recipes[recipe])
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe '{recipe}' of plugin '{name}' is missing: {path}", code="CFG05", where=str(loaded.provider)
+        )
+    return path

@@ -1,0 +1,123 @@
+"""What a reward hook may return, turned into Rewards: nothing else is guessed at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_core.errors import PluginError
+from slime_core.plugins.boundary import wrong
+from slime_core.plugins.provider import Answer
+from slime_core.types import Group, Reward
+
+LARGEST = 1e30  # above it a reward is a mistake: its square leaves float32 long before
+TYPES = "a float, int, bool, numpy scalar, Reward, or a dict with reward.reward_key"
+
+
+def to_rewards(answer: Answer, value: Any, group: Group, reward_key: str) -> list[Reward]:
+    """One Reward a sample of the group.
+
+    Raises:
+        PluginError: PLG57 a type that is none of the documented, PLG58 not finite or huge, PLG59 another count.
+    """
+    about = f"prompt '{group.id}'"
+    if not isinstance(value, (list, tuple)):
+        raise wrong(
+            answer,
+            f"returned {_kind(value)}, not a list",
+            about,
+            code="PLG57",
+            fix="return a list with one reward a sample",
+        )
+    if len(value) != len(group.samples):
+        raise wrong(
+            answer,
+            f"returned {len(value)} rewards, not {len(group.samples)},",
+            about,
+            code="PLG59",
+            why="one reward a sample, in the order of group.samples",
+        )
+    return [
+        to_reward(answer, item, f"sample '{sample.id}'", reward_key)
+        for item, sample in zip(value, group.samples, strict=True)
+    ]
+
+
+def to_reward(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+    """One Reward from any of the documented types; a dict's other numbers become its terms.
+
+    Raises:
+        PluginError: PLG57 any other type, PLG58 a value that is not finite or above 1e30.
+    """
+    given = value if isinstance(value, Reward) else _coerced(answer, value, about, reward_key)
+    numbers = {name: _float(answer, number, about) for name, number in (("", given.value), *given.terms.items())}
+    for name, number in numbers.items():
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            term = f"'{name}' = " if name else ""
+            raise wrong(
+                answer,
+                f"returned {term}{number}",
+                about,
+                code="PLG58",
+                why=f"a reward is finite and at most {LARGEST:g} in size; nothing is replaced by 0",
+                fix='answer Reward(value=0.0, kind="infra_error", reason=...) where nothing could be judged',
+            )
+    return Reward(value=numbers.pop(""), kind=given.kind, terms=numbers, reason=given.reason)
+
+
+def _float(answer: Answer, value: Any, about: str) -> float:
+    if not _is_number(value):
+        raise _not_a_reward(answer, value, about)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _coerced(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+    if _is_number(value):
+        return Reward(value=value)
+    if isinstance(value, Mapping):
+        if not reward_key or reward_key not in value:
+            named = f"reward.reward_key is '{reward_key}'" if reward_key else "reward.reward_key is not set"
+            keys = [str(key) for key in value]
+            raise wrong(
+                answer,
+                f"returned a dict with keys {keys}, but {named},",
+                about,
+                code="PLG57",
+                fix=f"reward.reward_key={keys[0] if keys else 'NAME'}",
+            )
+        terms = {str(name): number for name, number in value.items() if name != reward_key and _is_number(number)}
+        return Reward(value=value[reward_key], terms=terms)
+    raise _not_a_reward(answer, value, about)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
+
+
+def _not_a_reward(answer: Answer, value: Any, about: str) -> PluginError:
+    tensor = hasattr(value, "item") and hasattr(value, "dtype")
+    return wrong(
+        answer,
+        f"returned {_kind(value)}",
+        about,
+        code="PLG57",
+        why=f"a reward is {TYPES}",
+        fix="call .item() on it" if tensor else "return a number",
+    )
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    shown = f" {text}" if isinstance(value, (str, bytes)) and len(text) <= 40 else ""
+    size = f" of {len(value)}" if isinstance(value, Sequence) and not shown else ""
+    module = type(value).__module__.split(".")[0]
+    name = type(value).__name__ if module in ("builtins", "slime_core") else f"{module} {type(value).__name__}"
+    return f"a {name}{size}{shown}"

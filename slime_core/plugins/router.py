@@ -1,0 +1,187 @@
+"""The resolved table of a run: for every config (a stage's), hook and task, who is asked.
+
+Owner hooks are routed by rank (`route`), votes and tells ask everyone, things with a name are looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime_core.hookspecs import HOOKS
+from slime_core.plugins import route
+from slime_core.plugins.load import Loaded
+from slime_core.plugins.named import NAMED_HOOKS, Registry, collect
+from slime_core.plugins.provider import Answer
+from slime_core.protocols import Estimator, Loss
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config, Task
+
+SFT = "sft_loss"
+
+
+class Functions(Protocol):
+    """Functions given by path, as answers to hooks (`slime_core.compat.functions`)."""
+
+    def owner(self, hook: str, config: Config) -> Answer | None:
+        """The function that answers an owner hook for the whole run."""
+        ...
+
+    def of_task(self, hook: str, path: str, config: Config) -> Answer:
+        """The function that a task chose."""
+        ...
+
+    def listeners(self, hook: str, config: Config) -> list[Answer]:
+        """Functions for a vote or tell hook, in order."""
+        ...
+
+    def estimator(self, inner: Estimator, train: Any) -> Estimator:
+        """``inner``, or what stands in its place."""
+        ...
+
+    def loss(self, inner: Loss, train: Any) -> Loss:
+        """``inner``, or what stands in its place."""
+        ...
+
+    def files(self) -> list[Path]:
+        """Files of all functions that were loaded."""
+        ...
+
+    def close(self) -> None:
+        """Take the import finder and the door away again."""
+        ...
+
+
+class Router:
+    """Answers by hook and task, resolved once a config and kept."""
+
+    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
+        self._loaded, self._core, self._functions = dict(loaded), core, functions
+        self.named: dict[str, Registry] = {hook: collect(hook, [*loaded.values(), core]) for hook in NAMED_HOOKS}
+        self._owners: dict[tuple[int, str, str, bool], Answer | None] = {}
+        self._listeners: dict[tuple[int, str], list[Answer]] = {}
+        self._configs: dict[int, Config] = {}  # held, so that an id stays its config's
+
+    def owner(
+        self, hook: str, task: str, config: Config, evaluation: bool = False, chosen: Task | None = None
+    ) -> Answer | None:
+        """Who answers an owner hook for a task.
+
+        Raises:
+            ConfigError: CFG04 the task names a plugin that is not loaded.
+            PluginError: PLG52 two answers of equal rank, or what loading a function by path raises.
+        """
+        self._configs.setdefault(id(config), config)
+        key = (id(config), hook, task, evaluation)
+        if key not in self._owners:
+            self._owners[key] = self._choose(hook, task, config, evaluation, chosen)
+        return self._owners[key]
+
+    def listeners(self, hook: str, config: Config) -> list[Answer]:
+        """Everyone who answers a vote or tell hook: functions by path, plugins in their order, core."""
+        self._configs.setdefault(id(config), config)
+        key = (id(config), hook)
+        if key not in self._listeners:
+            mine = [plugin.answers[hook] for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
+            self._listeners[key] = [*self._functions.listeners(hook, config), *mine]
+        return self._listeners[key]
+
+    def replaces_rollout(self, task: str, config: Config, evaluation: bool) -> bool:
+        """Whether `slime_rollout` makes this task's groups; core's does for the supervised loss alone."""
+        answer = self.owner("slime_rollout", task, config, evaluation)
+        if answer is None:
+            return False
+        return answer.provider.source != "core" or (config.train.loss_type == SFT and not evaluation)
+
+    def estimator_name(self, train: Any) -> str:
+        """The name that a [train] section means: the supervised loss has an estimator of its own."""
+        return "sft" if train.loss_type == SFT else str(train.advantage_estimator)
+
+    def estimator(self, train: Any) -> Estimator:
+        """The estimator of a [train] section; the supervised loss has its own."""
+        return self._functions.estimator(self.named["slime_advantage"].value(self.estimator_name(train)), train)
+
+    def loss(self, train: Any) -> Loss:
+        """The loss of a [train] section, with functions by path applied."""
+        return self._functions.loss(self.named["slime_loss"].value(train.loss_type), train)
+
+    def resolve(self, config: Config) -> None:
+        """Route and look up everything of one config, so that mistakes show before the start.
+
+        Raises:
+            ConfigError: CFG04 an unknown reward type, estimator or loss, or a task's unknown plugin.
+            PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
+        """
+        for hook in route.OWNER_HOOKS:
+            for task, evaluation in tasks_of(config):
+                self.owner(hook, task, config, evaluation)
+        for hook, info in HOOKS.items():
+            if info.kind in ("vote", "tell"):
+                self.listeners(hook, config)
+        for name in {config.reward.rm_type, *(t.reward for t in route.tasks_of(config) if is_name(t.reward))} - {""}:
+            self.named["slime_reward_types"].answer(name)
+        self.estimator(config.train)
+        self.loss(config.train)
+
+    def rows(self) -> list[dict[str, str]]:
+        """``hook task provider`` of every config that was resolved."""
+        rows = [row for config in self._configs.values() for row in self._rows(config)]
+        return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
+
+    def _rows(self, config: Config) -> Iterator[dict[str, str]]:
+        for hook in route.OWNER_HOOKS:
+            for task, evaluation in tasks_of(config):
+                answer = self.owner(hook, task, config, evaluation)
+                if answer is None or (hook == "slime_rollout" and not self.replaces_rollout(task, config, evaluation)):
+                    continue
+                yield _row(hook, f"{task} (evaluation)" if evaluation else task, answer)
+        for hook, info in HOOKS.items():
+            if info.kind in ("vote", "tell"):
+                yield from (_row(hook, "*", answer) for answer in self.listeners(hook, config))
+        named = {"slime_advantage": self.estimator_name(config.train), "slime_loss": config.train.loss_type}
+        for hook, name in named.items():
+            yield _row(hook, name, self.named[hook].answer(name))
+
+    def _choose(self, hook: str, task: str, config: Config, evaluation: bool, chosen: Task | None) -> Answer | None:
+        declared = chosen or route.task_named(config, task, evaluation)
+        owners = route.owners(config, self._loaded)
+        inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(route.DEFAULT_TASK, "")
+        winner = route.choose(
+            hook,
+            task,
+            route.candidates(
+                hook,
+                by_path=self._functions.owner(hook, config),
+                own_choice=self._own_choice(hook, declared, config),
+                owner=(declared.plugin if declared else "") or owners.get(task, inherited),
+                owning=set(owners.values()),
+                loaded=self._loaded,
+                core=self._core.answers.get(hook),
+            ),
+        )
+        return winner.answer if winner else None
+
+    def _own_choice(self, hook: str, task: Task | None, config: Config) -> Answer | None:
+        path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""
+        if not path:
+            return None
+        if hook == "slime_reward" and is_name(path):
+            return self._core.answers[hook]  # it reads the task's name from the config
+        return self._functions.of_task(hook, path, config)
+
+
+def is_name(reward: str) -> bool:
+    """Whether a task's ``reward`` is an rm_type and not a function by path."""
+    return reward != "" and ":" not in reward and "." not in reward
+
+
+def tasks_of(config: Config) -> list[tuple[str, bool]]:
+    """Task names with whether they are evaluated; a config without ``data.tasks`` has the one named "default"."""
+    training = [(task.name, False) for task in config.data.tasks] or [(route.DEFAULT_TASK, False)]
+    return [*training, *((task.name, True) for task in config.eval.eval_tasks)]
+
+
+def _row(hook: str, task: str, answer: Answer) -> dict[str, str]:
+    return {"hook": hook, "task": task, "provider": str(answer.provider)}
