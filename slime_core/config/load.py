@@ -1,0 +1,269 @@
+"""A recipe and flags in; one frozen Config out. Flag > recipe > plugin default > core default.
+
+    recipe.toml -> tables, lines -> ${NAME} -> absolute paths ---.
+    command line -> words -> full keys, typed -> absolute paths -+-> schema -> options -> stages -> rules -> Config
+
+Every problem of a stage of this way is named at once, with its file and line or its flag.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from slime_core.config import rules
+from slime_core.config.fields import sections_of_keys
+from slime_core.config.options import ModelsOf, check_options, plain_options
+from slime_core.config.paths import absolute_paths, missing_files
+from slime_core.config.problems import KeyPath, Origins, Problem, error_of, raise_all
+from slime_core.config.recipe import Recipe, not_finite, read_recipe
+from slime_core.config.redact import secrets_in
+from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
+from slime_core.config.tokens import Override, Words, resolve, split
+from slime_core.config.validate import check_config
+from slime_core.errors import ConfigError
+
+Models = Mapping[str, "type[BaseModel] | None"]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Loaded:
+    """A config, and what a person should know beside it."""
+
+    config: Config
+    recipe: Path | None = None
+    notices: tuple[str, ...] = ()
+    secrets: frozenset[str] = frozenset()  # values to keep out of every sink
+    origins: Origins = field(default_factory=Origins)
+
+    def require_complete(self) -> None:
+        """Refuse a config that names no model or nothing to train on.
+
+        Raises:
+            ConfigError: CFG04.
+        """
+        raise_all([self.origins.place(problem) for problem in rules.incomplete(self.config)])
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = (), *, models: ModelsOf | None = None) -> Config:
+    """The Config of a recipe file (or of defaults) under flags such as ``["--lr", "1e-3", "train.clip_grad=0.5"]``.
+
+    Raises:
+        ConfigError: CFG01 to CFG11 and CFG15, each with where and the fix.
+    """
+    return read(recipe, overrides, models=models).config
+
+
+def read(
+    recipe: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    models: ModelsOf | None = None,
+    megatron: Collection[str] = (),
+    check: bool = True,
+) -> Loaded:
+    """:func:`load_config`, with notices, secrets and the origin of every key.
+
+    Args:
+        recipe: TOML file; None is defaults alone.
+        overrides: words of the command line.
+        models: options models of plugins by name; without it plugin tables are left to the plugin loader.
+        megatron: names of Megatron options that bare flags may mean.
+        check: False reads an old run's config: files may be gone, backends not installed.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    file = read_recipe(recipe) if recipe is not None else Recipe(data={})
+    words = split(overrides)
+    if words.recipe is not None:
+        raise ConfigError(
+            f"what is '{words.recipe}'?",
+            code="CFG01",
+            where=f"command line: {words.recipe}",
+            fix="write keys as --key VALUE or section.key=VALUE",
+        )
+    options = models(plugin_names(file.data, words)) if models is not None else {}
+    data, origins = _merge(file, words, options, megatron)
+    config = _validate(data, origins, options)
+    parts = _stages(config, origins, options)
+    if check:
+        problems = [origins.place(problem) for problem in missing_files(config.model_dump())]
+        problems += [place.place(problem) for part, place in parts for problem in rules.conflicts(part)]
+        raise_all(problems)
+    return Loaded(
+        config=config,
+        recipe=file.path,
+        notices=tuple(_notices(file, words, parts)),
+        secrets=file.secrets | {value for _, value in secrets_in(config.model_dump())},
+        origins=origins,
+    )
+
+
+def plugin_names(data: Mapping[str, Any], words: Words) -> list[str]:
+    """Plugins that a recipe and flags name, in order, before anything is validated."""
+    listed = data.get("plugins", [])
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return list(dict.fromkeys([*names, *words.plugins]))
+
+
+def _merge(file: Recipe, words: Words, options: Models, megatron: Collection[str]) -> tuple[dict[str, Any], Origins]:
+    """Recipe tables with the flags laid over them, all local paths absolute."""
+    base = file.path.parent if file.path is not None else Path.cwd()
+    data = absolute_paths(file.data, base, options)
+    overrides, problems = resolve(words, options, megatron)
+    origins = file.origins
+    for override in overrides:
+        problems += _apply(data, override, origins, options)
+    problems += [origins.place(p) for p in not_finite(data)]
+    raise_all(problems)
+    return data, origins
+
+
+def _apply(data: dict[str, Any], override: Override, origins: Origins, options: Models) -> list[Problem]:
+    path, value = override.path, override.value
+    if path == ("plugins", "+"):
+        names = data.setdefault("plugins", [])
+        if isinstance(names, list) and value not in names:
+            names.append(value)
+        return []
+    tables = data.get("stage")
+    staged = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    if path[0] == "stage":
+        at = next((i for i, table in enumerate(staged) if table.get("name") == path[1]), None)
+        if at is None:
+            return [_no_stage(override, staged)]
+        path = ("stage", at, path[2])
+    elif path == ("rollout", "num_rollout") and staged:
+        path = ("stage", len(staged) - 1, "num_rollout")
+        _forget(staged[-1], ("rollout", "num_rollout"))
+    else:
+        for table in staged:
+            _forget(table, path)
+    single: dict[str, Any] = {}
+    _set(single, path, value)
+    _set(data, path, _get(absolute_paths(single, Path.cwd(), options), path))
+    origins[path] = override.place
+    return []
+
+
+def _forget(table: dict[str, Any], path: KeyPath) -> None:
+    """Take a stage's own value of a key away, so that the flag's holds in every stage."""
+    if len(path) < 2:
+        return
+    if path[0] in SECTIONS:
+        table.pop(str(path[-1]), None)
+    for part in path[:-1]:
+        inner = table.get(str(part))
+        if not isinstance(inner, dict):
+            return
+        table = inner
+    table.pop(str(path[-1]), None)
+
+
+def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    current: Any = data
+    for part in path[:-1]:
+        if isinstance(current, list) and isinstance(part, int):
+            current = current[part]
+        else:
+            inner = current.get(part)
+            if not isinstance(inner, (dict, list)):
+                inner = current[part] = {}
+            current = inner
+    current[path[-1]] = value
+
+
+def _get(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _no_stage(override: Override, staged: Sequence[Mapping[str, Any]]) -> Problem:
+    names = ", ".join(str(table.get("name")) for table in staged)
+    return Problem(
+        code="CFG01",
+        what=f"there is no stage '{override.path[1]}'",
+        where=override.place,
+        why=f"stages: {names}" if names else "the recipe has no [[stage]] tables",
+        fix="use the name of a stage, or the plain key for all of them",
+    )
+
+
+def _validate(data: dict[str, Any], origins: Origins, options: Models) -> Config:
+    """The base config, with plugin tables filled where their models are known."""
+    tables = data.get("plugin", {})
+    problems: list[Problem] = []
+    filled: dict[str, Any] = {}
+    for name, model in options.items():
+        table = tables.get(name, {}) if isinstance(tables, dict) else {}
+        found = check_options(name, model, table) if isinstance(table, dict) else None
+        if isinstance(found, list):
+            problems += found
+        elif model is not None:
+            filled[name] = plain_options(found)
+    if isinstance(tables, dict) and filled:
+        data = {**data, "plugin": {**tables, **filled}}
+    config = check_config(data)
+    if problems or isinstance(config, list):
+        problems += config if isinstance(config, list) else []
+        raise error_of([origins.place(problem) for problem in problems])
+    return config
+
+
+def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Config, Origins]]:
+    """Every stage, resolved, with the origins of its keys."""
+    if not config.stage:
+        return [(config, origins)]
+    sections, data = sections_of_keys(), config.model_dump()
+    parts: list[tuple[Config, Origins]] = []
+    problems: list[Problem] = []
+    for index in range(len(config.stage)):
+        places = origins.for_stage(index, sections)
+        found = resolve_stage(copy.deepcopy(data), index)
+        if isinstance(found, list):
+            problems += [places.place(problem) for problem in found]
+            continue
+        for name, model in options.items():
+            checked = check_options(name, model, found.plugin.get(name, {}))
+            problems += [places.place(problem) for problem in checked] if isinstance(checked, list) else []
+        parts.append((found, places))
+    names = [table.get("name") for table in config.stage]
+    for repeated in dict.fromkeys(name for name in names if names.count(name) > 1):
+        keys: tuple[KeyPath, ...] = tuple(("stage", i) for i, other in enumerate(names) if other == repeated)
+        twice = Problem(code="CFG04", what=f"two stages are named '{repeated}'", keys=keys, fix="rename one of them")
+        problems.append(origins.place(twice))
+    raise_all(problems)
+    return parts
+
+
+def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]]) -> list[str]:
+    found = [
+        f"warning CFG10: {key} looks like a secret ({file.origins.of(_path(key)) or 'recipe'}); it is kept out of "
+        f"everything that slime writes, but better: export it and write ${{NAME}}"
+        for key, _ in secrets_in(file.written)
+    ]
+    for word in words.overrides:
+        for _key, _value in secrets_in({word.name: list(word.values)}):
+            found.append(
+                f"warning CFG10: {word.shown} looks like a secret; a command line is seen by every user of the machine"
+            )
+            break
+    for config, _ in parts:
+        stage = f"stage {stage_name(config)}: " if len(parts) > 1 else ""
+        found += [f"notice: {stage}{text}" for text in rules.notices(config)]
+    return list(dict.fromkeys(found))
+
+
+def _path(key: str) -> KeyPath:
+    parts: list[str | int] = []
+    for part in key.replace("]", "").replace("[", ".").split("."):
+        parts.append(int(part) if part.isdigit() else part)
+    return tuple(parts)

@@ -1,0 +1,131 @@
+"""Relative paths in, absolute paths out: a recipe's against its folder, the command line's against the cwd.
+
+A name that is no local path stays what it is: `org/name` on the hub, a plugin's own data, `package.module:function`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from slime_core.config.fields import sections_of_keys, unwrap
+from slime_core.config.problems import KeyPath, Problem, dotted
+
+_SLICE = re.compile(r"@\[[^\]]*\]$")
+_FILES = (".jsonl", ".json", ".parquet", ".gz", ".zst", ".csv", ".toml", ".arrow")
+_FUNCTION = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def absolute_paths(
+    data: Mapping[str, Any], base: Path, models: Mapping[str, type[BaseModel] | None]
+) -> dict[str, Any]:
+    """A copy of recipe tables whose local paths are absolute, plugin options of type Path included."""
+    return dict(_walk(dict(data), (), lambda path, text: _absolute(path, text, base, models)))
+
+
+def missing_files(data: Mapping[str, Any]) -> list[Problem]:
+    """A problem for every local path that leads nowhere."""
+    problems: list[Problem] = []
+
+    def look(path: KeyPath, text: str) -> str:
+        found = _local_part(path, text)
+        if found and Path(found).is_absolute() and not Path(found).exists():
+            problems.append(_missing(path, found))
+        return text
+
+    _walk(dict(data), (), look)
+    return problems
+
+
+def _walk(value: Any, path: KeyPath, change: Callable[[KeyPath, str], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _walk(item, (*path, key), change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_walk(item, (*path, index), change) for index, item in enumerate(value))
+    return change(path, value) if isinstance(value, str) and value else value
+
+
+def _key_of(path: KeyPath) -> str:
+    names = [part for part in path if isinstance(part, str)]
+    return names[-1] if names else ""
+
+
+def _kind(path: KeyPath) -> str:
+    """``data``, ``model``, ``function`` or nothing."""
+    if not path or {"plugin", "megatron", "sglang"} & set(path):
+        return ""
+    key = _key_of(path)
+    if key == "prompt_data" or (key == "eval_prompt_data" and isinstance(path[-1], int) and path[-1] % 2):
+        return "data"
+    if key in ("hf_checkpoint", "ref_load"):
+        return "model"
+    in_task = len(path) > 2 and isinstance(path[-2], int) and path[-3] in ("tasks", "eval_tasks")
+    if (in_task and key in ("generate", "reward")) or (key.endswith("_path") and key in sections_of_keys()):
+        return "function"
+    return ""
+
+
+def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[BaseModel] | None]) -> str:
+    if "plugin" in path[:3:2]:
+        return _of_plugin(path, text, base, models)
+    kind = _kind(path)
+    if kind == "function":
+        found = _FUNCTION.fullmatch(text)
+        return f"{_join(base, found[1])}:{found[2]}" if found else text
+    if kind == "data":
+        plain, part = _without_slice(text)
+        return f"{_join(base, plain)}{part}" if _is_local(plain, base, _FILES) else text
+    if kind == "model":
+        return _join(base, text) if _is_local(text, base) or not _HUB.fullmatch(text) else text
+    return text
+
+
+def _of_plugin(path: KeyPath, text: str, base: Path, models: Mapping[str, type[BaseModel] | None]) -> str:
+    at = path.index("plugin")
+    if len(path) != at + 3:
+        return text
+    model = models.get(str(path[at + 1]))
+    info = model.model_fields.get(str(path[-1])) if model is not None else None
+    found = unwrap(info.annotation) if info is not None else None
+    return _join(base, text) if isinstance(found, type) and issubclass(found, Path) else text
+
+
+def _local_part(path: KeyPath, text: str) -> str:
+    kind = _kind(path)
+    if kind == "function":
+        found = _FUNCTION.fullmatch(text)
+        return found[1] if found else ""
+    if kind == "data":
+        return _without_slice(text)[0]
+    return text if kind == "model" else ""
+
+
+def _is_local(text: str, base: Path, suffixes: tuple[str, ...] = ()) -> bool:
+    if "://" in text:
+        return False
+    return text.startswith((".", "/", "~")) or text.endswith(suffixes or ("\0",)) or (base / text).exists()
+
+
+def _without_slice(text: str) -> tuple[str, str]:
+    found = _SLICE.search(text)
+    return (text[: found.start()], found[0]) if found else (text, "")
+
+
+def _join(base: Path, text: str) -> str:
+    return os.path.normpath(base / Path(text).expanduser())
+
+
+def _missing(path: KeyPath, found: str) -> Problem:
+    return Problem(
+        code="CFG05",
+        what=f"{dotted(path)}: no such file or folder",
+        keys=(path,),
+        why=f"it stands for {found}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
+        fix=f"mend the path in {dotted(path)}",
+    )

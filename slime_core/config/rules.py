@@ -1,0 +1,263 @@
+"""Rules between keys: a resolved stage in, every conflict out. A rule names its keys, the loader their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from slime_core.config.problems import KeyPath, Problem
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+SFT = "sft_loss"
+
+BACKENDS: dict[tuple[str, str, str], tuple[str, str, str]] = {
+    ("cluster", "cluster_backend", "ray"): ("ray", "slime_core.clusters.ray", "ray"),
+    ("rollout", "rollout_engine", "sglang"): ("sglang", "slime_core.engines.sglang.engine", "sglang"),
+    ("train", "train_backend", "megatron"): ("megatron.core", "slime_core.trainers.megatron.trainer", "megatron"),
+}
+"""(section, key, value) -> (package it needs, our module, extra that brings it)."""
+
+
+def conflicts(config: Config) -> list[Problem]:
+    """Everything in one resolved stage that cannot hold together."""
+    return [
+        *_batches(config),
+        *_lengths(config),
+        *_sampling(config),
+        *_staleness(config),
+        *_schedule(config),
+        *_tasks(config),
+        *_backends(config),
+    ]
+
+
+def incomplete(config: Config) -> list[Problem]:
+    """What a run cannot start without."""
+    problems = []
+    data, rollout = config.data, config.rollout
+    if not rollout.hf_checkpoint:
+        problems.append(
+            _conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
+        )
+    sources = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path, config.plugins)
+    if not any(sources):
+        problems.append(
+            _conflict(
+                "there is nothing to train on",
+                ["data.prompt_data"],
+                why="no data set, task, data source or plugin is named",
+                fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
+            )
+        )
+    return problems
+
+
+def notices(config: Config) -> list[str]:
+    """Sentences about settings that are legal and seldom meant."""
+    train, rollout, evaluation = config.train, config.rollout, config.eval
+    found = []
+    if train.loss_type == "policy_loss" and train.advantage_estimator == "grpo" and rollout.n_samples_per_prompt == 1:
+        found.append(
+            "advantage_estimator = grpo with n_samples_per_prompt = 1: a group of one has no mean of others to be "
+            "compared with, so its reward is used as it is, without std normalisation"
+        )
+    if train.kl_loss_coef > 0 and train.kl_loss_type == "k1":
+        found.append("kl_loss_type = k1 has no gradient towards the reference in expectation; k3 is the usual choice")
+    if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
+        found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
+    return found
+
+
+def _conflict(what: str, keys: list[str], *, why: str = "", fix: str = "", code: str = "CFG04") -> Problem:
+    paths: tuple[KeyPath, ...] = tuple(tuple(key.split(".")) for key in keys)
+    return Problem(code=code, what=what, keys=paths, why=why, fix=fix)
+
+
+def _batches(config: Config) -> Iterator[Problem]:
+    rollout, train = config.rollout, config.train
+    prompts, n, batch = rollout.rollout_batch_size, rollout.n_samples_per_prompt, train.global_batch_size
+    if any(task.n_samples_per_prompt not in (0, n) for task in config.data.tasks):
+        return  # rollouts a step then depend on the tasks that were drawn
+    rollouts, steps = prompts * n, train.num_steps_per_rollout
+    made = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
+    keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.global_batch_size"]
+    if batch > rollouts:
+        yield _conflict(
+            f"global_batch_size = {batch} is more than there is",
+            keys,
+            why=made,
+            fix=f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size",
+        )
+    elif batch and rollouts % batch:
+        yield _conflict(
+            f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}",
+            keys,
+            why=made,
+            fix=f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}",
+        )
+    elif batch and steps > 1 and batch * steps != rollouts:
+        yield _conflict(
+            f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other",
+            [*keys, "train.num_steps_per_rollout"],
+            why=made,
+            fix="set one of them and leave the other out",
+        )
+    elif not batch and rollouts % steps:
+        yield _conflict(
+            f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps",
+            [*keys[:2], "train.num_steps_per_rollout"],
+            why=made,
+            fix=f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}",
+        )
+
+
+def _divisor(of: int, near: int) -> int:
+    """The largest divisor of ``of`` that is at most ``near``."""
+    return next(d for d in range(min(near, of), 0, -1) if of % d == 0)
+
+
+def _lengths(config: Config) -> Iterator[Problem]:
+    rollout, data = config.rollout, config.data
+    context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
+    if not context:
+        return
+    keys = ["rollout.rollout_max_response_len", "rollout.rollout_max_context_len"]
+    if response >= context:
+        yield _conflict(
+            f"rollout_max_response_len = {response} leaves no room in rollout_max_context_len = {context}",
+            keys,
+            why="the context holds prompt and response",
+            fix="lower the response length or raise the context",
+        )
+    elif data.rollout_max_prompt_len + response > context:
+        yield _conflict(
+            f"rollout_max_prompt_len + rollout_max_response_len = {data.rollout_max_prompt_len} + {response} "
+            f"is more than rollout_max_context_len = {context}",
+            ["data.rollout_max_prompt_len", *keys],
+            why="the context holds prompt and response",
+            fix=f"set rollout_max_prompt_len to at most {context - response}, or 0 for what the context leaves",
+        )
+    evaluated = config.eval.eval_max_response_len
+    if evaluated >= context:
+        yield _conflict(
+            f"eval_max_response_len = {evaluated} leaves no room in rollout_max_context_len = {context}",
+            ["eval.eval_max_response_len", keys[1]],
+            why="the context holds prompt and response",
+            fix="lower the response length or raise the context",
+        )
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    supervised = config.train.loss_type == SFT
+    if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1 and not supervised:
+        yield _conflict(
+            f"rollout_temperature = 0 with n_samples_per_prompt = {rollout.n_samples_per_prompt}",
+            ["rollout.rollout_temperature", "rollout.n_samples_per_prompt"],
+            code="CFG03",
+            why="greedy samples of one prompt are all equal, so a group teaches nothing",
+            fix="set rollout_temperature above 0, or n_samples_per_prompt to 1",
+        )
+    if config.reward.group_rm and not config.reward.custom_rm_path:
+        yield _conflict(
+            "group_rm is set and custom_rm_path is not",
+            ["reward.group_rm"],
+            why="group_rm says how custom_rm_path is called",
+            fix="name the function: --custom-rm-path FILE.py:FUNCTION",
+        )
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    ahead, cluster = config.rollout.max_staleness, config.cluster
+    if not ahead:
+        return
+    keys = ["rollout.max_staleness"]
+    if cluster.colocate:
+        yield _conflict(
+            f"max_staleness = {ahead} with colocate = true",
+            [*keys, "cluster.colocate"],
+            why="an engine that shares the trainer's device cannot generate while it trains",
+            fix="--no-colocate   or   --max-staleness 0",
+        )
+    if cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local":
+        yield _conflict(
+            f"max_staleness = {ahead} with the embedded engine",
+            [*keys, "rollout.rollout_engine", "cluster.cluster_backend"],
+            why="engine and trainer are one process here and share their weights, so nothing can run ahead",
+            fix="--max-staleness 0   (or an engine of its own: --rollout-engine sglang, or --cluster ray)",
+        )
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    train = config.train
+    if train.min_lr > train.lr:
+        yield _conflict(
+            f"min_lr = {train.min_lr} is above lr = {train.lr}",
+            ["train.min_lr", "train.lr"],
+            why="the learning rate decays from lr to min_lr",
+            fix=f"set min_lr to at most {train.lr}",
+        )
+    if train.lr_decay_iters and train.lr_warmup_iters >= train.lr_decay_iters:
+        yield _conflict(
+            f"lr_warmup_iters = {train.lr_warmup_iters} is not below lr_decay_iters = {train.lr_decay_iters}",
+            ["train.lr_warmup_iters", "train.lr_decay_iters"],
+            why="decay starts where the warm-up ends",
+            fix="lower lr_warmup_iters or raise lr_decay_iters",
+        )
+
+
+def _tasks(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.prompt_data and data.tasks:
+        yield _conflict(
+            "data.prompt_data and [[data.tasks]] are both set",
+            ["data.prompt_data", "data.tasks"],
+            why="each names what to train on",
+            fix="move prompt_data into a [[data.tasks]] entry, or remove one",
+        )
+    for section, key, tasks in (("data", "tasks", data.tasks), ("eval", "eval_tasks", config.eval.eval_tasks)):
+        names = [task.name for task in tasks]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield _conflict(f"two {section}.{key} are named '{name}'", [f"{section}.{key}"], fix="rename one of them")
+        for task in tasks:
+            if task.plugin and task.plugin not in config.plugins:
+                yield _conflict(
+                    f"task '{task.name}' belongs to plugin '{task.plugin}', which the run does not load",
+                    [f"{section}.{key}", "plugins"],
+                    fix=f"--plugin {task.plugin}",
+                )
+    if len(config.eval.eval_prompt_data) % 2:
+        yield _conflict(
+            "eval_prompt_data is not made of pairs",
+            ["eval.eval_prompt_data"],
+            why="it lists NAME PATH NAME PATH ...",
+            fix="--eval-prompt-data NAME PATH",
+        )
+
+
+def _backends(config: Config) -> Iterator[Problem]:
+    for (section, key, value), (package, ours, extra) in BACKENDS.items():
+        if getattr(getattr(config, section), key) != value:
+            continue
+        if not _installed(package):
+            yield _conflict(
+                f"{key} = {value}, but {package} is not installed here",
+                [f"{section}.{key}"],
+                fix=f'pip install "slime-rl[{extra}]"   or leave {key} out',
+            )
+        elif not _installed(ours):
+            yield _conflict(
+                f"{key} = {value} is not part of this slime version",
+                [f"{section}.{key}"],
+                fix=f"leave {key} out, or: pip install --upgrade slime-rl",
+            )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

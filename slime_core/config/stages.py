@@ -1,0 +1,100 @@
+"""A config with `[[stage]]` tables in; one resolved config a stage out."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slime_core.config.fields import section_model, sections_of_keys
+from slime_core.config.problems import Problem, dotted, error_of
+from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.validate import check_config, unknown
+
+MAIN = "main"
+FIXED = ("hf_checkpoint", "init_weights", "trust_remote_code", "rollout_engine", "train_backend", "dtype")
+"""Keys of what is built once a run."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def stages(config: Config) -> list[Config]:
+    """Each stage with its overrides applied, in order; a config without ``[[stage]]`` is one stage, "main".
+
+    ``config.name`` stays; :func:`stage_name` tells the stages apart. Resolving a resolved stage changes nothing.
+
+    Raises:
+        ConfigError: a stage table that does not resolve (a loaded config has none).
+    """
+    if not config.stage:
+        return [config]
+    resolved = []
+    for index in range(len(config.stage)):
+        found = resolve_stage(config.model_dump(), index)
+        if isinstance(found, list):
+            raise error_of(found)
+        resolved.append(found)
+    return resolved
+
+
+def stage_name(config: Config) -> str:
+    """The name of a resolved stage."""
+    return str(config.stage[0].get("name", MAIN)) if config.stage else MAIN
+
+
+def resolve_stage(data: Mapping[str, Any], index: int) -> Config | list[Problem]:
+    """Stage ``index`` of whole-config tables as a Config, or every problem of its table."""
+    sections = sections_of_keys()
+    table = data["stage"][index]
+    out = copy.deepcopy({key: value for key, value in data.items() if key != "stage"})
+    out["stage"] = ({"name": table.get("name", "")},)
+    problems = check_table(table, index)
+    for key, value in table.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            out.setdefault(key, {}).update(value)
+        elif key == "plugin" and isinstance(value, Mapping):
+            for name, options in value.items():
+                out.setdefault("plugin", {}).setdefault(name, {}).update(options)
+        elif key in sections:
+            out.setdefault(sections[key], {})[key] = value
+    return problems or check_config(out)
+
+
+def check_table(table: Mapping[str, Any], index: int) -> list[Problem]:
+    """What is wrong with the keys and the name of one stage table."""
+    sections, at = sections_of_keys(), ("stage", index)
+    problems = []
+    name = table.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        problems.append(
+            Problem(
+                code="CFG02",
+                what=f"stage {index + 1} has no name" if name is None else f"stage name {name!r} cannot be used",
+                keys=((*at, "name") if name is not None else at,),
+                why="a name is 1 to 64 letters, digits, dots, dashes and underscores",
+                fix='write name = "warmup" in the [[stage]] table',
+            )
+        )
+    for key, value in table.items():
+        inner = list(value) if key in SECTIONS and isinstance(value, Mapping) else [key]
+        for name in inner:
+            path = (*at, key, name) if key in SECTIONS and isinstance(value, Mapping) else (*at, name)
+            if sections.get(name) == "cluster" or name in FIXED:
+                problems.append(_fixed(path))
+            elif key in SECTIONS and isinstance(value, Mapping):
+                if name not in section_model(key).model_fields:
+                    problems.append(unknown(path, list(section_model(key).model_fields)))
+            elif name not in sections and name not in ("name", "plugin"):
+                problems.append(unknown(path, list(sections)))
+    return problems
+
+
+def _fixed(path: tuple[str | int, ...]) -> Problem:
+    return Problem(
+        code="CFG04",
+        what=f"{dotted(path)} cannot differ between stages",
+        keys=(path,),
+        why="model, engine and trainer are built once a run",
+        fix="set it for the whole run, outside [[stage]]",
+    )

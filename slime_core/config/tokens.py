@@ -1,0 +1,265 @@
+"""Words of the command line in; a recipe and overrides out, then overrides with the full key that each one means.
+
+    slime run recipe.toml --lr 1e-6 --no-colocate --rollout-stop "a" "b" train.clip_grad=0.5 --plugin rm_math
+
+A bare name is a core key, else an option of a named plugin, else Megatron's; two candidates in the last two are an
+error that names both full keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from slime_core.config.fields import SPACES, Key, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.problems import KeyPath, Problem, dotted
+from slime_core.config.schema import SECTIONS
+from slime_core.config.values import show, typed
+from slime_core.errors import ConfigError, nearest
+
+ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
+_DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+
+Models = Mapping[str, "type[BaseModel] | None"]
+
+
+@dataclass(slots=True, frozen=True)
+class Word:
+    """One override as it was typed."""
+
+    name: str  # underscores; dotted where it was
+    values: tuple[str, ...]  # none for a bare --flag or --no-flag
+    shown: str  # for messages: "--lr", "train.lr=..."
+    negated: bool = False
+
+
+@dataclass(slots=True)
+class Words:
+    """A split command line."""
+
+    recipe: str | None = None
+    overrides: list[Word] = field(default_factory=list)
+
+    @property
+    def plugins(self) -> list[str]:
+        """Names given with --plugin, in order."""
+        return [value for word in self.overrides if word.name == "plugins" for value in word.values if word.shown]
+
+
+@dataclass(slots=True, frozen=True)
+class Override:
+    """One override with its full key and typed value."""
+
+    path: KeyPath
+    value: Any
+    place: str  # "command line: --lr"
+
+
+def split(tokens: Sequence[str]) -> Words:
+    """Take apart what stands after `slime run`.
+
+    Raises:
+        ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
+    """
+    words, keys, at = Words(), core_keys(), 0
+    while at < len(tokens):
+        token = tokens[at]
+        at += 1
+        if token.startswith("--") and len(token) > 2:
+            name, equals, value = token[2:].partition("=")
+            word, at = _flag(name, value if equals else None, tokens, at, keys)
+            words.overrides.append(word)
+        elif found := _DOTTED.fullmatch(token):
+            words.overrides.append(Word(_name(found[1]), (found[2],), found[1]))
+        elif words.recipe is None and not token.startswith("-"):
+            words.recipe = token
+        else:
+            raise ConfigError(
+                f"what is '{token}'?",
+                code="CFG01",
+                where=f"command line: {token}",
+                why=f"the recipe is {words.recipe} already" if words.recipe else "flags start with two dashes",
+                fix="write keys as --key VALUE or section.key=VALUE",
+            )
+    return words
+
+
+def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Mapping[str, Key]) -> tuple[Word, int]:
+    plain = _name(name)
+    plain = ALIASES.get(plain, plain)
+    shown = f"--{name}"
+    key = keys.get(plain.rpartition(".")[2]) if plain.count(".") < 2 and not plain.startswith(SPACES) else None
+    if key is None and plain.startswith("no_"):
+        positive = keys.get(plain[3:])
+        if positive is None or unwrap(positive.info.annotation) is bool:
+            following = at < len(tokens) and not _is_key(tokens[at])
+            if value is None and (positive is not None or not following):
+                return Word(plain[3:], (), shown, negated=True), at
+    if value is not None:
+        return Word(plain, (value,), shown), at
+    annotation = key.info.annotation if key else None
+    if key and unwrap(annotation) is bool:
+        if at < len(tokens) and tokens[at].lower() in ("true", "false"):
+            return Word(plain, (tokens[at],), shown), at + 1
+        return Word(plain, (), shown), at
+    if key and is_sequence(annotation) and plain != "plugins":
+        end = at
+        while end < len(tokens) and not _is_key(tokens[end]):
+            end += 1
+        if end > at:
+            return Word(plain, tuple(tokens[at:end]), shown), end
+    elif at < len(tokens) and not tokens[at].startswith("--"):
+        return Word(plain, (tokens[at],), shown), at + 1
+    if key:
+        raise ConfigError(
+            f"{shown} needs a value",
+            code="CFG02",
+            where=f"command line: {shown}",
+            why=f"{key.path} takes {key.kind}",
+            fix=f"{shown} VALUE",
+        )
+    return Word(plain, (), shown), at
+
+
+def _is_key(token: str) -> bool:
+    return token.startswith("--") or bool(_DOTTED.fullmatch(token)) or token.endswith(".toml")
+
+
+def _name(text: str) -> str:
+    head, dot, rest = text.partition(".")
+    if head in ("plugin", "megatron", "sglang") and dot:
+        middle, dot2, tail = rest.rpartition(".")
+        return f"{head}.{middle}{dot2}{tail.replace('-', '_')}"
+    return text.replace("-", "_")
+
+
+def resolve(words: Words, models: Models, megatron: Collection[str] = ()) -> tuple[list[Override], list[Problem]]:
+    """Every override with its full key and typed value, and what is wrong with the others."""
+    keys, overrides, problems = core_keys(), [], []
+    for word in words.overrides:
+        place = f"command line: {word.shown}"
+        found = _locate(word, keys, models, megatron, place)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        path, annotation = found
+        value = _value(word, path, annotation, place)
+        if isinstance(value, Problem):
+            problems.append(value)
+        elif path == ("plugins",) and word.shown == "--plugin":
+            overrides.append(Override(("plugins", "+"), value[0] if isinstance(value, list) else value, place))
+        else:
+            overrides.append(Override(path, value, place))
+    return overrides, problems
+
+
+def _locate(
+    word: Word, keys: Mapping[str, Key], models: Models, megatron: Collection[str], place: str
+) -> tuple[KeyPath, Any] | Problem:
+    parts = word.name.split(".")
+    if len(parts) == 1:
+        return _bare(word, keys, models, megatron, place)
+    head, last = parts[0], parts[-1]
+    if head in SECTIONS and len(parts) == 2:
+        key = keys.get(last)
+        return ((head, last), key.info.annotation if key and key.section == head else Any)
+    if head == "plugin" and len(parts) >= 3:
+        name = ".".join(parts[1:-1])
+        model = models.get(name)
+        info = model.model_fields.get(last) if model is not None else None
+        return ("plugin", name, last), info.annotation if info else Any
+    if head in ("megatron", "sglang") and len(parts) >= 2:
+        return (head, *parts[1:]), Any
+    if head == "stage" and len(parts) == 3:
+        return ("stage", parts[1], last), keys[last].info.annotation if last in keys else Any
+    near = nearest(head, [*SECTIONS, *SPACES, "stage"])
+    return Problem(
+        code="CFG01",
+        what=f"unknown key '{word.name}'",
+        where=place,
+        fix="\n".join(filter(None, [near, "all keys: slime config keys"])),
+    )
+
+
+def _bare(
+    word: Word, keys: Mapping[str, Key], models: Models, megatron: Collection[str], place: str
+) -> tuple[KeyPath, Any] | Problem:
+    name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
+    if name in keys:
+        key = keys[name]
+        return ((key.section, name) if key.section else (name,)), key.info.annotation
+    found: list[tuple[KeyPath, Any]] = [
+        (("plugin", plugin, name), model.model_fields[name].annotation)
+        for plugin, model in models.items()
+        if model is not None and name in model.model_fields
+    ]
+    if name in megatron:
+        found.append((("megatron", name), Any))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        full = [dotted(path) for path, _ in found]
+        return Problem(
+            code="CFG01",
+            what=f"{word.shown} can mean {' or '.join(full)}",
+            where=place,
+            why="a bare name must be one key",
+            fix="write the one that you mean: " + "   or   ".join(f"{key}={_written(word)}" for key in full),
+        )
+    options = {
+        key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
+    }
+    near = nearest(name, [*keys, *options, *megatron])
+    known = near.split("'")[1] if near else ""
+    full_name = keys[known].path if known in keys else options.get(known, f"megatron.{known}")
+    flag = f"--{known.replace('_', '-')}"
+    return Problem(
+        code="CFG01",
+        what=f"unknown key '{name}'",
+        where=place,
+        why="no core key, option of a named plugin or Megatron option has this name",
+        fix="\n".join(
+            filter(None, [f"did you mean {flag}? ({full_name})" if near else "", "all keys: slime config keys"])
+        ),
+    )
+
+
+def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
+    name = dotted(path)
+    if not word.values:
+        if unwrap(annotation) in (bool, Any):
+            return not word.negated
+        return Problem(
+            code="CFG02",
+            what=f"{word.shown} needs a value" if not word.negated else f"{word.shown}: {name} is not a yes-or-no key",
+            where=place,
+            why=f"{name} takes {describe(annotation)}",
+            fix=f"--{path[-1]} VALUE".replace("_", "-"),
+        )
+    if is_sequence(annotation) and not is_model(element(annotation)) and len(word.values) > 1:
+        return [typed(value, element(annotation)) for value in word.values]
+    value = typed(word.values[0], annotation)
+    if path[0] == "stage" and len(path) == 2:
+        return value
+    if _unfit(value, annotation):
+        return Problem(
+            code="CFG02",
+            what=f"{name} = {show(value, str(path[-1]))} has the wrong type",
+            where=place,
+            why=f"{name} takes {describe(annotation)}",
+            fix=f"give {describe(annotation)}: --{str(path[-1]).replace('_', '-')} VALUE",
+        )
+    return value
+
+
+def _unfit(value: Any, annotation: Any) -> bool:
+    """Whether a word stayed text although the key takes no text."""
+    return isinstance(value, str) and unwrap(annotation) in (bool, int, float)
+
+
+def _written(word: Word) -> str:
+    return word.values[0] if word.values else str(not word.negated).lower()

@@ -1,0 +1,192 @@
+"""Tables in, a model or all its problems out: pydantic's findings in the words and codes of our errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from slime_core.config.fields import bounds, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.problems import KeyPath, Problem, dotted
+from slime_core.config.schema import Config
+from slime_core.config.values import hint, kind_of, show
+from slime_core.errors import nearest
+
+M = TypeVar("M", bound=BaseModel)
+
+_RANGE = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "multiple_of",
+    "literal_error",
+    "enum",
+    "string_pattern_mismatch",
+    "string_too_short",
+    "string_too_long",
+    "too_short",
+    "too_long",
+)
+
+
+def check_model(model: type[M], data: Mapping[str, Any]) -> M | list[Problem]:
+    """``data`` as ``model``, or every problem it has; arrays of TOML become tuples where the model wants tuples."""
+    try:
+        return model.model_validate(tuples(model, data))
+    except ValidationError as error:
+        return problems_of(error, model, data)
+
+
+def problems_of(
+    error: ValidationError, model: type[BaseModel], data: Mapping[str, Any], prefix: KeyPath = ()
+) -> list[Problem]:
+    """A validation error's findings; ``prefix`` stands before every key."""
+    return [_problem(detail, model, data, prefix) for detail in error.errors(include_url=False)]
+
+
+def tuples(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``data`` with lists as tuples under every key that the model declares as one."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        info = model.model_fields.get(key)
+        out[key] = value if info is None else _shaped(value, info.annotation)
+    return out
+
+
+def _shaped(value: Any, annotation: Any) -> Any:
+    found = unwrap(annotation)
+    if is_model(found) and isinstance(value, Mapping):
+        return tuples(found, value)
+    if is_sequence(found) and isinstance(value, list):
+        return tuple(_shaped(item, element(found)) for item in value)
+    return value
+
+
+def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, Any], prefix: KeyPath) -> Problem:
+    path = _within(data, detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    info = field_at(model, path)
+    full = (*prefix, *path)
+    if kind == "extra_forbidden":
+        return unknown(full, _siblings(model, path))
+    if kind == "missing":
+        wanted = f": {describe(info.annotation)}" if info else ""
+        return Problem(
+            code="CFG02", what=f"{dotted(full)} is missing", keys=(full,), fix=f"set {dotted(full)}{wanted}"
+        )
+    name = dotted(full)
+    shown = show(value, str(path[-1]) if path else "")
+    annotation = _annotation_at(model, path)
+    if kind == "finite_number":
+        return Problem(
+            code="CFG15",
+            what=f"{name} = {shown} is not a finite number",
+            keys=(full,),
+            fix=f"give {name} a finite number",
+        )
+    wanted = " ".join([describe(annotation), *(bounds(info) if info else [])]) if annotation else detail["msg"]
+    if kind in _RANGE and not (kind == "literal_error" and not isinstance(value, str)):
+        near = nearest(value, [str(a) for a in _choices(annotation)]) if isinstance(value, str) else ""
+        fix = near or f"set {name} to {wanted}"
+        return Problem(
+            code="CFG03", what=f"{name} = {shown} is out of range", keys=(full,), why=f"it must be {wanted}", fix=fix
+        )
+    why = f"it is {kind_of(value)}, and {name} takes {wanted}" if annotation else detail["msg"]
+    fix = hint(value, annotation) if annotation else f"mend {name}"
+    return Problem(code="CFG02", what=f"{name} = {shown} has the wrong type", keys=(full,), why=why, fix=fix)
+
+
+def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
+    """An unknown key, with the nearest known one or the section where the name lives."""
+    name = str(path[-1])
+    keys = core_keys()
+    at_home = keys.get(name)
+    if at_home is not None and path[0] not in ("plugin", "megatron", "sglang"):
+        fix = (
+            f"it is {at_home.path}: put it under [{at_home.section}]" if at_home.section else f"put {name} at the top"
+        )
+        return Problem(
+            code="CFG01",
+            what=f"unknown key '{dotted(path)}'",
+            keys=(path,),
+            why="it stands in the wrong table",
+            fix=fix,
+        )
+    near = nearest(name, list(siblings))
+    parent = dotted(path[:-1])
+    if near:
+        near = near.replace("'", f"'{parent}." if parent else "'", 1)
+    elif found := nearest(name, list(keys)):
+        near = f"did you mean '{keys[found.split(chr(39))[1]].path}'?"
+    section = str(path[0]) if len(path) > 1 else ""
+    every = f"all keys: slime config keys {section}".rstrip()
+    if section == "plugin":
+        every = f"keys of this plugin: {', '.join(siblings) or 'none'}"
+    return Problem(
+        code="CFG01",
+        what=f"unknown key '{dotted(path)}'",
+        keys=(path,),
+        why=f"[{parent}] has no such key" if parent else "there is no such key or table",
+        fix="\n".join(filter(None, [near, every])),
+    )
+
+
+def _within(data: Any, loc: tuple[int | str, ...]) -> KeyPath:
+    """The part of pydantic's location that is keys and indices of the data, without its names of union members."""
+    path: list[int | str] = []
+    for part in loc:
+        if isinstance(data, Mapping) and (part in data or not path or len(path) + 1 == len(loc)):
+            path.append(part)
+            data = data.get(part)  # type: ignore[arg-type]
+        elif isinstance(data, (list, tuple)) and isinstance(part, int) and part < len(data):
+            path.append(part)
+            data = data[part]
+    return tuple(path)
+
+
+def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    """The field that a path leads to; None below open tables and for elements of arrays."""
+    info: FieldInfo | None = None
+    current: Any = model
+    for part in path:
+        if isinstance(part, int):
+            current, info = element(current), None
+        elif is_model(current) and part in unwrap(current).model_fields:
+            info = unwrap(current).model_fields[part]
+            current = info.annotation
+        else:
+            return None
+    return info
+
+
+def _annotation_at(model: type[BaseModel], path: KeyPath) -> Any:
+    current: Any = model
+    for part in path:
+        if isinstance(part, int):
+            current = element(current)
+        elif is_model(current) and part in unwrap(current).model_fields:
+            current = unwrap(current).model_fields[part].annotation
+        else:
+            return None
+    return current
+
+
+def _siblings(model: type[BaseModel], path: KeyPath) -> list[str]:
+    parent = _annotation_at(model, path[:-1])
+    return list(unwrap(parent).model_fields) if is_model(parent) else []
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    from typing import Literal, get_args, get_origin
+
+    found = unwrap(annotation)
+    return get_args(found) if get_origin(found) is Literal else ()
+
+
+def check_config(data: Mapping[str, Any]) -> Config | list[Problem]:
+    """Tables as a whole Config, or every problem they have."""
+    return check_model(Config, data)

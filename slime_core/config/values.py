@@ -1,0 +1,99 @@
+"""Words of the command line in; typed values out, by the type that the schema has for the key."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+import typing
+from typing import Any, Literal
+
+from slime_core.config.dump import value_to_toml
+from slime_core.config.fields import describe, element, is_sequence, unwrap
+from slime_core.config.redact import REDACTED, is_secret, scrub
+from slime_core.errors import ConfigError
+
+_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+
+
+def typed(text: str, annotation: Any) -> Any:
+    """The value that ``text`` stands for under a type; text that does not fit comes back as it is.
+
+    Arrays and tables are written as in TOML or JSON. Where the type is open, text that is no TOML value is a string.
+    """
+    found = unwrap(annotation)
+    if found is str or typing.get_origin(found) is Literal:
+        return text
+    if found is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if found is int:
+        return int(text) if _INTEGER.fullmatch(text) and len(text) < 400 else text
+    if found is float:
+        return _number(text)
+    if is_sequence(found):
+        value = _parsed(text)
+        return value if isinstance(value, list) else [typed(text, element(found))]
+    if typing.get_origin(found) is dict or found is Any:
+        return _parsed(text)
+    return _parsed(text) if _looks_structured(text) else text
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if text.strip() == text and "_" not in text else text
+    except ValueError:
+        return text
+
+
+def _looks_structured(text: str) -> bool:
+    return text[:1] in "[{"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"] if "\n" not in text else text
+    except (ValueError, KeyError, RecursionError):
+        pass
+    try:
+        return json.loads(text) if _looks_structured(text) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def show(value: Any, key: str = "") -> str:
+    """A value for a message: as TOML, on one line, cut at 80 characters, secrets redacted."""
+    if is_secret(key, value):
+        return REDACTED
+    try:
+        text = value_to_toml(value).replace("$${", "${")
+    except ConfigError:
+        text = str(value) if isinstance(value, float) else repr(value)
+    text = scrub(text)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value in words."""
+    if isinstance(value, bool):
+        return "a boolean"
+    for kind, name in ((int, "an integer"), (float, "a number"), (str, "a string"), (dict, "a table")):
+        if isinstance(value, kind):
+            return name
+    return "an array" if isinstance(value, (list, tuple)) else type(value).__name__
+
+
+def hint(value: Any, annotation: Any) -> str:
+    """How to write a value of the wrong type, where that is plain."""
+    wanted = unwrap(annotation)
+    if isinstance(value, str) and wanted in (int, float, bool):
+        plain = typed(value, wanted)
+        if not isinstance(plain, str) and (not isinstance(plain, float) or math.isfinite(plain)):
+            return f"write it without quotes: {show(plain)}"
+    if isinstance(value, bool) and wanted in (int, float):
+        return f"write {int(value)} if that is meant"
+    if isinstance(value, int) and wanted is bool and value in (0, 1):
+        return f"write {'true' if value else 'false'}"
+    if is_sequence(annotation) and not isinstance(value, (list, tuple, dict)):
+        return f"put it in brackets: [{show(value)}]"
+    return f"give {describe(annotation)}"

@@ -1,0 +1,204 @@
+"""What a person sees while it trains: one live line on a terminal, one plain line a step elsewhere. All on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from slime_core.report.samples import safe_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from slime_core.config.schema import Config
+    from slime_core.types import StepReport
+
+
+class Live(Protocol):
+    """A display; every method may be called from the loop at any time."""
+
+    def start(self, config: Config, run_dir: Path) -> None:
+        """Training is about to begin."""
+        ...
+
+    def step(self, report: StepReport, wall: float) -> None:
+        """A step took ``wall`` seconds."""
+        ...
+
+    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation set has its figures."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A sentence."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+class Pace:
+    """Steps of the whole run, and how long those that are left may take, from the last ten."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.done = 0
+        self._recent: deque[float] = deque(maxlen=10)
+
+    def add(self, wall: float) -> None:
+        """One more step took ``wall`` seconds."""
+        self.done += 1
+        self._recent.append(wall)
+
+    @property
+    def eta(self) -> float:
+        """Seconds to the end."""
+        left = max(0, self.steps - self.done)
+        return left * sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+
+class PlainLines:
+    """One line a step, for files and pipes."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._pace = Pace(0)
+
+    def start(self, config: Config, run_dir: Path) -> None:
+        """Count the steps."""
+        self._pace = Pace(total_steps(config))
+
+    def step(self, report: StepReport, wall: float) -> None:
+        """Print the step."""
+        self._pace.add(wall)
+        self._print(f"{place(report)}  {'  '.join(figures(report, wall))}  eta {duration(self._pace.eta)}")
+
+    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Print the set."""
+        self._print(evaluation_line(name, version, metrics))
+
+    def note(self, text: str) -> None:
+        """Print the sentence."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def _print(self, text: str) -> None:
+        self._stream.write(safe_text(text) + "\n")
+        self._stream.flush()
+
+
+class RichLine:
+    """A progress line that stays at the bottom of a terminal, with evaluations and notes above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream, highlight=False)
+        self._pace = Pace(0)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def start(self, config: Config, run_dir: Path) -> None:
+        """Show an empty bar."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._pace = Pace(total_steps(config))
+        self._progress = Progress(
+            TextColumn("{task.fields[place]}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TextColumn("eta {task.fields[eta]}", markup=False),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("", total=max(1, self._pace.steps), place="start", figures="", eta="?")
+        self._progress.start()
+
+    def step(self, report: StepReport, wall: float) -> None:
+        """Move the bar."""
+        self._pace.add(wall)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(
+                self._task,
+                completed=self._pace.done,
+                place=safe_text(place(report)),
+                figures=safe_text("  ".join(figures(report, wall))),
+                eta=duration(self._pace.eta),
+            )
+
+    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Print the set above the bar."""
+        self.note(evaluation_line(name, version, metrics))
+
+    def note(self, text: str) -> None:
+        """Print the sentence above the bar."""
+        self._console.print(safe_text(text), markup=False)
+
+    def close(self) -> None:
+        """Stop refreshing; the last line stays."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def make_live(stream: TextIO) -> Live:
+    """The live line on a terminal, plain lines elsewhere."""
+    return RichLine(stream) if stream.isatty() else PlainLines(stream)
+
+
+def total_steps(config: Config) -> int:
+    """Steps of all stages."""
+    from slime_core.config.load import stages
+
+    return sum(stage.rollout.num_rollout for stage in stages(config))
+
+
+def place(report: StepReport) -> str:
+    """``main step 3/40``."""
+    return f"{report.stage} step {report.step + 1}/{report.of}"
+
+
+def figures(report: StepReport, wall: float) -> list[str]:
+    """The few figures of a step that fit on one line: reward, length, dropped, tokens a second, loss."""
+    metrics = report.metrics
+    parts = []
+    if "reward/mean" in metrics and metrics.get("reward/max") != metrics.get("reward/min"):
+        parts.append(f"reward {metrics['reward/mean']:.3f}")
+    elif "reward/mean" in metrics:
+        parts.append(f"reward {metrics['reward/mean']:.3f} (all equal)")
+    for key in ("loss", "train/loss"):
+        if key in metrics:
+            parts.append(f"loss {metrics[key]:.4f}")
+            break
+    if "response_len/mean" in metrics:
+        parts.append(f"len {metrics['response_len/mean']:.0f}")
+    if metrics.get("truncated_ratio"):
+        parts.append(f"truncated {metrics['truncated_ratio']:.0%}")
+    if metrics.get("rollout/dropped_samples"):
+        parts.append(f"dropped {metrics['rollout/dropped_samples']:.0f}")
+    if wall > 0 and "tokens/response" in metrics:
+        parts.append(f"tok/s {metrics['tokens/response'] / wall:.0f}")
+    return parts
+
+
+def evaluation_line(name: str, version: int, metrics: Mapping[str, float]) -> str:
+    """``eval heldout at step 40: reward 0.912 over 200 samples``."""
+    reward = f"reward {metrics['reward/mean']:.3f}" if "reward/mean" in metrics else "no rewards"
+    errors = f", {metrics['infra_errors']:.0f} not judged" if metrics.get("infra_errors") else ""
+    return f"eval {name} at step {version}: {reward} over {metrics.get('samples', 0):.0f} samples{errors}"
+
+
+def duration(seconds: float) -> str:
+    """``45s``, ``2m04`` or ``3h20``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}"

@@ -1,0 +1,155 @@
+"""Pure functions: groups of a step, or its batch, in; a flat dict of floats out.
+
+Sums are exact (`math.fsum`), so figures do not depend on the order of samples. A statistic over nothing is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from slime_core.types import Batch, Group, Sample, Status
+
+Metrics = dict[str, float]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value."""
+    return math.fsum(values) / len(values)
+
+
+def std(values: Sequence[float]) -> float:
+    """Population standard deviation of at least one value."""
+    middle = mean(values)
+    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / len(values))
+
+
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """``NAME/mean``, ``NAME/min`` and ``NAME/max``; nothing where there are no values."""
+    if not values:
+        return {}
+    return {f"{name}/mean": mean(values), f"{name}/min": float(min(values)), f"{name}/max": float(max(values))}
+
+
+def rewards_of(samples: Iterable[Sample]) -> list[float]:
+    """The numeric rewards, in order; samples without one are left out."""
+    return [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
+
+
+def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, int], issued: int) -> Metrics:
+    """Figures of the groups that a step trains on.
+
+    Args:
+        groups: what was taken for the step.
+        version: of the weights in training; staleness is this minus the oldest weights in a group.
+        drops: samples dropped since the last step, by reason.
+        issued: groups issued since the last step.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    metrics: Metrics = {
+        "rollout/groups": float(len(groups)),
+        "rollout/samples": float(len(samples)),
+        "rollout/issued_groups": float(issued),
+        "rollout/dropped_samples": float(sum(drops.values())),
+        "tokens/response": float(sum(s.response_length for s in samples)),
+        "tokens/trained": float(sum(_trained(s) for s in samples)),
+        "tokens/total": float(sum(len(s.tokens) for s in samples)),
+    }
+    metrics |= {f"dropped/{reason}": float(count) for reason, count in sorted(drops.items())}
+    if not samples:
+        return metrics
+    metrics |= sample_metrics(samples)
+    metrics |= _by_task(samples)
+    equal = [len(set(rewards)) <= 1 for group in groups if len(rewards := rewards_of(group.samples)) > 1]
+    if equal:
+        metrics["reward/equal_groups"] = mean(equal)
+    metrics |= spread("staleness", [float(version - group.lowest_version(version)) for group in groups])
+    return metrics
+
+
+def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
+    """Figures of one evaluation set; ``reward/best`` is the mean over prompts of their best sample.
+
+    A sample without a reward (the reward function could not judge) counts in ``infra_errors`` and nowhere else.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    judged = [sample for sample in samples if isinstance(sample.reward, (int, float))]
+    metrics: Metrics = {
+        "prompts": float(len(groups)),
+        "samples": float(len(samples)),
+        "infra_errors": float(len(samples) - len(judged)),
+    }
+    if judged:
+        metrics |= sample_metrics(judged)
+        metrics["reward/best"] = mean([max(found) for group in groups if (found := rewards_of(group.samples))])
+    return metrics
+
+
+def sample_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Rewards, their terms, lengths and how samples ended; at least one sample."""
+    metrics: Metrics = {}
+    rewards = rewards_of(samples)
+    if rewards:
+        metrics |= spread("reward", rewards) | {"reward/std": std(rewards)}
+    terms: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metadata.get("reward_terms", {}).items():
+            terms.setdefault(str(name), []).append(float(value))
+    metrics |= {f"reward_term/{name}": mean(values) for name, values in sorted(terms.items())}
+    metrics |= spread("response_len", [float(s.response_length) for s in samples])
+    metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])
+    metrics["truncated_ratio"] = mean([s.status is Status.TRUNCATED for s in samples])
+    metrics["failed_ratio"] = mean([s.metadata.get("reward_kind") == "failed" for s in samples])
+    drawn = [p for s in samples for p in _trained_log_probs(s)]
+    if drawn:
+        metrics["rollout/log_probs"] = mean(drawn)
+    return metrics
+
+
+def batch_metrics(batch: Batch) -> Metrics:
+    """Figures of a step's columns, over trained tokens: advantages, and how far trainer and engine stand apart.
+
+    ``train_rollout_logprob_abs_diff`` is the mean of ``|policy - rollout_log_probs|`` where the batch has both.
+    """
+    trained = batch.loss_mask > 0
+    metrics: Metrics = {"train/masked_ratio": 1.0 - float(trained.mean()) if trained.size else 0.0}
+    if not trained.any():
+        return metrics
+    columns = batch.columns
+    if "advantages" in columns:
+        values = np.asarray(columns["advantages"], dtype=np.float64)[trained]
+        metrics |= {
+            "advantages/mean": float(values.mean()),
+            "advantages/abs_mean": float(np.abs(values).mean()),
+            "advantages/min": float(values.min()),
+            "advantages/max": float(values.max()),
+        }
+    if "policy" in columns and "rollout_log_probs" in columns:
+        policy = np.asarray(columns["policy"], dtype=np.float64)[trained]
+        apart = np.abs(policy - np.asarray(columns["rollout_log_probs"], dtype=np.float64)[trained])
+        metrics["train_rollout_logprob_abs_diff"] = float(apart.mean())
+        metrics["train_rollout_logprob_abs_diff/max"] = float(apart.max())
+    return metrics
+
+
+def _by_task(samples: Sequence[Sample]) -> Metrics:
+    tasks = sorted({sample.task for sample in samples})
+    if len(tasks) < 2:
+        return {}
+    found = {task: rewards_of(s for s in samples if s.task == task) for task in tasks}
+    return {f"task/{task}/reward": mean(rewards) for task, rewards in found.items() if rewards}
+
+
+def _trained(sample: Sample) -> int:
+    if sample.remove_sample:
+        return 0
+    return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
+
+
+def _trained_log_probs(sample: Sample) -> list[float]:
+    if sample.rollout_log_probs is None:
+        return []
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    return [p for p, m in zip(sample.rollout_log_probs, mask) if m]

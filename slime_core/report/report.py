@@ -1,0 +1,124 @@
+"""The report of a run, as the loop sees it: steps, evaluations, samples and notes go in, and nothing ever comes back.
+
+    step ----> metrics.jsonl, trackers, live line          evaluation -> metrics.jsonl, trackers, live line
+    samples -> samples.jsonl (best and worst)              note -------> log/run.log, terminal
+
+A sink that raises is named once in the log and then left out; training goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.dump import redacted, to_toml
+from slime_core.report.live import Live, PlainLines
+from slime_core.report.samples import SampleLog
+from slime_core.report.sinks import JsonlSink, evaluation_report
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Sink
+    from slime_core.report.rundir import RunDir
+    from slime_core.types import Group, StepReport
+
+
+class Report:
+    """Everything a run tells.
+
+    Example:
+        report = Report(run_dir, config, sinks=[], live=make_live(sys.stderr))
+        report.start()
+        report.step(StepReport(version=1, stage="main", step=0, of=40, metrics={"reward/mean": 0.5}, seconds={}))
+        report.finish()
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: Config,
+        sinks: Sequence[Sink] = (),
+        live: Live | None = None,
+        *,
+        secrets: Iterable[str] = (),
+    ) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self._secrets = frozenset(secrets)
+        self._live: Live = live if live is not None else PlainLines()
+        self._jsonl = JsonlSink()
+        self._sinks: list[Sink] = [self._jsonl, *sinks]
+        self._samples = SampleLog(run_dir.samples, config.report.save_samples)
+        self._last: StepReport | None = None
+        self._mark = time.monotonic()
+
+    def start(self) -> None:
+        """Write ``config.toml``, start the trackers and the live line."""
+        config = redacted(self.config, self._secrets)
+        self.run_dir.config.write_text(to_toml(config), encoding="utf-8")
+        plain = config.model_dump(mode="json")
+        self._each(lambda sink: sink.start(self.run_dir.path, plain))
+        self._guard("live", lambda: self._live.start(self.config, self.run_dir.path))
+        self._mark = time.monotonic()
+
+    def step(self, report: StepReport) -> None:
+        """One finished step."""
+        now = time.monotonic()
+        wall, self._mark, self._last = now - self._mark, now, report
+        self._each(lambda sink: sink.write(report))
+        self._guard("live", lambda: self._live.step(report, wall))
+
+    def evaluation(self, name: str, version: int, metrics: dict[str, float]) -> None:
+        """One evaluation set at ``version``; the metric ``seconds`` counts as a time, not as a result."""
+        self._guard("metrics.jsonl", lambda: self._jsonl.evaluation(name, version, metrics))
+        as_step = evaluation_report(name, version, metrics, self._last)
+        for sink in list(self._sinks):
+            if sink is not self._jsonl:
+                self._one(sink, lambda sink=sink: sink.write(as_step))  # type: ignore[misc]
+        self._guard("live", lambda: self._live.evaluation(name, version, metrics))
+        self._mark = time.monotonic()
+
+    def samples(self, version: int, groups: Sequence[Group]) -> None:
+        """Keep the best and the worst samples of the step that started from ``version`` completed steps."""
+        self._guard("samples.jsonl", lambda: self._samples.write(version, groups))
+
+    def note(self, text: str) -> None:
+        """A sentence for people: to the terminal and to ``log/run.log``."""
+        self._log(text)
+        self._guard("live", lambda: self._live.note(text))
+
+    def add(self, sink: Sink) -> None:
+        """Add a tracker before :meth:`start`."""
+        self._sinks.append(sink)
+
+    def finish(self) -> None:
+        """Flush and close everything."""
+        self._each(lambda sink: sink.close())
+        self._guard("live", self._live.close)
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            self._one(sink, lambda sink=sink: call(sink))  # type: ignore[misc]
+
+    def _one(self, sink: Sink, call: Callable[[], Any]) -> None:
+        if not self._guard(type(sink).__name__, call) and sink is not self._jsonl:
+            self._sinks.remove(sink)
+
+    def _guard(self, name: str, call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except Exception as error:
+            text = f"warning: {name} failed and training goes on: {type(error).__name__}: {error}"
+            self._log(text)
+            if name != "live":
+                self._guard("live", lambda: self._live.note(text))
+            return False
+        return True
+
+    def _log(self, text: str) -> None:
+        try:
+            with (self.run_dir.log / "run.log").open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        except OSError:
+            return

@@ -1,0 +1,278 @@
+"""The run directory: where everything of a run lies, and the lock that keeps a second process out.
+
+runs/NAME-N/   config.toml run.json metrics.jsonl samples.jsonl ledger.sqlite segments/ log/ errors/ checkpoints/
+               final/ (a Hugging Face folder, when the run has ended)   lock (held while a process runs)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from slime_core.errors import ConfigError, StorageError
+
+FOLDERS = ("segments", "log", "errors", "checkpoints")
+MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
+"""Files that say that a folder holds a run."""
+
+
+class RunDir:
+    """Paths of one run, and its lock.
+
+    Example:
+        with RunDir.create("demo") as run_dir:             # runs/demo-0
+            (run_dir.log / "engine.txt").write_text("...")
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, name: str, *, at: Path | None = None, root: Path | None = None) -> RunDir:
+        """Make and lock a new run: ``at`` where given, else the first free ``runs/NAME-N`` in ``root`` (the cwd).
+
+        Raises:
+            ConfigError: CFG12 ``at`` holds a run or other files, CFG16 another process runs there.
+            StorageError: STO110 the folder cannot be written.
+        """
+        try:
+            path = _claim(at) if at is not None else _number(name, (root or Path.cwd()) / "runs")
+            for folder in FOLDERS:
+                (path / folder).mkdir(exist_ok=True)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"the run directory cannot be made: {error.strerror or error}",
+                code="STO110",
+                where=str(error.filename or at or root or Path.cwd()),
+                fix="choose a writable folder: --run-dir DIR",
+            ) from error
+        run_dir = cls(path)
+        run_dir.lock()
+        return run_dir
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run, to read; no lock is taken.
+
+        Raises:
+            ConfigError: CFG05 there is no run at ``path``.
+        """
+        resolved = path.expanduser().absolute()
+        if not (resolved / "config.toml").is_file():
+            what = "holds no run (no config.toml)" if resolved.is_dir() else "does not exist"
+            raise ConfigError(
+                f"{path} {what}",
+                code="CFG05",
+                where=str(resolved),
+                why=f"the current folder is {Path.cwd()}",
+                fix="name a run directory, such as runs/NAME-0",
+            )
+        return cls(resolved)
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, secrets redacted."""
+        return self.path / "config.toml"
+
+    @property
+    def info(self) -> Path:
+        """Who started the run, with what, and the routing table (JSON)."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step and an evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Best and worst samples of each step."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """States of all samples (SQLite)."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def segments(self) -> Path:
+        """Payloads of samples."""
+        return self.path / "segments"
+
+    @property
+    def log(self) -> Path:
+        """Logs of the driver and of every process it starts."""
+        return self.path / "log"
+
+    @property
+    def errors(self) -> Path:
+        """Tracebacks."""
+        return self.path / "errors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The trained model, a Hugging Face folder; exists when the run has ended."""
+        return self.path / "final"
+
+    def lock(self) -> None:
+        """Hold the run for this process; the kernel lets go when the process ends, however it ends.
+
+        Raises:
+            ConfigError: CFG16 with the pid and host of the holder.
+        """
+        if self._lock is not None:
+            return
+        handle = (self.path / "lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_holder(handle)
+            handle.close()
+            raise _in_use(self.path, holder) from None
+        handle.seek(0)
+        handle.truncate()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}, handle)
+        handle.flush()
+        self._lock = handle
+
+    def holder(self) -> dict[str, Any] | None:
+        """Pid, host and start of the process that runs here, or None."""
+        path = self.path / "lock"
+        if self._lock is not None or not path.exists():
+            return None
+        with path.open("r", encoding="utf-8") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _read_holder(handle)
+        return None
+
+    def write_info(self, info: Mapping[str, Any]) -> None:
+        """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them."""
+        text = json.dumps({**self.read_info(), **info}, indent=1, sort_keys=True, default=str)
+        handle, name = tempfile.mkstemp(dir=self.path, prefix=".run.json-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        Path(name).replace(self.info)
+
+    def read_info(self) -> dict[str, Any]:
+        """What ``run.json`` holds; empty where it is missing or broken."""
+        with contextlib.suppress(OSError, ValueError):
+            data = json.loads(self.info.read_text(encoding="utf-8"))
+            return data if isinstance(data, dict) else {}
+        return {}
+
+    def save_error(self, name: str, text: str) -> Path:
+        """Keep a traceback as ``errors/NAME.txt`` (or NAME-1, ...); the answer is its path."""
+        for number in range(10_000):
+            path = self.errors / (f"{name}.txt" if number == 0 else f"{name}-{number}.txt")
+            with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+                return path
+        raise StorageError(f"too many files in {self.errors}", code="STO120")
+
+    def close(self) -> None:
+        """Let another process have the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def next_path(name: str, root: Path | None = None) -> Path:
+    """The folder that the next run of this name would get; nothing is made."""
+    runs = (root or Path.cwd()) / "runs"
+    number = 0
+    while (runs / f"{name}-{number}").exists():
+        number += 1
+    return runs / f"{name}-{number}"
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that holds a run or anything else.
+
+    Raises:
+        ConfigError: CFG12, or CFG16 where a process runs there.
+    """
+    path = path.expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            "the run directory is a file", code="CFG12", where=str(path), fix="choose another: --run-dir DIR"
+        )
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    holder = RunDir(path).holder()
+    if holder is not None:
+        raise _in_use(path, holder)
+    is_run = any((path / mark).exists() for mark in MARKS)
+    raise ConfigError(
+        "the run directory already holds a run" if is_run else "the run directory is not empty",
+        code="CFG12",
+        where=str(path),
+        why="a run never writes over another" if is_run else "a run needs a folder of its own",
+        fix=f"choose a new name: --run-dir {path}-2\nor leave --run-dir out for runs/NAME-N"
+        + (f"\nto look at what is there: slime show {path}" if is_run else ""),
+    )
+
+
+def _claim(path: Path) -> Path:
+    check_free(path)
+    path = path.expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _number(name: str, runs: Path) -> Path:
+    runs.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = next_path(name, runs.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
+    who = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
+    return ConfigError(
+        "another process runs in this run directory",
+        code="CFG16",
+        where=str(path),
+        why=f"it is locked by {who}",
+        fix="wait for it, stop it, or choose another: --run-dir DIR",
+    )
+
+
+def _read_holder(handle: IO[str]) -> dict[str, Any]:
+    handle.seek(0)
+    with contextlib.suppress(ValueError):
+        data = json.loads(handle.read())
+        return data if isinstance(data, dict) else {}
+    return {}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,122 @@
+"""Where figures go: a JSON line each, and trackers behind the Sink protocol.
+
+A line of ``metrics.jsonl`` is one of
+
+    {"kind": "step", "version": 1, "stage": "main", "step": 0, "of": 40, "metrics": {...}, "seconds": {...}}
+    {"kind": "eval", "version": 0, "name": "heldout", "metrics": {...}, "seconds": {...}}
+
+with its metrics sorted by name. All wall times are under ``seconds``; the rest is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from slime_core.types import StepReport
+
+
+class JsonlSink:
+    """Appends to ``metrics.jsonl``, flushed after every line."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        """Open the file."""
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def write(self, report: StepReport) -> None:
+        """One step."""
+        self._line(
+            {
+                "kind": "step",
+                "version": report.version,
+                "stage": report.stage,
+                "step": report.step,
+                "of": report.of,
+                "metrics": _numbers(report.metrics),
+                "seconds": _numbers(report.seconds),
+            }
+        )
+
+    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
+        """One evaluation set."""
+        rest = {key: value for key, value in metrics.items() if key != "seconds"}
+        seconds = {"eval": metrics["seconds"]} if "seconds" in metrics else {}
+        self._line(
+            {
+                "kind": "eval",
+                "version": version,
+                "name": name,
+                "metrics": _numbers(rest),
+                "seconds": _numbers(seconds),
+            }
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _line(self, row: dict[str, Any]) -> None:
+        if self._file is None:
+            raise RuntimeError("metrics.jsonl is not open")
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class WandbSink:
+    """Weights & Biases; wandb is imported here alone. Offline unless a key is at hand or ``WANDB_MODE`` is set."""
+
+    def __init__(self, project: str, group: str = "") -> None:
+        self._project, self._group = project, group
+        self._run: Any = None
+
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        """Open a W&B run that is named after the run directory."""
+        import wandb
+
+        known = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
+        self._run = wandb.init(
+            project=self._project,
+            group=self._group or None,
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=dict(config),
+            mode=None if "WANDB_MODE" in os.environ or known else "offline",
+        )
+
+    def write(self, report: StepReport) -> None:
+        """Metrics and times at step ``version``."""
+        self._run.log({**dict(report.items()), "stage_step": report.step}, step=report.version)
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self._run is not None:
+            self._run.finish(quiet=True)
+            self._run = None
+
+
+def evaluation_report(
+    name: str, version: int, metrics: Mapping[str, float], last: StepReport | None = None
+) -> StepReport:
+    """An evaluation in the shape that trackers take: metrics ``eval/NAME/...`` at the place of the last step."""
+    return StepReport(
+        version=version,
+        stage=last.stage if last else "eval",
+        step=last.step if last else 0,
+        of=last.of if last else 0,
+        metrics={f"eval/{name}/{key}": value for key, value in metrics.items() if key != "seconds"},
+        seconds={f"eval/{name}": metrics["seconds"]} if "seconds" in metrics else {},
+    )
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Sorted by name; a value that is not finite becomes null, which JSON has."""
+    return {key: (float(values[key]) if math.isfinite(values[key]) else None) for key in sorted(values)}
