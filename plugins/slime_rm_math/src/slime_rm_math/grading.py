@@ -11,11 +11,10 @@ from slime_core import Reward, Sample, Status
 
 
 def exact_match(sample: Sample) -> Reward:
-    """1 where the response is the label, else 0; ``terms`` says whether it ended by itself.
+    """1 where the response is the label, else 0.
 
     Example:
         exact_match(Sample(response="42", label="42", status=Status.COMPLETED)).value    # 1.0
     """
-    ended = sample.status is Status.COMPLETED
-    right = ended and sample.response.strip() == str(sample.label)
-    return Reward(value=float(right), terms={"ended": float(ended)})
+    right = sample.status is Status.COMPLETED and sample.response.strip() == str(sample.label)
+    return Reward(value=float(right))

@@ -1,0 +1,244 @@
+"""The repository says what is true: README commands and tables, links, recipes, pins, and no trace of a machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_core.config.load import load_config, stages
+from slime_core.plugins import load_plugins
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[1]
+SKIPPED = {".git", "runs", "dist", "build", "wandb", "__pycache__", "node_modules"}
+TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg", ".sh", ""}
+MARKDOWN = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "plugins/*/README.md")
+PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+RECIPES = sorted(
+    [*ROOT.glob("plugins/*/src/*/recipes/*.toml"), *ROOT.glob("examples/**/*.toml"), *ROOT.glob("recipes/**/*.toml")]
+)
+TARGETS = ("demo", "dev", "check", "test", "nightly", "bench")
+
+
+def files() -> list[Path]:
+    """Text files that belong to the repository."""
+    found = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts[:-1])
+        if (
+            not hidden
+            and not SKIPPED & set(parts)
+            and path.suffix in TEXT
+            and path.is_file()
+            and path.stem != "LICENSE"
+        ):
+            found.append(path)
+    return found
+
+
+def pages() -> list[Path]:
+    return sorted(path for pattern in MARKDOWN for path in ROOT.glob(pattern))
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Commands of the ``console`` and ``sh`` blocks of a page: what follows a prompt, continued lines joined."""
+    blocks = re.findall(r"```(?:console|sh)\n(.*?)```", page.read_text(), flags=re.S)
+    joined = "\n".join(blocks).replace("\\\n", " ")
+    return [
+        line.removeprefix("$ ").strip() for line in joined.splitlines() if line.startswith(("$ ", "slime ", "make "))
+    ]
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """Every table of a page, as rows of cells, header and rule left out."""
+    found: list[list[list[str]]] = []
+    rows: list[list[str]] = []
+    for line in [*page.read_text().splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif rows:
+            found.append(rows)
+            rows = []
+    return found
+
+
+def table(page: Path, header: str) -> list[list[str]]:
+    """The body of the one table whose first header cell is ``header``."""
+    (rows,) = [rows for rows in tables(page) if rows[0][0] == header]
+    return rows[2:]
+
+
+def slime(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "slime_cli.main", *args], capture_output=True, text=True, cwd=ROOT)
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def requirement_name(text: str) -> str:
+    return re.split(r"[\[<>=!~ ;]", text, maxsplit=1)[0].lower().replace("_", "-")
+
+
+@pytest.fixture(scope="module")
+def sub_commands() -> set[str]:
+    """What `slime --help` lists under Commands."""
+    done = slime("--help")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.split("Commands:", 1)[1]
+    return {match.group(1) for match in re.finditer(r"^  ([a-z][a-z-]*)  ", listed, flags=re.M)}
+
+
+def test_every_command_of_the_documentation_exists(sub_commands: set[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    commands = [shlex.split(line, comments=True) for page in pages() for line in shell_lines(page)]
+    unknown = []
+    for words in commands:
+        known = {"make": targets, "slime": sub_commands}.get(words[0])
+        if known is not None and len(words) > 1 and not words[1].startswith("-") and words[1] not in known:
+            unknown.append(" ".join(words))
+    assert [c for c in commands if c[0] == "slime"], "the documentation shows no slime command"
+    assert unknown == []
+
+
+def test_every_long_option_of_the_documentation_exists() -> None:
+    keys = slime("config", "keys", "--json")
+    assert keys.returncode == 0, keys.stderr
+    flags = {f"--{name.rsplit('.', 1)[-1].replace('_', '-')}" for name in re.findall(r'"([a-z_.0-9]+)"', keys.stdout)}
+    missing = []
+    for line in (line for page in pages() for line in shell_lines(page) if line.startswith("slime ")):
+        words = shlex.split(line, comments=True)
+        path = [word for word in words[1:3] if re.fullmatch(r"[a-z]+", word)]
+        text = slime(*path[:2], "--help").stdout + slime(*path[:1], "--help").stdout
+        for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+            if flag not in flags and not re.search(rf"{flag}\b", text):
+                missing.append(f"{flag} in `{line}`")
+    assert missing == []
+
+
+def test_the_command_table_is_what_help_lists(sub_commands: set[str]) -> None:
+    rows = table(ROOT / "README.md", "command")
+    named = {re.match(r"`slime ([a-z-]+)", row[0]).group(1) for row in rows}  # type: ignore[union-attr]
+    assert named == sub_commands
+
+
+def test_the_support_table_is_what_the_project_declares() -> None:
+    rows = dict(row[:2] for row in table(ROOT / "README.md", "part"))
+    own = project(ROOT)
+    fsdp = {requirement_name(text): text for text in own["optional-dependencies"]["fsdp"]}
+    assert rows["Python"] == "3.11, 3.12, 3.13"
+    assert own["requires-python"] == ">=3.11,<3.14"
+    assert f"torch>={rows['torch'].split()[0]}" == fsdp["torch"]
+    assert f"transformers>={rows['transformers'].split()[0]}" == fsdp["transformers"]
+
+
+def test_the_makefile_has_the_promised_targets_and_demo_installs_no_tools() -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert set(TARGETS) <= set(re.findall(r"^([a-z]+):", text, flags=re.M))
+    demo = text[text.index("$(VENV)/.demo:") :].split("\n\n")[0]
+    assert '-e ".[fsdp]"' in demo
+    assert "dev" not in demo
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_benchmark_row_names_a_command_that_prints_it() -> None:
+    rows = table(ROOT / "docs" / "benchmarks.md", "what")
+    assert rows
+    assert [row[0] for row in rows if not re.match(r"`(make|python tools/|slime )", row[3])] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parents[1].name}-{path.stem}")
+def test_every_recipe_parses_and_its_plugins_accept_it(recipe: Path) -> None:
+    config = load_config(recipe, [])
+    for stage in stages(config):
+        assert load_plugins(stage).names
+
+
+def test_the_demo_has_a_warmup_and_a_grpo_stage() -> None:
+    config = load_config(ROOT / "plugins/slime_rm_math/src/slime_rm_math/recipes/default.toml", [])
+    warmup, grpo = stages(config)
+    assert (warmup.train.loss_type, grpo.train.loss_type) == ("sft_loss", "policy_loss")
+    assert grpo.train.advantage_estimator == "grpo"
+
+
+def test_only_the_constraints_pin_and_they_pin_every_direct_dependency() -> None:
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = {requirement_name(line): line for line in lines if line}
+    assert [line for line in pins.values() if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line)] == []
+    declared = []
+    for folder in (ROOT, *PLUGIN_FOLDERS):
+        data = project(folder)
+        extras = data.get("optional-dependencies", {})
+        installed = [text for name, texts in extras.items() if name in ("fsdp", "wandb", "dev") for text in texts]
+        declared += [*data["dependencies"], *installed]
+    assert [text for text in declared if "==" in text] == []
+    assert {requirement_name(text) for text in declared} - set(pins) == {"slime-rl"}
+
+
+@pytest.mark.parametrize("folder", PLUGIN_FOLDERS, ids=lambda path: path.name)
+def test_a_plugin_package_is_complete(folder: Path) -> None:
+    data = project(folder)
+    assert data["name"] == folder.name.replace("_", "-")
+    assert data["license"] == "Apache-2.0"
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    (entry,) = data["entry-points"]["slime.plugins"].items()
+    assert entry == (folder.name.removeprefix("slime_"), f"{folder.name}.plugin")
+    assert (folder / "README.md").stat().st_size > 500
+    assert list(folder.glob("tests/test_*.py"))
+
+
+def test_no_file_knows_a_machine() -> None:
+    homes = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/")
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in files()
+        if path != Path(__file__)
+        for match in homes.finditer(path.read_text())
+    ]
+    assert found == []
+
+
+def test_no_file_names_a_package_index_or_a_host() -> None:
+    allowed = re.compile(r"(localhost|127\.0\.0\.1|\[::1\]|[\w.-]*example(\.\w+)?|[{%]|\.\.\.)")
+    words = re.compile(r"(?:extra-)?index-url|find-links|trusted-host|pypi\.|pythonhosted", flags=re.I)
+    found = []
+    for path in files():
+        if path == Path(__file__):
+            continue
+        text = path.read_text()
+        hosts = [m.group(1) for m in re.finditer(r"https?://([^\s/\"'`)>]*)", text)]
+        found += [f"{path.relative_to(ROOT)}: {host}" for host in hosts if not allowed.match(host)]
+        found += [f"{path.relative_to(ROOT)}: {m.group()}" for m in words.finditer(text)]
+    assert found == []
+
+
+def test_json_files_are_json() -> None:
+    for path in files():
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+
+
+def test_the_ci_script_runs_everything() -> None:
+    script = ROOT / ".ci" / "run"
+    text = script.read_text()
+    assert script.stat().st_mode & 0o111
+    assert [part for part in ("make check", "make test", "tools/check_wheels.py") if part not in text] == []
