@@ -1,0 +1,185 @@
+"""Messages or text in, token ids out, and ids back to text. The only place that encodes text.
+
+Templates are rendered by transformers in Jinja's immutable sandbox. Responses never pass here: they are token ids from
+the engine, and nothing encodes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime_core.errors import DataError
+from slime_core.types import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
+EXPECTED = 'a string, or a list of messages like [{"role": "user", "content": "..."}]'
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text as it stands, nothing added."""
+    return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of ids, special tokens included."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def require_template(tokenizer: Any) -> None:
+    """Check, before any row is read, that a chat template can be applied.
+
+    Raises:
+        DataError: TOK41.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the tokenizer has no chat template, and data.apply_chat_template asks for one",
+            code="TOK41",
+            where="data.apply_chat_template",
+            fix="set data.apply_chat_template=false, or put chat_template.jinja into the model folder",
+        )
+
+
+def render(
+    prompt: str | list[Message],
+    tokenizer: Any,
+    *,
+    template: bool,
+    where: str,
+    kwargs: Mapping[str, Any] | None = None,
+    tools: list[Any] | None = None,
+) -> str:
+    """The text that the model reads: the prompt itself, or its messages through the tokenizer's chat template.
+
+    With ``template`` a plain string becomes one user message.
+
+    Raises:
+        DataError: DAT24 messages without a template, DAT25 messages that the template refuses, TOK41 no template.
+    """
+    if not template:
+        if isinstance(prompt, str):
+            return prompt
+        raise DataError(
+            "the prompt is a list of messages and no chat template is applied",
+            code="DAT24",
+            where=where,
+            fix="set data.apply_chat_template=true, or make the prompt a string",
+        )
+    require_template(tokenizer)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **(kwargs or {})}
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"the chat template refuses these messages: {error}",
+            code="DAT25",
+            where=where,
+            why=f"roles are {', '.join(str(m.get('role')) for m in messages[:8])}",
+            fix="mend the row's messages, data.apply_chat_template_kwargs, or the model's template",
+        ) from error
+    return str(text)
+
+
+def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | list[Message]:
+    """A row's prompt: a text, or messages whose roles, contents and media references are sound.
+
+    Raises:
+        DataError: DAT24 another type, DAT25 a message without role or content, DAT33 media outside the data's folder,
+            DAT36 a text that no tokenizer can take.
+    """
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        kind = "null" if value is None else "an empty list" if value == [] else type(value).__name__
+        kind = "a list with items that are no messages" if isinstance(value, list) and value else kind
+        raise DataError(
+            f"the prompt is {kind}",
+            code="DAT24",
+            where=f"{where}: {key}",
+            why=f"expected {EXPECTED}",
+            fix="mend the row, or set data.input_key to the column that holds the prompt",
+        )
+    for number, message in enumerate(value):
+        _check_message(message, f"{where}: {key}[{number}]", root)
+    return value
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can carry and UTF-8 cannot.
+
+    Raises:
+        DataError: DAT36.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the prompt has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            code="DAT36",
+            where=where,
+            why="it is half of a character and has no token",
+            fix="mend the row, or skip unreadable rows with data.max_bad_rows",
+        ) from error
+
+
+def _check_message(message: Message, where: str, root: Path | None) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        what = "a message has no role" if "role" not in message else f"a message has the unknown role {role!r}"
+        raise DataError(what, code="DAT25", where=where, fix=f"roles are {', '.join(ROLES)}")
+    speaks = isinstance(content, str) or (isinstance(content, list) and all(isinstance(p, dict) for p in content))
+    if not speaks and not (content is None and message.get("tool_calls")):
+        what = "has no content" if content is None else f"has content of type {type(content).__name__}"
+        raise DataError(
+            f"a {role} message {what}",
+            code="DAT25",
+            where=where,
+            fix='content is a string, or a list of parts like [{"type": "text", "text": "..."}]',
+        )
+    for text in _texts(content):
+        check_text(text, where)
+    for part in content if isinstance(content, list) else ():
+        for name in MEDIA:
+            if name in part:
+                _check_media(part[name], where, root)
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part.get("text"), str)]
+
+
+def _check_media(value: Any, where: str, root: Path | None) -> None:
+    """Media lie below the data file's folder; nothing else on the machine or the network is opened for a row."""
+    if isinstance(value, dict):
+        value = value.get("url", value.get("path"))
+    if not isinstance(value, str):
+        return
+    why = ""
+    if urlsplit(value).scheme == "data":
+        return
+    if "://" in value or urlsplit(value).scheme:
+        why = "a row may not make this machine fetch or open an address"
+    elif "\0" in value or Path(value).is_absolute() or ".." in Path(value.replace("\\", "/")).parts:
+        why = "the path leaves the folder of the data"
+    elif root is None or not (root / value).resolve().is_relative_to(root.resolve()):
+        why = "the path leaves the folder of the data" if root else "such a set has no folder of files"
+    if why:
+        raise DataError(
+            f"the row refers to media at {value[:100]!r}",
+            code="DAT33",
+            where=where,
+            why=why,
+            fix="copy the file beside the data and name it by a relative path",
+        )

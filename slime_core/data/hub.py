@@ -1,0 +1,102 @@
+"""A data set of the Hugging Face hub, or one saved on disk by `datasets`, in; rows by number out.
+
+    OWNER/NAME   OWNER/NAME#CONFIG   OWNER/NAME:SPLIT   OWNER/NAME#CONFIG:SPLIT   FOLDER   FOLDER:SPLIT
+
+The split is `train` where none is named. `datasets` maps its Arrow files, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from slime_core.data.parquet import without_nulls
+from slime_core.errors import DataError, nearest
+
+NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(#(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
+
+
+class HubRows:
+    """The rows of one split.
+
+    Example:
+        rows = HubRows("openai/gsm8k#main:train")
+        rows[0]["question"], rows.where(0)   # 'openai/gsm8k#main:train[0]'
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.path: Path | None = None
+        self.root: Path | None = None
+        self._rows = _load(spec)
+        self.keys = tuple(self._rows.column_names)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {key: without_nulls(value) for key, value in self._rows[row].items()}
+
+    def where(self, row: int) -> str:
+        """``name[row]``, counted from 0."""
+        return f"{self.spec}[{row}]"
+
+    def raw(self, row: int) -> bytes:
+        """Nothing: such a row has no bytes of its own."""
+        return b""
+
+    def fingerprint(self) -> str:
+        """The one that `datasets` keeps."""
+        return f"datasets:{self._rows._fingerprint}:{len(self._rows)}"
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def is_hub_name(spec: str) -> bool:
+    """Whether a text has the form of a hub name."""
+    return NAME.fullmatch(spec) is not None
+
+
+def local_folder(spec: str) -> tuple[Path, str]:
+    """Folder and split of ``FOLDER`` or ``FOLDER:SPLIT``."""
+    if Path(spec).is_dir():
+        return Path(spec), ""
+    folder, _, split = spec.rpartition(":")
+    return Path(folder or spec), split if folder else ""
+
+
+def _load(spec: str) -> Any:
+    import datasets
+
+    folder, split = local_folder(spec)
+    try:
+        if folder.is_dir():
+            saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+        else:
+            match = NAME.fullmatch(spec)
+            assert match is not None, spec
+            split = match["split"] or ""
+            found = datasets.load_dataset(match["name"], match["config"])
+    except Exception as error:  # `datasets` raises many kinds, for a missing set as for a network that is not there
+        raise DataError(
+            f"the data set {spec} cannot be loaded",
+            code="CFG05" if not folder.is_dir() else "DAT30",
+            where=f"data.prompt_data = {spec} (working folder {Path.cwd()})",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="name a file or folder, or fetch it where there is a network: hf download --repo-type dataset NAME",
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    name = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
+    if name not in found:
+        raise DataError(
+            f"{spec} has no split {name!r}, it has {', '.join(found)}",
+            code="DAT18",
+            where=f"data.prompt_data = {spec}",
+            fix=nearest(name, tuple(found))
+            or f"name one: {spec.removesuffix(':' + name)}:{next(iter(found), 'SPLIT')}",
+        )
+    return found[name]

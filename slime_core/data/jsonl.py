@@ -1,0 +1,239 @@
+"""A JSONL file in, rows by number out, in memory that does not grow with the file.
+
+One pass finds the lines and hashes the bytes; blank lines are no rows. Offsets of line starts are kept in an array of
+at most :data:`MAX_STARTS` entries: beyond it only every 2nd, 4th, 8th ... start is kept and the rest is found again by
+reading on from there. Rows are read with plain reads, never through a mapping, so a file that is cut short while it is
+in use is an error and not a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_core.data.strict import HINT, parse_line
+from slime_core.errors import DataError
+
+BLOCK = 4 << 20
+MAX_STARTS = 1 << 22  # 32 MiB of int64
+MAX_BLANKS = 1 << 20
+BOM = b"\xef\xbb\xbf"
+PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
+    b"BZh": ("bzip2", "bunzip2 -k"),
+}
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+class JsonlRows:
+    """The objects of a JSONL file by row number; pins the bytes that were there when it was opened.
+
+    Example:
+        rows = JsonlRows(Path("train.jsonl"), max_line_bytes=8 << 20)
+        rows[0]["question"], rows.where(0)   # 'train.jsonl:1'
+    """
+
+    def __init__(self, path: Path, *, max_line_bytes: int) -> None:
+        self.path = path
+        self.root: Path | None = path.parent
+        self._cap = max_line_bytes
+        self._file = path.open("rb", buffering=0)
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._check_kind(os.pread(self._file.fileno(), 4, 0))
+            index = _Index()
+            digest = hashlib.sha256()
+            for start, block in self._blocks():
+                digest.update(block)
+                index.add(start, block)
+            index.finish(self._size)
+        except BaseException:
+            self._file.close()
+            raise
+        self._starts, self._stride = index.starts(), index.stride
+        self._blanks = np.asarray(index.blanks, dtype=np.int64)
+        self._count = index.count
+        self._digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        start, raw = self._line(row)
+        if start == 0 and raw.startswith(BOM):
+            raw = raw[len(BOM) :]
+            start = len(BOM)
+        return parse_line(raw, file=str(self.path), line=self.line_of(row), offset=start)
+
+    def where(self, row: int) -> str:
+        """``file:line``, the line counted from 1 with blank ones."""
+        return f"{self.path}:{self.line_of(row)}"
+
+    def raw(self, row: int) -> bytes:
+        """The line as it stands, cut at the cap."""
+        try:
+            return self._line(row)[1]
+        except DataError:
+            return b""
+
+    def line_of(self, row: int) -> int:
+        """The 1-based line number of a row."""
+        return row + 1 + int(np.searchsorted(self._blanks, row, side="right"))
+
+    def fingerprint(self) -> str:
+        """Hash and size of the bytes that were indexed."""
+        return f"sha256:{self._digest}:{self._size}"
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _check_kind(self, head: bytes) -> None:
+        for magic, (name, command) in PACKED.items():
+            if head.startswith(magic):
+                raise DataError(
+                    f"{self.path.name} is compressed with {name}",
+                    code="DAT30",
+                    where=str(self.path),
+                    why="rows are read by number, which a compressed stream does not allow",
+                    fix=f"unpack it: {command} {self.path}",
+                )
+        if head.startswith(UTF16):
+            raise DataError(
+                f"{self.path.name} is UTF-16, not UTF-8",
+                code="DAT20",
+                where=f"{self.path}:1, byte 0",
+                fix="save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE",
+            )
+
+    def _blocks(self) -> Any:
+        place = 0
+        buffer = bytearray(BLOCK)
+        while place < self._size:
+            view = memoryview(buffer)[: min(BLOCK, self._size - place)]
+            count = os.preadv(self._file.fileno(), [view], place)
+            if not count:
+                raise self._cut_short(place)
+            yield place, view[:count]
+            place += count
+
+    def _line(self, row: int) -> tuple[int, bytes]:
+        """Start and bytes of a row's line, without its newline."""
+        if not 0 <= row < self._count:
+            raise IndexError(row)
+        start = int(self._starts[row // self._stride])
+        for _ in range(row % self._stride):
+            start = self._next_start(start)
+        return self._read_line(row, start)
+
+    def _read_line(self, row: int, start: int) -> tuple[int, bytes]:
+        pieces: list[bytes] = []
+        have = 0
+        step = 1 << 14
+        while start + have < self._size:
+            piece = os.pread(self._file.fileno(), min(step, self._size - start - have), start + have)
+            if not piece:
+                raise self._cut_short(start + have)
+            end = piece.find(b"\n")
+            pieces.append(piece if end < 0 else piece[:end])
+            have += len(pieces[-1])
+            if have > self._cap:
+                raise DataError(
+                    f"line {self.line_of(row)} is longer than {self._cap} bytes",
+                    code="DAT21",
+                    where=self.where(row),
+                    fix=f"raise data.max_line_bytes, or {HINT}",
+                )
+            if end >= 0:
+                break
+            step = BLOCK
+        return start, b"".join(pieces)
+
+    def _next_start(self, start: int) -> int:
+        """The start of the next line that is not blank."""
+        place = start
+        while place < self._size:
+            piece = os.pread(self._file.fileno(), min(1 << 16, self._size - place), place)
+            if not piece:
+                raise self._cut_short(place)
+            end = piece.find(b"\n")
+            if end < 0:
+                place += len(piece)
+                continue
+            place += end + 1
+            head = os.pread(self._file.fileno(), 3, place)
+            line, newline, _ = head.partition(b"\n")
+            if line.strip() or (not newline and len(head) == 3):
+                return place
+        raise self._cut_short(place)
+
+    def _cut_short(self, place: int) -> DataError:
+        return DataError(
+            f"{self.path.name} ends at byte {place}, it had {self._size} bytes when it was opened",
+            code="DAT37",
+            where=f"{self.path}, byte {place}",
+            why="the file was cut short while it was in use",
+            fix="restore the file, then slime run --resume RUN_DIR",
+        )
+
+
+class _Index:
+    """Line starts found block by block: rows are lines of more than two bytes, or with something but white space."""
+
+    def __init__(self) -> None:
+        self.stride = 1
+        self.count = 0
+        self.blanks: list[int] = []  # row number that follows each blank line
+        self._kept: list[NDArray[np.int64]] = []
+        self._held = 0
+        self._open = 0  # where the unfinished line starts
+        self._tail = b""  # its first bytes
+
+    def add(self, start: int, block: memoryview) -> None:
+        """Take the next block of the file."""
+        data = np.frombuffer(block, dtype=np.uint8)
+        ends = np.flatnonzero(data == 10).astype(np.int64) + start
+        if not len(ends):
+            self._tail = (self._tail + bytes(block[:3]))[:3]
+            return
+        starts = np.empty_like(ends)
+        starts[0], starts[1:] = self._open, ends[:-1] + 1
+        keep = np.ones(len(ends), dtype=bool)
+        for i in np.flatnonzero(ends - starts <= 2).tolist():
+            begin, end = int(starts[i]), int(ends[i])
+            line = (self._tail if begin < start else b"") + bytes(block[max(begin - start, 0) : end - start])
+            keep[i] = bool(line.strip())
+        self._add_starts(starts, keep)
+        self._open = int(ends[-1]) + 1
+        self._tail = bytes(block[self._open - start :][:3])
+
+    def finish(self, size: int) -> None:
+        """Take the last line, which may lack its newline."""
+        if self._open < size and (size - self._open > 2 or self._tail.strip()):
+            self._add_starts(np.asarray([self._open], dtype=np.int64), np.ones(1, dtype=bool))
+
+    def starts(self) -> NDArray[np.int64]:
+        """The kept starts: of rows 0, stride, 2 stride ..."""
+        return np.concatenate([*self._kept, np.empty(0, dtype=np.int64)])
+
+    def _add_starts(self, starts: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+        if not keep.all():
+            before = self.count + np.concatenate([[0], np.cumsum(keep)])
+            self.blanks.extend(int(before[i]) for i in np.flatnonzero(~keep))
+            if len(self.blanks) > MAX_BLANKS:
+                raise DataError(f"the file has more than {MAX_BLANKS} blank lines", code="DAT19")
+        rows = starts[keep]
+        first = -self.count % self.stride
+        self.count += len(rows)
+        self._kept.append(rows[first :: self.stride].copy())
+        self._held += len(self._kept[-1])
+        while self._held > MAX_STARTS:
+            self._kept = [self.starts()[::2].copy()]
+            self._held = len(self._kept[0])
+            self.stride *= 2

@@ -1,0 +1,125 @@
+"""A Parquet file in, rows by number out: one row group is decoded at a time, and a few are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_core.errors import DataError
+
+MAX_GROUP_BYTES = 1 << 30  # decoded size that a row group's footer may claim
+KEPT_BYTES = 256 << 20  # of decoded row groups
+FOOTER_TAIL = 8
+
+
+class ParquetRows:
+    """The rows of a Parquet file as dicts of the wanted columns (all of them where none are wanted by name).
+
+    Example:
+        rows = ParquetRows(Path("train.parquet"), columns={"question", "answer"})
+        rows[0]["question"], rows.where(0)   # 'train.parquet[0]'
+    """
+
+    def __init__(self, path: Path, *, columns: Collection[str] = ()) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        self.root: Path | None = path.parent
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        meta = self._file.metadata
+        self.keys = tuple(self._file.schema_arrow.names)
+        self._columns = [name for name in self.keys if name in columns] or list(self.keys)
+        counts = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        for i in range(meta.num_row_groups):
+            _check_group(path, i, meta.row_group(i).total_byte_size)
+        self._ends = np.cumsum(np.asarray(counts, dtype=np.int64))
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        table = self._group(number)
+        place = row - (int(self._ends[number - 1]) if number else 0)
+        found: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
+        return {key: without_nulls(value) for key, value in found.items()}
+
+    def where(self, row: int) -> str:
+        """``file[row]``, counted from 0."""
+        return f"{self.path}[{row}]"
+
+    def raw(self, row: int) -> bytes:
+        """Nothing: a Parquet row has no bytes of its own."""
+        return b""
+
+    def fingerprint(self) -> str:
+        """Hash of the footer (schema, offsets, sizes, statistics) and the file's size."""
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(size - FOOTER_TAIL)
+            footer = int.from_bytes(file.read(4), "little") + FOOTER_TAIL
+            file.seek(size - footer)
+            return f"parquet:{sha256(file.read(footer)).hexdigest()}:{size}"
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _group(self, number: int) -> Any:
+        import pyarrow
+
+        if number in self._groups:
+            self._groups.move_to_end(number)
+            return self._groups[number]
+        try:
+            table = self._file.read_row_group(number, columns=self._columns, use_threads=False)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise _damaged(self.path, f"row group {number}: {error}") from error
+        self._groups[number] = table
+        while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > KEPT_BYTES:
+            self._groups.popitem(last=False)
+        return table
+
+
+def without_nulls(value: Any) -> Any:
+    """Arrow gives every struct of a list all keys of all structs; absent ones come as None and are left out again.
+
+    ``content`` keeps its None: a message that only calls tools says so.
+    """
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_group(path: Path, number: int, size: int) -> None:
+    if size > MAX_GROUP_BYTES:
+        raise DataError(
+            f"row group {number} of {path.name} takes {size >> 20} MiB, more than {MAX_GROUP_BYTES >> 20}",
+            code="DAT30",
+            where=str(path),
+            why="a row group is decoded whole",
+            fix="write it with smaller groups: pyarrow.parquet.write_table(table, PATH, row_group_size=10000)",
+        )
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    size = path.stat().st_size if path.exists() else 0
+    return DataError(
+        f"{path.name} is no readable Parquet file ({size} bytes)",
+        code="DAT30",
+        where=str(path),
+        why=why.splitlines()[0] if why else "",
+        fix="write or fetch the file again",
+    )

@@ -1,0 +1,260 @@
+"""A row in, a Prompt out: keys found, types checked, the chat template applied, tokens counted.
+
+A row's identity is its own id (`data.id_key`) or its place, ``FILE:LINE``; it is kept in ``metadata["row_id"]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.data.chat import check_prompt, check_text, encode, render, require_template
+from slime_core.data.strict import check_value
+from slime_core.errors import DataError, nearest
+from slime_core.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config, Task
+
+MAX_ID = 512
+UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(slots=True, kw_only=True)
+class Parsed:
+    """What a row says, checked, with nothing encoded yet."""
+
+    prompt: str | list[Message]
+    label: Any
+    metadata: dict[str, Any]
+    tools: list[Any] | None
+    row_id: str
+    where: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Keys:
+    """Which columns of a task's rows are read."""
+
+    input: str
+    label: str
+    metadata: str
+    tools: str
+    id: str
+
+    @classmethod
+    def of(cls, config: Config, task: Task) -> Keys:
+        """The section's keys, the task's own where it has some."""
+        data = config.data
+        return cls(
+            input=task.input_key or data.input_key,
+            label=task.label_key or data.label_key,
+            metadata=data.metadata_key,
+            tools=data.tool_key,
+            id=data.id_key,
+        )
+
+    def columns(self) -> set[str]:
+        """The names, for readers that decode by column."""
+        return {name for name in (self.input, self.label, self.metadata, self.tools, self.id) if name}
+
+
+def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) -> Parsed:
+    """Take what the keys name out of a row.
+
+    Raises:
+        DataError: DAT18 a key that the row lacks, DAT24 a wrong type, DAT25 a broken message, DAT31 a number that is
+            not finite, DAT32 nesting, DAT33 media elsewhere, DAT34 an id that is a path.
+    """
+    for name, setting in ((keys.input, "data.input_key"), (keys.label, "data.label_key"), (keys.id, "data.id_key")):
+        if name and name not in row:
+            found = ", ".join(map(repr, list(row)[:20])) or "no keys"
+            raise DataError(
+                f"the row has no {name!r}",
+                code="DAT18",
+                where=where,
+                why=f"it has {found}",
+                fix=f"set {setting} to one of them{_maybe(nearest(name, list(row)))}",
+            )
+    wanted = {name: row[name] for name in keys.columns() if name in row}
+    check_value(wanted, where)
+    return Parsed(
+        prompt=check_prompt(row[keys.input], where, keys.input, root),
+        label=row[keys.label] if keys.label else None,
+        metadata=_metadata(row.get(keys.metadata), keys.metadata, where),
+        tools=_tools(row.get(keys.tools) if keys.tools else None, keys.tools, where),
+        row_id=check_id(row[keys.id], where) if keys.id else where.rsplit("/", 1)[-1],
+        where=where,
+    )
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Parsed rows and plugins' prompts to Prompts with tokens; ``limit`` is the longest prompt, 0 for none."""
+
+    tokenizer: Any
+    template: bool
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    limit: int = 0
+    overlong: str = "drop"  # or truncate, error
+
+    def __post_init__(self) -> None:
+        if self.template:
+            require_template(self.tokenizer)
+
+    def prompt(self, parsed: Parsed, *, id: str, task: str, position: int) -> Prompt | None:
+        """The prompt, or None where it is too long and such prompts are dropped.
+
+        Raises:
+            DataError: DAT24 an empty prompt, DAT25 messages the template refuses, DAT26 too long.
+        """
+        metadata = {"row_id": parsed.row_id, **parsed.metadata}
+        if parsed.tools is not None:
+            metadata["tools"] = parsed.tools
+        text = render(
+            parsed.prompt,
+            self.tokenizer,
+            template=self.template,
+            where=parsed.where,
+            kwargs=self.template_kwargs,
+            tools=parsed.tools,
+        )
+        tokens = self.fit(encode(self.tokenizer, text), parsed.where, metadata)
+        if tokens is None:
+            return None
+        return Prompt(
+            id=id,
+            task=task,
+            position=position,
+            prompt=text,
+            tokens=tokens,
+            label=parsed.label,
+            metadata=metadata,
+            where=parsed.where,
+        )
+
+    def of_plugin(self, found: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
+        """A prompt from `slime_prompts`, numbered, and encoded unless the plugin brought tokens.
+
+        Raises:
+            DataError: as :meth:`prompt`; DAT24 and DAT25 for what the plugin put in it.
+        """
+        metadata = {"row_id": found.id or where, **found.metadata}
+        text, tokens = found.prompt, list(found.tokens)
+        if not tokens:
+            checked = check_prompt(text, where, "prompt", None)
+            text = render(
+                checked,
+                self.tokenizer,
+                template=self.template or not isinstance(checked, str),
+                where=where,
+                kwargs=self.template_kwargs,
+                tools=metadata.get("tools"),
+            )
+            tokens = encode(self.tokenizer, text)
+        elif isinstance(text, str):
+            check_text(text, where)
+        fitted = self.fit(tokens, where, metadata)
+        if fitted is None:
+            return None
+        return Prompt(
+            id=id,
+            task=task,
+            position=position,
+            prompt=text,
+            tokens=fitted,
+            label=found.label,
+            metadata=metadata,
+            where=found.where or where,
+        )
+
+    def fit(self, tokens: list[int], where: str, metadata: dict[str, Any]) -> list[int] | None:
+        """Apply the length policy: None drops, ``truncate`` keeps the last tokens and notes the length.
+
+        Raises:
+            DataError: DAT24 no tokens, DAT26 under the policy ``error``.
+        """
+        if not tokens:
+            raise DataError("the prompt is empty", code="DAT24", where=where, why="a response needs a token before it")
+        if not self.limit or len(tokens) <= self.limit or self.overlong == "drop":
+            return None if self.limit and len(tokens) > self.limit else tokens
+        if self.overlong == "truncate":
+            metadata["prompt_tokens"] = len(tokens)
+            return tokens[-self.limit :]
+        raise DataError(
+            f"the prompt has {len(tokens)} tokens, more than {self.limit}",
+            code="DAT26",
+            where=where,
+            fix="raise data.rollout_max_prompt_len, or set data.overlong_prompt to drop or truncate",
+        )
+
+
+def check_id(value: Any, where: str) -> str:
+    """A row's own id, unchanged: any text or number that could not be taken for a path.
+
+    Raises:
+        DataError: DAT24 another type, DAT34 an id with path parts, control characters or too many characters.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise DataError(f"the id is {json.dumps(value)[:40]}, not a string or number", code="DAT24", where=where)
+    text = str(value)
+    parts = text.replace("\\", "/").split("/")
+    bad = not text or len(text) > MAX_ID or text[0] in "/\\~" or ".." in parts or any(ord(c) < 32 for c in text)
+    if bad:
+        raise DataError(
+            f"the id {text[:60]!r} could be taken for a path",
+            code="DAT34",
+            where=where,
+            why=f"an id is 1 to {MAX_ID} characters, without '..', a leading '/' or '~', or control characters",
+            fix="give the row another id, or set data.id_key to another column",
+        )
+    return text
+
+
+def safe_name(text: str) -> str:
+    """A file name for any text: ``[A-Za-z0-9._-]``, at most 128 characters, different for different texts."""
+    plain = UNSAFE.sub("_", text).strip(".")[:100]
+    if plain == text and plain:
+        return plain
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{plain or 'row'}-{digest}"
+
+
+def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return dict(value)
+    raise DataError(
+        f"the metadata is a {type(value).__name__}, not an object",
+        code="DAT24",
+        where=f"{where}: {key}",
+        fix="make it a JSON object, or set data.metadata_key to another column",
+    )
+
+
+def _tools(value: Any, key: str, where: str) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"the tools are not JSON: {error}", code="DAT24", where=f"{where}: {key}", fix="store a JSON list"
+            ) from error
+        check_value(value, where)
+    if value is None or isinstance(value, list):
+        return value
+    raise DataError(
+        f"the tools are a {type(value).__name__}, not a list",
+        code="DAT24",
+        where=f"{where}: {key}",
+        fix="store a list of tool definitions, or unset data.tool_key",
+    )
+
+
+def _maybe(hint: str) -> str:
+    return f" ({hint})" if hint else ""

@@ -1,0 +1,327 @@
+"""One task's rows in, its prompts out in order, epoch after epoch: of a file or set, or of a plugin.
+
+What cannot be read is a bad row: counted, copied to rejected.jsonl and passed over up to `data.max_bad_rows`. What is
+too long is dropped and counted. Every place that was looked at is a prompt, a drop or a bad row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from slime_core.data.order import Permutation
+from slime_core.data.prompts import Encoder, Keys, Parsed, parse_row
+from slime_core.data.rows import Rows
+from slime_core.errors import DataError, PluginError, SlimeError, nearest
+from slime_core.protocols import PromptSource
+from slime_core.types import Prompt
+
+SCAN_ROWS = 20_000  # a set of up to so many rows is checked whole before the start, of a larger one its beginning
+ENDLESS_SKIPS = 100_000  # prompts that an endless source may bring in vain, one after another
+OVERLONG = "overlong"
+BAD = "bad_row"
+SHOWN = 5
+
+
+class BadRows:
+    """Unreadable rows of a run: each counted once, copied out, and an error beyond ``limit``."""
+
+    def __init__(self, limit: int, file: Path | None) -> None:
+        self._limit, self._file = limit, file
+        self.where: dict[str, str] = {}  # place -> code
+
+    def reject(self, error: DataError, raw: bytes) -> None:
+        """Note a bad row; raise ``error`` where none, or no more, are tolerated."""
+        place = error.where
+        if place in self.where:
+            return
+        if len(self.where) >= self._limit:
+            if self._limit:
+                error.why = f"{len(self.where) + 1} unreadable rows, data.max_bad_rows is {self._limit}; {error.why}"
+            raise error
+        self.where[place] = error.code
+        if self._file is not None and place not in self._written():
+            line = raw.decode("utf-8", "backslashreplace")
+            entry = {"where": place, "code": error.code, "what": error.what, "line": line}
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def _written(self) -> set[str]:
+        """Places that an earlier start of the same run copied out."""
+        if self._file is None or not self._file.is_file():
+            return set()
+        return {json.loads(line)["where"] for line in self._file.read_text(encoding="utf-8").splitlines()}
+
+
+class Supply(Protocol):
+    """Where a stream's prompts come from, by index."""
+
+    def count(self) -> int | None:
+        """How many there are; None for an endless source."""
+        ...
+
+    def make(self, index: int, *, id: str, position: int) -> Prompt | str:
+        """The prompt of an index, or the reason why there is none; IndexError past an endless source's end."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Equal only for the same prompts."""
+        ...
+
+
+class FileSupply:
+    """Rows of a file or set, checked before the start."""
+
+    def __init__(self, rows: Rows, task: str, keys: Keys, encoder: Encoder, bad: BadRows) -> None:
+        self._rows, self._task, self._keys, self._encoder, self._bad = rows, task, keys, encoder, bad
+        self._check_columns()
+        self._scan()
+
+    def count(self) -> int:
+        """See `Supply`."""
+        return len(self._rows)
+
+    def make(self, index: int, *, id: str, position: int) -> Prompt | str:
+        """See `Supply`."""
+        parsed = self._parse(index)
+        if parsed is None:
+            return BAD
+        try:
+            made = self._encoder.prompt(parsed, id=id, task=self._task, position=position)
+        except DataError as error:
+            if error.code == "DAT26":
+                raise
+            self._bad.reject(error, self._rows.raw(index))
+            return BAD
+        return OVERLONG if made is None else made
+
+    def fingerprint(self) -> str:
+        """See `Supply`."""
+        return self._rows.fingerprint()
+
+    def _parse(self, index: int) -> Parsed | None:
+        try:
+            return parse_row(self._rows[index], self._keys, self._rows.where(index), self._rows.root)
+        except DataError as error:
+            if error.code == "DAT37":
+                raise
+            self._bad.reject(error, self._rows.raw(index))
+            return None
+
+    def _check_columns(self) -> None:
+        names = getattr(self._rows, "keys", None)
+        if names is None:
+            return
+        for name, setting in ((self._keys.input, "data.input_key"), (self._keys.label, "data.label_key")):
+            if name and name not in names:
+                hint = nearest(name, names)
+                raise DataError(
+                    f"there is no column {name!r}",
+                    code="DAT18",
+                    where=self._rows.where(0),
+                    why=f"the columns are {', '.join(map(repr, names[:20]))}",
+                    fix=f"set {setting} to one of them" + (f" ({hint})" if hint else ""),
+                )
+
+    def _scan(self) -> None:
+        whole = bool(self._keys.id) or len(self._rows) <= SCAN_ROWS
+        count = len(self._rows) if whole else SCAN_ROWS
+        hashes = np.zeros(count if self._keys.id else 0, dtype=np.uint64)
+        good = 0
+        for index in range(count):
+            parsed = self._parse(index)
+            good += parsed is not None
+            if self._keys.id:
+                hashes[index] = _hash(parsed.row_id if parsed else f"\0{index}")
+        if not good:
+            found = Counter(self._bad.where.values())
+            raise DataError(
+                f"none of {count} rows can be used",
+                code="DAT17",
+                where=self._rows.where(0),
+                why=", ".join(f"{number} x {code}" for code, number in found.most_common()),
+                fix="see rejected.jsonl in the run directory",
+            )
+        if self._keys.id:
+            self._refuse_duplicates(hashes)
+
+    def _refuse_duplicates(self, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        order = np.argsort(hashes, kind="stable")
+        same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+        pairs = []
+        for first, second in sorted((int(order[i]), int(order[i + 1])) for i in same):
+            one, two = self._parse(first), self._parse(second)
+            if one and two and one.row_id == two.row_id:
+                pairs.append(f"{one.row_id!r} at {one.where} and {two.where}")
+        if pairs:
+            raise DataError(
+                f"{len(pairs)} ids occur more than once: {'; '.join(pairs[:SHOWN])}",
+                code="DAT22",
+                where=self._rows.where(0),
+                fix="give every row its own id, or unset data.id_key: rows are then known by file and line",
+            )
+
+
+class PluginSupply:
+    """Prompts of a plugin's `slime_prompts`."""
+
+    def __init__(self, source: PromptSource, task: str, encoder: Encoder, bad: BadRows) -> None:
+        self._source, self._task, self._encoder, self._bad = source, task, encoder, bad
+        try:
+            self._count: int | None = len(source)
+        except TypeError:
+            self._count = None
+        if self._count == 0:
+            raise DataError(
+                f"the plugin's source of task {task!r} has no rows",
+                code="DAT17",
+                where=f"task {task!r}",
+                fix="check the plugin's options",
+            )
+
+    def count(self) -> int | None:
+        """See `Supply`."""
+        return self._count
+
+    def make(self, index: int, *, id: str, position: int) -> Prompt | str:
+        """See `Supply`."""
+        where = f"{self._task}[{index}]"
+        found = self._call(lambda: self._source.at(index), where)
+        if not isinstance(found, Prompt):
+            raise PluginError(
+                f"slime_prompts of task {self._task!r} gave a {type(found).__name__} at {index}, not a Prompt",
+                code="PLG57",
+                where=where,
+                fix="return slime_core.Prompt(id='', prompt=..., label=...) from at(position)",
+            )
+        task = found.task if found.task != "default" else self._task
+        try:
+            made = self._encoder.of_plugin(found, id=id, task=task, position=position, where=where)
+        except DataError as error:
+            if error.code == "DAT26":
+                raise
+            self._bad.reject(error, b"")
+            return BAD
+        return OVERLONG if made is None else made
+
+    def fingerprint(self) -> str:
+        """See `Supply`."""
+        state = self._call(self._source.state, f"task {self._task!r}")
+        return "plugin:" + json.dumps(state, sort_keys=True, default=str)
+
+    def _call(self, fn: Callable[[], Any], where: str) -> Any:
+        try:
+            return fn()
+        except SlimeError:
+            raise
+        except IndexError:
+            if self._count is None:
+                raise
+            raise PluginError(
+                f"slime_prompts of task {self._task!r} has {self._count} rows, but not this one",
+                code="PLG56",
+                where=where,
+                fix="__len__ must say how many rows at(position) knows",
+            ) from None
+        except Exception as error:
+            raise PluginError(
+                f"slime_prompts of task {self._task!r} raised {type(error).__name__}: {error}",
+                code="PLG56",
+                where=where,
+                fix="mend the plugin's prompt source",
+            ) from error
+
+
+class Stream:
+    """A task's prompts in order: ``cursor`` counts places looked at, over all epochs."""
+
+    def __init__(self, name: str, weight: float, supply: Supply, shuffle: Callable[[int], int] | None) -> None:
+        self.name, self.weight, self.supply = name, weight, supply
+        self._key_of_epoch = shuffle  # epoch -> key of its permutation; None keeps the rows' order
+        self._order: tuple[int, Permutation] | None = None
+        self.cursor = 0
+        self.prompts = 0
+        self.dropped: Counter[str] = Counter()
+        self.ended = False
+
+    def next(self, *, id: str, position: int) -> Prompt | None:
+        """The next prompt; None once an endless source has ended.
+
+        Raises:
+            DataError: DAT27, a whole epoch went by without one.
+        """
+        count = self.supply.count()
+        patience = 2 * count if count is not None else ENDLESS_SKIPS
+        skipped: Counter[str] = Counter()
+        while skipped.total() < patience:
+            index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
+            try:
+                made = self.supply.make(index, id=id, position=position)
+            except IndexError:
+                self.ended = True
+                return None
+            self.cursor += 1
+            if isinstance(made, Prompt):
+                self.prompts += 1
+                return made
+            skipped[made] += 1
+            self.dropped[made] += 1
+        raise nothing_left(self.name, skipped)
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, and what must be equal to go on from there."""
+        return {
+            "cursor": self.cursor,
+            "prompts": self.prompts,
+            "dropped": dict(self.dropped),
+            "fingerprint": self.supply.fingerprint(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state`.
+
+        Raises:
+            DataError: DAT29, the rows are not those of the saved run.
+        """
+        here = self.supply.fingerprint()
+        if state["fingerprint"] != here:
+            raise DataError(
+                f"the data of task {self.name!r} changed since the run was saved",
+                code="DAT29",
+                where=f"task {self.name!r}",
+                why=f"saved {state['fingerprint']}, found {here}",
+                fix="put the data back as it was, or start another run",
+            )
+        self.cursor, self.prompts = int(state["cursor"]), int(state["prompts"])
+        self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
+
+    def _index(self, epoch: int, place: int, count: int) -> int:
+        if self._key_of_epoch is None:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(count, self._key_of_epoch(epoch))
+        return self._order[1].at(place)
+
+
+def nothing_left(task: str, reasons: Counter[str]) -> DataError:
+    """DAT27 with the histogram of reasons."""
+    shown = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    longer = "raise data.rollout_max_prompt_len or rollout.rollout_max_context_len, or data.overlong_prompt=truncate"
+    return DataError(
+        f"every row of task {task!r} was dropped",
+        code="DAT27",
+        where=f"task {task!r}",
+        why=shown,
+        fix=longer if OVERLONG in reasons else "see rejected.jsonl in the run directory",
+    )
+
+
+def _hash(text: str) -> int:
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

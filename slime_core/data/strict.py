@@ -1,0 +1,146 @@
+"""The bytes of one JSON line in, its object out, or an error that knows file, line, column and byte.
+
+Stricter than the standard library: NaN, Infinity and numbers beyond float64 are refused, as are duplicate keys, NUL
+bytes and anything nested deeper than :data:`MAX_DEPTH`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from slime_core.errors import DataError
+
+MAX_DEPTH = 100
+MAX_DIGITS = 4000
+HINT = "mend the line, or skip unreadable rows with data.max_bad_rows"
+
+
+class _Refused(ValueError):
+    """What a parser hook found, with its code."""
+
+    def __init__(self, code: str, what: str) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, Any]:
+    """The object of a line that begins at byte ``offset`` of ``file``; ``line`` counts from 1.
+
+    Raises:
+        DataError: DAT19 no JSON, DAT20 no UTF-8, DAT24 no object, DAT31 NaN or a key twice, DAT32 nested too deeply,
+            DAT35 a number of too many digits.
+    """
+    where = f"{file}:{line}"
+    text = _decode(raw, where, offset)
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int
+        )
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"line {line} is not JSON: {error.msg}", code="DAT19", where=f"{where}:{error.colno}", fix=HINT
+        ) from error
+    except _Refused as error:
+        raise DataError(str(error), code=error.code, where=where, fix=HINT) from error
+    except RecursionError as error:
+        raise too_deep(where) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"line {line} is a JSON {_json_name(value)}, not an object", code="DAT24", where=where, fix=HINT
+        )
+    check_value(value, where)
+    return value
+
+
+def check_value(value: Any, where: str, depth: int = 0) -> None:
+    """Refuse what JSON cannot say, whatever reader it came through.
+
+    Raises:
+        DataError: DAT24 a type that JSON lacks, DAT31 a number that is not finite, DAT32 nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise too_deep(where)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise DataError(f"a key is a {type(key).__name__}, not a string", code="DAT24", where=where)
+            check_value(item, where, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, where, depth + 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise DataError(f"a value is {value}", code="DAT31", where=where, fix=HINT)
+    elif value is not None and not isinstance(value, (str, int)):
+        raise DataError(
+            f"a value is a {type(value).__name__}, which JSON has no word for",
+            code="DAT24",
+            where=where,
+            fix="keep strings, numbers, booleans, lists and objects in the columns that are read",
+        )
+
+
+def too_deep(where: str) -> DataError:
+    """DAT32."""
+    return DataError(
+        f"a value is nested deeper than {MAX_DEPTH} levels",
+        code="DAT32",
+        where=where,
+        fix="flatten it, or skip unreadable rows with data.max_bad_rows",
+    )
+
+
+def _decode(raw: bytes, where: str, offset: int) -> str:
+    nul = raw.find(b"\0")
+    if nul >= 0:
+        raise DataError(
+            f"there is a NUL byte at byte {offset + nul}",
+            code="DAT20",
+            where=f"{where}, byte {offset + nul}",
+            why="the file is binary, or UTF-16",
+            fix="save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE",
+        )
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = offset + error.start
+        raise DataError(
+            f"byte {place} (0x{raw[error.start]:02x}) is not UTF-8",
+            code="DAT20",
+            where=f"{where}, byte {place}",
+            why=error.reason,
+            fix="save the file as UTF-8: iconv -f LATIN1 -t UTF-8 FILE",
+        ) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _Refused("DAT31", f"the key {twice!r} occurs twice in an object")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise _Refused("DAT31", f"{name} is no JSON number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _Refused("DAT31", f"the number {text[:32]} is beyond float64")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise _Refused("DAT35", f"a number has {len(text)} digits, more than {MAX_DIGITS}: write it as a string")
+    return int(text)
+
+
+def _json_name(value: Any) -> str:
+    names: dict[type, str] = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
