@@ -25,7 +25,7 @@ from slime_core.config.recipe import Recipe, not_finite, read_recipe
 from slime_core.config.redact import secrets_in
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
-from slime_core.config.tokens import Override, Words, resolve, split
+from slime_core.config.tokens import Override, Words as Words, resolve, split as split
 from slime_core.config.validate import check_config
 from slime_core.errors import ConfigError
 
@@ -62,7 +62,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = (), *, models: M
 
 def read(
     recipe: Path | None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Words = (),
     *,
     models: ModelsOf | None = None,
     megatron: Collection[str] = (),
@@ -72,7 +72,7 @@ def read(
 
     Args:
         recipe: TOML file; None is defaults alone.
-        overrides: words of the command line.
+        overrides: words of the command line, or what :func:`split` made of them.
         models: options models of plugins by name; without it plugin tables are left to the plugin loader.
         megatron: names of Megatron options that bare flags may mean.
         check: False reads an old run's config: files may be gone, backends not installed.
@@ -81,8 +81,8 @@ def read(
         ConfigError: as :func:`load_config`.
     """
     file = read_recipe(recipe) if recipe is not None else Recipe(data={})
-    words = split(overrides)
-    if words.recipe is not None:
+    words = overrides if isinstance(overrides, Words) else split(overrides)
+    if words is not overrides and words.recipe is not None:
         raise ConfigError(
             f"what is '{words.recipe}'?",
             code="CFG01",

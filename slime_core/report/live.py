@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from slime_core.report.samples import safe_text
+from slime_core.report.text import safe_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

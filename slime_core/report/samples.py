@@ -1,9 +1,8 @@
-"""The best and the worst samples of each step: groups in, lines of ``samples.jsonl`` out, safe text for a terminal."""
+"""The best and the worst samples of each step: groups in, lines of ``samples.jsonl`` out."""
 
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,23 +60,6 @@ def prompt_text(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in prompt)
-
-
-def safe_text(text: str) -> str:
-    """Text that a terminal shows and does not obey: controls, escapes and direction marks become visible codes."""
-    return "".join(_visible(char) for char in text)
-
-
-def _visible(char: str) -> str:
-    if char in "\n\t":
-        return char
-    if unicodedata.category(char) in ("Cc", "Cs") or char in _DIRECTION:
-        code = ord(char)
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    return char
-
-
-_DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def _cut(text: str) -> str:

@@ -1,0 +1,198 @@
+"""Our own rows of `slime doctor`: versions, processor, memory, disk, hub, and where runs are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from importlib import metadata, util
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from slime_core.protocols import Check, CheckResult
+
+DISTRIBUTION = "slime-rl"
+PYTHON = ((3, 11), (3, 14))
+NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
+GIB = 1 << 30
+
+
+def own_checks() -> list[Check]:
+    """In the order of `slime doctor`."""
+    versions = [Check(name=name, run=lambda name=name: version(name)) for name in NEEDED]  # type: ignore[misc]
+    return [
+        Check(name="python", run=python),
+        Check(name="installation", run=installation),
+        *versions,
+        Check(name="device", run=device),
+        Check(name="processor", run=processor),
+        Check(name="memory", run=memory),
+        Check(name="disk", run=disk),
+        Check(name="open files", run=open_files),
+        Check(name="hub", run=hub),
+        Check(name="runs", run=runs),
+    ]
+
+
+def python() -> CheckResult:
+    """Python is in the supported range."""
+    low, high = PYTHON
+    found = ".".join(map(str, sys.version_info[:3]))
+    if low <= sys.version_info[:2] < high:
+        return CheckResult(status="ok", found=f"{found} at {sys.executable}")
+    wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
+    return CheckResult(status="fail", found=f"{found}, supported is {wanted}", fix=f"use Python {wanted}")
+
+
+def installation() -> CheckResult:
+    """`slime_core` is ours: PyPI has strangers named slime and slime-core, and one ships a package `slime_core`."""
+    import slime_core
+
+    file = Path(slime_core.__file__ or "").resolve()
+    strangers = [n for n in ("slime-core", "slime") if _installed(n) and _ships(n, "slime_core")]
+    if strangers:
+        return CheckResult(
+            status="fail",
+            found=f"distribution {strangers[0]} also ships a package slime_core; it is another project",
+            fix=f"pip uninstall {strangers[0]} && pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        )
+    if not _installed(DISTRIBUTION):
+        return CheckResult(
+            status="fail",
+            found=f"slime_core is imported from {file.parent}, and no {DISTRIBUTION} is installed",
+            fix=f"pip install {DISTRIBUTION}",
+        )
+    dist = metadata.distribution(DISTRIBUTION)
+    home = _editable_folder(dist) or Path(str(dist.locate_file("")))
+    if not file.is_relative_to(home.resolve()):
+        return CheckResult(
+            status="fail",
+            found=f"slime_core is imported from {file.parent}, but {DISTRIBUTION} {dist.version} lies in {home}",
+            fix="leave the folder that shadows it, or unset PYTHONPATH",
+        )
+    return CheckResult(status="ok", found=f"{DISTRIBUTION} {dist.version} in {home}")
+
+
+def version(name: str) -> CheckResult:
+    """A library is there and new enough; it is not imported."""
+    low = NEEDED[name]
+    wanted = ".".join(map(str, low))
+    fix = f'pip install "{DISTRIBUTION}[fsdp]"'
+    if util.find_spec(name) is None or not _installed(name):
+        return CheckResult(status="fail", found=f"not installed; {wanted} or newer trains and samples", fix=fix)
+    found = metadata.version(name)
+    numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split("+")[0].split(".")[:2])
+    if numbers < low:
+        return CheckResult(status="fail", found=f"{found}, needed is {wanted} or newer", fix=fix)
+    return CheckResult(status="ok", found=found)
+
+
+def device() -> CheckResult:
+    """What torch computes on."""
+    if util.find_spec("torch") is None:
+        return CheckResult(status="warn", found="unknown without torch", fix=f'pip install "{DISTRIBUTION}[fsdp]"')
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        return CheckResult(status="ok", found=f"{torch.cuda.device_count()} GPU(s): {', '.join(sorted(names))}")
+    return CheckResult(status="ok", found="cpu (torch sees no GPU)")
+
+
+def processor() -> CheckResult:
+    """Cores, and what `dtype = "auto"` means on them."""
+    from slime_core.clusters.machine import BF16_FLAGS, cpu_flags
+
+    cores = len(os.sched_getaffinity(0))
+    fast = sorted(cpu_flags() & BF16_FLAGS)
+    dtype = f"bfloat16 has {', '.join(fast)}" if fast else 'no fast bfloat16, so dtype = "auto" is float32'
+    if cores < 2:
+        return CheckResult(
+            status="warn", found=f"1 core; {dtype}", fix="give the machine two cores; one works, at half the speed"
+        )
+    return CheckResult(status="ok", found=f"{cores} cores; {dtype}")
+
+
+def memory() -> CheckResult:
+    """Physical memory, or the container's share of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(file).read_text().strip() if Path(file).is_file() else ""
+        if text.isdigit():
+            total = min(total, int(text))
+    found = f"{total / GIB:.1f} GiB"
+    if total < 2 * GIB:
+        return CheckResult(status="fail", found=found, fix="give the machine 2 GiB or more")
+    if total < 4 * GIB:
+        return CheckResult(
+            status="warn", found=found, fix="small models only: lower max_tokens_per_gpu, rollout_slots"
+        )
+    return CheckResult(status="ok", found=found)
+
+
+def disk() -> CheckResult:
+    """Free space where runs are written."""
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free / GIB:.1f} GiB free in {Path.cwd()}"
+    if free < GIB:
+        return CheckResult(status="fail", found=found, fix="free some space, or run elsewhere: --run-dir DIR")
+    if free < 10 * GIB:
+        return CheckResult(status="warn", found=found, fix="large models need more: --run-dir DIR on another disk")
+    return CheckResult(status="ok", found=found)
+
+
+def open_files() -> CheckResult:
+    """The limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return CheckResult(status="warn", found=f"limit {soft}", fix="ulimit -n 4096")
+    return CheckResult(status="ok", found=f"limit {soft if soft != resource.RLIM_INFINITY else 'none'}")
+
+
+def hub() -> CheckResult:
+    """Whether names on the hub may be fetched; the network is not touched."""
+    offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n, "").lower() in _TRUE]
+    if offline:
+        return CheckResult(status="ok", found=f"offline ({offline[0]} is set): local folders and the cache only")
+    return CheckResult(status="ok", found="online: a name such as org/model may be fetched")
+
+
+_TRUE = ("1", "on", "yes", "true")
+
+
+def runs() -> CheckResult:
+    """`runs/` can be written."""
+    folder = Path.cwd() / "runs"
+    try:
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else Path.cwd()):
+            return CheckResult(status="ok", found=f"{folder} can be written")
+    except OSError as error:
+        return CheckResult(
+            status="fail",
+            found=f"{folder} cannot be written: {error.strerror}",
+            fix="go to a folder of your own, or use --run-dir DIR",
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _ships(distribution: str, package: str) -> bool:
+    files = metadata.distribution(distribution).files or []
+    return any(file.parts[:1] == (package,) for file in files)
+
+
+def _editable_folder(dist: metadata.Distribution) -> Path | None:
+    text = dist.read_text("direct_url.json")
+    data = json.loads(text) if text else {}
+    if not data.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlparse(data["url"]).path))

@@ -1,0 +1,153 @@
+"""`slime config show | keys | check`: recipes and flags in; the resolved config, the list of keys or a verdict out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from slime_cli.failure import Session, say
+from slime_cli.settings import PASSING, load_settings, load_words
+from slime_cli.tables import heading, print_table
+
+
+@click.group("config")
+def command() -> None:
+    """Show, list and check keys."""
+
+
+@command.command("show", context_settings=PASSING)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@click.option("--stage", help="One stage, resolved.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+@click.pass_obj
+def show(session: Session, words: tuple[str, ...], stage: str | None, as_json: bool) -> None:
+    """Print the resolved config as TOML: flag over recipe over plugin default over core default."""
+    from slime_core.config.dump import redacted, to_toml
+    from slime_core.config.load import split, stage_name, stages
+    from slime_core.errors import ConfigError
+
+    loaded = load_words(split(words), session)
+    config = loaded.config
+    if stage is not None:
+        parts = {stage_name(part): part for part in stages(config)}
+        if stage not in parts:
+            raise ConfigError(
+                f"there is no stage '{stage}'",
+                code="CFG01",
+                where="command line: --stage",
+                fix=f"use one of: {', '.join(parts)}",
+            )
+        config = parts[stage]
+    config = redacted(config, loaded.secrets)
+    if as_json:
+        click.echo(json.dumps(config.model_dump(mode="json"), indent=1, sort_keys=True, default=str))
+    else:
+        click.echo(to_toml(config), nl=False)
+
+
+@command.command("keys")
+@click.argument("prefix", default="", metavar="[SECTION or part of a name]")
+@click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+def keys(prefix: str, plugins: tuple[str, ...], as_json: bool) -> None:
+    """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
+    from slime_core.errors import ConfigError, nearest
+
+    rows = [*core_rows(), *plugin_rows(plugins)]
+    chosen = [row for row in rows if _matches(row["key"], prefix)]
+    if not chosen:
+        raise ConfigError(
+            f"no key has '{prefix}' in its name",
+            code="CFG01",
+            where=f"command line: {prefix}",
+            fix="\n".join(
+                filter(None, [nearest(prefix, [r["key"].rpartition(".")[2] for r in rows]), "slime config keys"])
+            ),
+        )
+    if as_json:
+        click.echo(json.dumps(chosen, indent=1, sort_keys=True))
+        return
+    for section in dict.fromkeys(row["section"] for row in chosen):
+        heading(f"[{section}]" if section else "top")
+        print_table(
+            ["key", "type", "default", "meaning"],
+            [
+                [row["key"].removeprefix(f"{section}."), row["type"], row["default"], row["text"]]
+                for row in chosen
+                if row["section"] == section
+            ],
+        )
+
+
+@command.command("check", context_settings=PASSING)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+@click.pass_obj
+def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
+    """Check keys, values, files, rules between keys, plugins and their routes; the exit code says where it failed."""
+    from slime_core.config.dump import fingerprint
+    from slime_core.config.load import stage_name, stages
+
+    settings = load_settings(words, session)
+    settings.plugins.close()
+    recipe = settings.loaded.recipe
+    answer: dict[str, Any] = {
+        "ok": True,
+        "recipe": str(recipe) if recipe else None,
+        "stages": [stage_name(part) for part in stages(settings.config)],
+        "plugins": list(settings.plugins.names),
+        "notices": list(settings.loaded.notices),
+        "fingerprint": fingerprint(settings.config),
+    }
+    if as_json:
+        click.echo(json.dumps(answer, indent=1, sort_keys=True))
+    else:
+        click.echo(f"ok  {answer['recipe'] or 'flags'}: stages {', '.join(answer['stages'])}")
+        say("what it would do: slime run --dry-run ...")
+
+
+def core_rows() -> list[dict[str, str]]:
+    """Every core key: ``section key flag type default text``."""
+    from slime_core.config.fields import core_keys
+    from slime_core.config.values import show
+
+    return [
+        {
+            "section": key.section,
+            "key": key.path,
+            "flag": f"--{name.replace('_', '-')}",
+            "type": key.kind,
+            "default": show(key.default),
+            "text": key.text,
+        }
+        for name, key in core_keys().items()
+    ]
+
+
+def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
+    """Every option of these plugins."""
+    from slime_core.config.fields import bounds, describe
+    from slime_core.config.values import show
+    from slime_core.plugins import option_models
+
+    return [
+        {
+            "section": f"plugin.{plugin}",
+            "key": f"plugin.{plugin}.{name}",
+            "flag": f"--{name.replace('_', '-')}",
+            "type": " ".join([describe(info.annotation), *bounds(info)]),
+            "default": "required" if info.is_required() else show(info.get_default(call_default_factory=True)),
+            "text": info.description or "",
+        }
+        for plugin, model in (option_models(names).items() if names else ())
+        if model is not None
+        for name, info in model.model_fields.items()
+    ]
+
+
+def _matches(key: str, prefix: str) -> bool:
+    wanted = prefix.strip("-").replace("-", "_")
+    section, _, name = key.rpartition(".")
+    return not wanted or wanted in (section, key) or wanted in name

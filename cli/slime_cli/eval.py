@@ -1,0 +1,96 @@
+"""`slime eval MODEL [CONFIG]`: a model folder or a run in; the metrics of each evaluation set out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slime_cli.failure import Session, say
+from slime_cli.run import drive, reporting, terminable
+from slime_cli.settings import PASSING, Settings, load_words
+from slime_cli.tables import cell, print_table
+
+
+@click.command("eval", context_settings=PASSING, options_metavar="[OPTIONS]")
+@click.argument("model", metavar="MODEL")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG] [--KEY VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where results lie; default runs/NAME-eval-N.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@click.pass_obj
+def command(
+    session: Session, model: str, words: tuple[str, ...], run_dir: Path | None, as_json: bool, verbose: bool
+) -> None:
+    """Evaluate. MODEL is a model folder, or a run directory, whose config then is the default CONFIG."""
+    session.verbose = session.verbose or verbose
+    with terminable():
+        results, path = evaluate(model, words, session, run_dir)
+    if as_json:
+        click.echo(json.dumps({"model": model, "run_dir": path, "evaluations": results}, indent=1, sort_keys=True))
+        return
+    keys = list(dict.fromkeys(key for metrics in results.values() for key in metrics))
+    print_table(["metric", *results], [[key, *(cell(m.get(key)) for m in results.values())] for key in keys])
+
+
+def evaluate(
+    model: str, words: tuple[str, ...], session: Session, at: Path | None
+) -> tuple[dict[str, dict[str, float]], str]:
+    """Metrics by set name, and the directory that holds them."""
+    from slime_core.clusters.machine import resolve_machine
+    from slime_core.config.load import split, stages
+    from slime_core.evaluate import evaluate as run_evaluation
+    from slime_core.plugins import load_plugins
+    from slime_core.report import RunDir
+
+    folder, own_config = find_model(model)
+    given = split([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
+    if given.recipe is None and own_config is not None:
+        given.recipe = str(own_config)
+    loaded = load_words(given, session)
+    config = resolve_machine(stages(loaded.config)[-1])
+    settings = Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+    try:
+        with RunDir.create(f"{config.name}-eval", at=at) as run_dir:
+            session.run_dir = run_dir
+            say(f"evaluation {run_dir.path}")
+            with reporting(settings, run_dir, config, session) as (report, _):
+                results: dict[str, Any] = asyncio.run(drive(run_evaluation(config, settings.plugins, report)))
+            run_dir.write_info({"status": "finished"})
+    finally:
+        settings.plugins.close()
+    return results, str(run_dir.path)
+
+
+def find_model(text: str) -> tuple[str, Path | None]:
+    """The model folder (or hub name), and the config of the run where ``text`` is a run directory.
+
+    Raises:
+        ConfigError: CFG05 the run has no final model; CFG01 a flag stands where the model should.
+    """
+    from slime_core.errors import ConfigError
+
+    if text.startswith("-"):
+        raise ConfigError(
+            f"a model is missing before {text}",
+            code="CFG01",
+            where=f"command line: {text}",
+            fix="slime eval MODEL [CONFIG] [--KEY VALUE]...",
+        )
+    path = Path(text).expanduser()
+    config = path / "config.toml"
+    if not config.is_file():
+        return text, None
+    final = path / "final"
+    if not final.is_dir():
+        raise ConfigError(
+            f"the run {text} has no final model",
+            code="CFG05",
+            where=str(final.absolute()),
+            why="it has not ended, or report.export_final was off",
+            fix=f"slime show {text}",
+        )
+    return str(final), config

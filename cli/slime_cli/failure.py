@@ -1,0 +1,126 @@
+"""How a command ends badly: an exception in, a message on stderr and an exit code out. No bare traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from slime_core.errors import ConfigError, SlimeError
+
+if TYPE_CHECKING:
+    from slime_core.report.rundir import RunDir
+
+INTERRUPTED, TERMINATED, CLOSED_PIPE = 130, 143, 141
+
+
+class Terminated(BaseException):
+    """SIGTERM: leave every block in order, then exit with 143."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What one call of `slime` knows about itself."""
+
+    argv: list[str] = field(default_factory=list)
+    verbose: bool = False
+    as_json: bool = False
+    run_dir: RunDir | None = None  # once a run has one, tracebacks go there
+    secrets: frozenset[str] = frozenset()
+
+
+def report_failure(error: BaseException, session: Session) -> int:
+    """Say what happened and choose the exit code."""
+    if isinstance(error, (click.exceptions.Exit, SystemExit)):
+        code = error.exit_code if isinstance(error, click.exceptions.Exit) else error.code
+        return code if isinstance(code, int) else int(code is not None)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        say(f"interrupted{_kept(session)}")
+        return INTERRUPTED
+    if isinstance(error, Terminated):
+        say(f"terminated{_kept(session)}")
+        return TERMINATED
+    if isinstance(error, BrokenPipeError):
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    if isinstance(error, click.ClickException):
+        return _told(_usage(error), error, session)
+    if isinstance(error, SlimeError):
+        return _told(error, error, session)
+    return _told(_ours(error), error, session, always_saved=True)
+
+
+def say(text: str) -> None:
+    """One line of talk, on stderr; whatever it holds, the terminal does not obey it."""
+    from slime_core.report.text import safe_text
+
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(safe_text(text), err=True)
+
+
+def coloured() -> bool:
+    """Whether stderr may be painted: a terminal, and NO_COLOR is not set."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _told(shown: SlimeError, error: BaseException, session: Session, *, always_saved: bool = False) -> int:
+    from slime_core.config.redact import scrub
+    from slime_core.report.text import safe_text
+
+    trace = scrub("".join(traceback.format_exception(error)), session.secrets)
+    text = safe_text(scrub(shown.render(), session.secrets))
+    if coloured():
+        text = text.replace("error", click.style("error", fg="red", bold=True), 1)
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(text, err=True)
+    if session.verbose:
+        say(trace)
+    elif always_saved or session.run_dir is not None:
+        path = _save(trace, session)
+        say(f"  full traceback: {path}" if path else trace)
+    if session.as_json:
+        body = {**{k: scrub(v, session.secrets) for k, v in shown.as_dict().items()}, "exit_code": shown.exit_code}
+        with contextlib.suppress(OSError, ValueError):
+            click.echo(json.dumps({"error": body}, indent=1, sort_keys=True))
+    return shown.exit_code
+
+
+def _usage(error: click.ClickException) -> SlimeError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "slime"
+    return ConfigError(error.format_message(), code="CFG00", where=f"command line: {path}", fix=f"{path} --help")
+
+
+def _ours(error: BaseException) -> SlimeError:
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f"{frame[0].filename}:{frame[0].lineno}" if frame else ""
+    return SlimeError(
+        f"slime failed in a way it should not: {type(error).__name__}: {error}",
+        where=where,
+        fix="run again with -v, and send the traceback with a report",
+    )
+
+
+def _save(trace: str, session: Session) -> Path | None:
+    try:
+        if session.run_dir is not None:
+            return session.run_dir.save_error("traceback", trace)
+        handle, name = tempfile.mkstemp(prefix="slime-error-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(trace)
+        return Path(name)
+    except OSError:
+        return None
+
+
+def _kept(session: Session) -> str:
+    return f"; what was done is in {session.run_dir.path}" if session.run_dir is not None else ""

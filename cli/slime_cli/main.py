@@ -1,0 +1,99 @@
+"""The `slime` command: words in, an exit code out. Sub-commands are modules that are imported when they are called.
+
+    0 ok   1 failed   2 config or usage   3 data   4 plugin   5 engine   6 trainer   7 storage   8 sandbox
+    75 preempted, can be resumed   130 interrupted   143 terminated
+
+stdout is the answer, stderr the talk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from slime_cli.failure import Session, report_failure
+
+COMMANDS = {
+    "run": "train: a recipe file, or a plugin's default recipe",
+    "eval": "evaluate a model folder or a run's final model",
+    "show": "explain a run directory",
+    "config": "show, list and check keys",
+    "plugins": "list, show, check and make plugins",
+    "doctor": "check this machine and installation",
+}
+"""Sub-command -> its line in `slime --help`; the module has the same name."""
+
+
+class LazyGroup(click.Group):
+    """Commands of ours by name, then commands of plugins (`slime NAME ...`), each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Ours; plugins have `slime plugins list`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import the one that was named."""
+        if name in COMMANDS:
+            module = import_module(f"slime_cli.{name}")
+            command: click.Command = getattr(module, "command", None) or getattr(module, name)
+            return command
+        from slime_cli.plugin_commands import plugin_command
+
+        return plugin_command(name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table above, with nothing imported."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items(), ("NAME", "a plugin's own commands (slime plugins list)")])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say what was probably meant."""
+        name = args[0]
+        command = self.get_command(ctx, name)
+        if command is None:
+            from slime_cli.plugin_commands import no_command
+
+            raise no_command(name, list(COMMANDS))
+        return name, command, args[1:]
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start: slime doctor, then slime run --plugin NAME. Every command has --help.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *a: _version(*a))
+@click.pass_obj
+def cli(session: Session, verbose: bool) -> None:
+    """Post-train language models with reinforcement learning."""
+    session.verbose = verbose or session.verbose
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from slime_core import __version__
+
+        click.echo(f"slime-rl {__version__}")
+        ctx.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the answer is the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    session = Session(argv=words, as_json="--json" in words)
+    try:
+        result: Any = cli.main(args=words, prog_name="slime", standalone_mode=False, obj=session)
+    except BaseException as error:
+        return report_failure(error, session)
+    return result if isinstance(result, int) and not isinstance(result, bool) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

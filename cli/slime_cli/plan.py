@@ -1,0 +1,156 @@
+"""`slime run --dry-run`: a config and its plugins in; data, model and routing checked, and the plan out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.tables import heading, print_pairs, print_table
+
+if TYPE_CHECKING:
+    from slime_cli.settings import Settings
+    from slime_core.config.schema import Config
+    from slime_core.context import Context
+
+EXCERPT = 200  # characters of the first row that are shown
+
+
+async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
+    """Everything that a run would check at its start, and what it would do; nothing is started or written.
+
+    Raises:
+        SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
+    """
+    from slime_core.clusters.local import context_len, open_folder
+    from slime_core.clusters.machine import resolve_machine
+    from slime_core.config.load import stages
+    from slime_core.report.rundir import check_free, next_path
+
+    config = resolve_machine(settings.config)
+    if run_dir is not None:
+        check_free(run_dir)
+    folder = open_folder(config)
+    tokenizer = folder.tokenizer()
+    limit = context_len(config, folder)
+    return {
+        "recipe": str(settings.loaded.recipe) if settings.loaded.recipe else None,
+        "run_dir": str(run_dir.expanduser().absolute() if run_dir is not None else next_path(config.name)),
+        "seed": config.seed,
+        "model": {
+            "path": str(folder.path),
+            "type": getattr(folder.config, "model_type", ""),
+            "weights": config.rollout.init_weights,
+            "vocab_size": folder.vocab_size,
+            "context_len": limit,
+            "notices": list(folder.notices),
+        },
+        "machine": {
+            "device": config.cluster.device,
+            "dtype": config.train.dtype,
+            "cpu_threads": config.cluster.cpu_threads,
+            "cluster_backend": config.cluster.cluster_backend,
+            "rollout_engine": config.rollout.rollout_engine,
+            "train_backend": config.train.train_backend,
+        },
+        "plugins": list(settings.plugins.names),
+        "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
+        "routing": settings.plugins.routing(),
+    }
+
+
+def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, Any]:
+    """Sizes of one stage, its first row and its evaluation sets."""
+    from slime_core.config.load import stage_name
+    from slime_core.data.source import eval_sets, open_source
+
+    rollout, train = config.rollout, config.train
+    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    ctx = stage_context(config, tokenizer)
+    first = open_source(config, settings.plugins, tokenizer, ctx).next(1)[0]
+    return {
+        "name": stage_name(config),
+        "steps": rollout.num_rollout,
+        "prompts_per_step": rollout.rollout_batch_size,
+        "samples_per_prompt": rollout.n_samples_per_prompt,
+        "rollouts_per_step": rollouts,
+        "optimizer_steps_per_rollout": rollouts // train.global_batch_size
+        if train.global_batch_size
+        else train.num_steps_per_rollout,
+        "max_response_tokens_per_step": rollouts * rollout.rollout_max_response_len,
+        "max_tokens_per_micro_batch": train.max_tokens_per_gpu,
+        "loss_type": train.loss_type,
+        "advantage_estimator": train.advantage_estimator,
+        "lr": train.lr,
+        "max_staleness": rollout.max_staleness,
+        "first_row": {
+            "id": first.id,
+            "task": first.task,
+            "where": first.where,
+            "prompt_tokens": len(first.tokens),
+            "prompt": _excerpt(first.prompt),
+            "label": _excerpt(first.label),
+        },
+        "eval_sets": [
+            {"name": found.name, "prompts": len(found.prompts)}
+            for found in eval_sets(config, settings.plugins, tokenizer, ctx)
+        ],
+    }
+
+
+def stage_context(config: Config, tokenizer: Any) -> Context:
+    """What the data source and plugins may see before anything runs."""
+    from slime_core.config.load import stage_name
+    from slime_core.context import Context
+    from slime_core.rollout.sampling import training_params
+
+    return Context(config=config, tokenizer=tokenizer, sampling=training_params(config), stage=stage_name(config))
+
+
+def print_plan(plan: dict[str, Any]) -> None:
+    """The plan as tables on stdout."""
+    model, machine = plan["model"], plan["machine"]
+    heading("plan (nothing was started)")
+    print_pairs(
+        {
+            "run directory": plan["run_dir"],
+            "recipe": plan["recipe"] or "none (defaults and flags)",
+            "plugins": ", ".join(plan["plugins"]) or "none",
+            "seed": plan["seed"],
+            "model": f"{model['path']} ({model['type']}, weights: {model['weights']}, "
+            f"vocabulary {model['vocab_size']}, context {model['context_len']})",
+            "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
+            f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
+        }
+    )
+    columns = {
+        "stage": "name",
+        "steps": "steps",
+        "prompts": "prompts_per_step",
+        "x": "samples_per_prompt",
+        "rollouts": "rollouts_per_step",
+        "updates": "optimizer_steps_per_rollout",
+        "tokens <=": "max_response_tokens_per_step",
+        "loss": "loss_type",
+        "lr": "lr",
+    }
+    print_table(list(columns), [[stage[key] for key in columns.values()] for stage in plan["stages"]])
+    for stage in plan["stages"]:
+        row = stage["first_row"]
+        heading(f"first row of {stage['name']}")
+        print_pairs(
+            {
+                "task": row["task"],
+                "from": row["where"] or "plugin",
+                "prompt": row["prompt"],
+                "label": row["label"],
+                "tokens": row["prompt_tokens"],
+                "evaluation": ", ".join(f"{s['name']} ({s['prompts']})" for s in stage["eval_sets"]) or "none",
+            }
+        )
+    heading("routing")
+    print_table(["hook", "task", "provider"], [[r["hook"], r["task"], r["provider"]] for r in plan["routing"]])
+
+
+def _excerpt(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."

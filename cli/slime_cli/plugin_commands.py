@@ -1,0 +1,56 @@
+"""`slime NAME ...`: a name in, the click group of that plugin out; no other plugin is imported."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import click
+
+from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
+from slime_core.hookspecs import GROUP
+
+
+def plugin_command(name: str) -> click.Command | None:
+    """The command of an installed plugin, or None where no plugin has that name.
+
+    Raises:
+        PluginError: the plugin does not load, or brings no command.
+    """
+    if not metadata.entry_points(group=GROUP, name=name):
+        return None
+    from slime_core.plugins import load_plugin
+    from slime_core.plugins.boundary import call_now
+
+    loaded = load_plugin(name)
+    declared = loaded.answers.get("slime_command")
+    command = call_now(declared, {}, about="its command") if declared is not None else None
+    if command is None:
+        raise PluginError(
+            f"plugin '{name}' has no commands of its own",
+            code="PLG53",
+            where=str(loaded.provider),
+            why="it does not implement slime_command",
+            fix=f"slime run --plugin {name}   or   slime plugins show {name}",
+        )
+    if not isinstance(command, click.Command):
+        raise PluginError(
+            f"{name}.slime_command returned {command!r}, not a click command",
+            code="PLG57",
+            where=str(loaded.provider),
+            fix="return a click.Group",
+        )
+    return command
+
+
+def no_command(name: str, known: list[str]) -> SlimeError:
+    """The error for a word that is neither a command nor a plugin."""
+    plugins = [entry.name for entry in metadata.entry_points(group=GROUP)]
+    near = nearest(name, [*known, *plugins])
+    guess = f"   slime {near.split(chr(39))[1]}" if near else ""
+    return ConfigError(
+        f"slime has no command '{name}'",
+        code="CFG01",
+        where=f"command line: {name}",
+        why=f"commands: {', '.join(known)}" + (f"; plugins: {', '.join(sorted(set(plugins)))}" if plugins else ""),
+        fix="\n".join(filter(None, [near + guess, "all commands: slime --help"])),
+    )

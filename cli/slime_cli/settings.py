@@ -1,0 +1,86 @@
+"""Words after a command in; the recipe found, the config loaded and its plugins ready out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.failure import Session, say
+from slime_core.config.load import Loaded, Words, read, split
+from slime_core.errors import ConfigError
+from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+
+PASSING: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+"""Click leaves flags that are keys of the config to us."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Settings:
+    """A loaded config and its plugins."""
+
+    loaded: Loaded
+    plugins: Plugins
+
+    @property
+    def config(self) -> Config:
+        """The resolved config."""
+        return self.loaded.config
+
+
+def load_settings(words: Sequence[str], session: Session, *, complete: bool = True) -> Settings:
+    """Config and plugins of a command line; notices go to stderr.
+
+    Raises:
+        ConfigError: CFG01 to CFG11 and CFG15.
+        PluginError: PLG50 to PLG55.
+    """
+    loaded = load_words(split(words), session)
+    if complete:
+        loaded.require_complete()
+    return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+
+
+def load_words(words: Words, session: Session) -> Loaded:
+    """The config of a split command line; notices go to stderr."""
+    loaded = read(find_recipe(words), words, models=option_models)
+    session.secrets = loaded.secrets
+    for notice in loaded.notices:
+        say(notice)
+    return loaded
+
+
+def find_recipe(words: Words) -> Path | None:
+    """The recipe's file: a path, ``PLUGIN/NAME``, ``NAME`` of a named plugin, or a named plugin's default recipe.
+
+    Raises:
+        ConfigError: CFG05 there is no such recipe.
+        PluginError: a named plugin does not load.
+    """
+    if words.recipe is None:
+        return next((path for name in words.plugins if (path := default_recipe(name)) is not None), None)
+    path = Path(words.recipe).expanduser()
+    if path.exists() or path.suffix == ".toml":
+        return path
+    plugin, slash, name = words.recipe.rpartition("/")
+    if slash and "/" not in plugin and not plugin.startswith("."):
+        return recipe_path(plugin, name)
+    if words.plugins and not slash:
+        return recipe_path(words.plugins[0], name)
+    raise ConfigError(
+        f"there is no recipe '{words.recipe}'",
+        code="CFG05",
+        where=str(path.absolute()),
+        why=f"it is no file (the current folder is {Path.cwd()}) and no plugin is named that could have it",
+        fix="give a TOML file, or PLUGIN/RECIPE, or --plugin NAME for its default recipe",
+    )
+
+
+def default_recipe(plugin: str) -> Path | None:
+    """A plugin's default recipe; None where it brings no recipes."""
+    return recipe_path(plugin) if "slime_recipes" in load_plugin(plugin).answers else None

@@ -1,0 +1,188 @@
+"""`slime show RUN`: a run directory in; what was run, how it went and what it made out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slime_cli.tables import cell, heading, print_pairs, print_table
+
+if TYPE_CHECKING:
+    from slime_core.report.rundir import RunDir
+
+MAIN = (
+    "reward/mean",
+    "reward/std",
+    "reward/equal_groups",
+    "response_len/mean",
+    "truncated_ratio",
+    "loss",
+    "train/loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "staleness/max",
+)
+"""Metrics that are shown without --all, with every task's and term's reward."""
+
+
+@click.command("show")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--all", "everything", is_flag=True, help="Every metric, not only the main ones.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+def command(run: Path, everything: bool, as_json: bool) -> None:
+    """Explain a run directory: settings, stages, metrics, drops, times, evaluations, samples, final model."""
+    from slime_core.report.rundir import RunDir
+
+    facts = explain(RunDir.open(run))
+    if as_json:
+        click.echo(json.dumps(facts, indent=1, sort_keys=True))
+    else:
+        print_facts(facts, everything)
+
+
+def explain(run_dir: RunDir) -> dict[str, Any]:
+    """Everything that `slime show` knows, with stable keys."""
+    from slime_core.config.load import read, stage_name, stages
+    from slime_core.report import history
+
+    config = read(run_dir.config, check=False).config
+    info = run_dir.read_info()
+    holder = run_dir.holder()
+    steps = history.steps_of(run_dir)
+    parts = []
+    for stage in stages(config):
+        name = stage_name(stage)
+        mine = [step for step in steps if step.get("stage") == name]
+        parts.append(
+            {
+                "name": name,
+                "steps": len(mine),
+                "of": stage.rollout.num_rollout,
+                "prompts_per_step": stage.rollout.rollout_batch_size,
+                "samples_per_prompt": stage.rollout.n_samples_per_prompt,
+                "loss_type": stage.train.loss_type,
+                "advantage_estimator": stage.train.advantage_estimator,
+                "lr": stage.train.lr,
+                "metrics": history.summary(mine),
+                "seconds": history.times(mine),
+                "tokens_per_second": history.tokens_per_second(mine),
+            }
+        )
+    return {
+        "run_dir": str(run_dir.path),
+        "status": _status(info, holder),
+        "holder": holder,
+        "info": info,
+        "config": {
+            "name": config.name,
+            "seed": config.seed,
+            "plugins": list(config.plugins),
+            "hf_checkpoint": config.rollout.hf_checkpoint,
+            "init_weights": config.rollout.init_weights,
+            "dtype": config.train.dtype,
+            "device": config.cluster.device,
+            "cpu_threads": config.cluster.cpu_threads,
+        },
+        "version": steps[-1]["version"] if steps else 0,
+        "stages": parts,
+        "samples_by_state": history.states(run_dir),
+        "evaluations": history.evaluations_of(run_dir),
+        "routing": info.get("routing", []),
+        "samples": history.last_samples(run_dir),
+        "errors": sorted(str(path) for path in run_dir.errors.glob("*.txt")),
+        "final": str(run_dir.final) if run_dir.final.exists() else None,
+    }
+
+
+def _status(info: dict[str, Any], holder: dict[str, Any] | None) -> str:
+    if holder is not None:
+        return "running"
+    status = str(info.get("status", "unknown"))
+    return "stopped without a word" if status == "running" else status
+
+
+def print_facts(facts: dict[str, Any], everything: bool) -> None:
+    """The facts as tables on stdout."""
+    info, config = facts["info"], facts["config"]
+    heading(facts["run_dir"])
+    status = facts["status"] + (f" ({info['error']})" if info.get("error") and facts["status"] == "failed" else "")
+    print_pairs(
+        {
+            "status": status + (f", pid {facts['holder'].get('pid')}" if facts["holder"] else ""),
+            "command": " ".join(info.get("command", [])) or "-",
+            "started": info.get("started", "-"),
+            "plugins": ", ".join(info.get("plugins", {}).values() or config["plugins"]) or "none",
+            "model": f"{config['hf_checkpoint'] or '-'} (weights: {config['init_weights']})",
+            "machine": f"{config['device']}, {config['dtype']}, {config['cpu_threads']} threads",
+            "seed": config["seed"],
+            "steps": facts["version"],
+        }
+    )
+    heading("stages")
+    columns = ("name", "steps", "of", "prompts_per_step", "samples_per_prompt", "loss_type", "lr", "tokens_per_second")
+    print_table(
+        ["stage", "steps", "of", "prompts", "x", "loss", "lr", "tok/s"],
+        [[stage[key] for key in columns] for stage in facts["stages"]],
+    )
+    for stage in facts["stages"]:
+        _print_metrics(stage, everything)
+    _print_evaluations(facts["evaluations"])
+    states = facts["samples_by_state"]
+    if states:
+        heading("samples: issued = trained + dropped + pending")
+        print_table(["state", "count"], [[name, count] for name, count in states.items()])
+    if facts["routing"]:
+        heading("routing")
+        names = list(dict.fromkeys(key for row in facts["routing"] for key in row))
+        print_table(names, [[row.get(name, "") for name in names] for row in facts["routing"]])
+    for row in facts["samples"]:
+        _print_sample(row)
+    print_pairs(
+        {"final model": facts["final"] or "none yet"}
+        | ({"errors": "\n".join(facts["errors"])} if facts["errors"] else {})
+    )
+
+
+def _print_metrics(stage: dict[str, Any], everything: bool) -> None:
+    metrics = stage["metrics"]
+    chosen = [
+        name
+        for name in metrics
+        if everything or name in MAIN or (name.startswith(("task/", "reward_term/")) and "/" in name)
+    ]
+    if chosen:
+        heading(f"metrics of {stage['name']}" + ("" if everything else "   (all of them: --all)"))
+        rows = [[name, *(cell(metrics[name][key]) for key in ("first", "last", "best"))] for name in chosen]
+        print_table(["metric", "first", "last", "best"], rows)
+    total = sum(stage["seconds"].values())
+    if total:
+        heading(f"times of {stage['name']}")
+        parts = sorted(stage["seconds"].items(), key=lambda item: -item[1])
+        print_table(["part", "seconds", "share"], [[n, round(s, 2), f"{s / total:.0%}"] for n, s in parts])
+
+
+def _print_evaluations(rows: list[dict[str, Any]]) -> None:
+    if rows:
+        heading("evaluations")
+        keys = ("reward/mean", "reward/best", "samples", "response_len/mean", "truncated_ratio", "infra_errors")
+        print_table(
+            ["set", "step", *keys],
+            [[row["name"], row["version"], *(cell(row["metrics"].get(key)) for key in keys)] for row in rows],
+        )
+
+
+def _print_sample(row: dict[str, Any]) -> None:
+    heading(f"{row['rank']} sample {row['id']}: reward {cell(row['reward'])}")
+    terms = ", ".join(f"{name} {cell(value)}" for name, value in row.get("terms", {}).items())
+    print_pairs(
+        {
+            "prompt": row["prompt"],
+            "response": row["response"],
+            "label": row["label"],
+            "ended": f"{row['status']} after {row['response_length']} tokens" + (f"; {terms}" if terms else ""),
+        }
+    )

@@ -1,0 +1,102 @@
+"""A run directory in; its metrics, drops, times, evaluations and samples out, for people and for `--json`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from slime_core.report.rundir import RunDir
+
+HIGHER = ("reward/", "task/", "reward_term/", "eval/")
+LOWER = ("loss", "kl", "truncated_ratio", "failed_ratio", "train_rollout_logprob_abs_diff", "dropped/")
+"""Beginnings of metric names that have a good direction; the others have no best."""
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON objects of a file, one a line; a last line that a crash cut short is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The step lines of ``metrics.jsonl``; of a version written twice the later stands."""
+    rows = {row["version"]: row for row in read_lines(run_dir.metrics) if row.get("kind") == "step"}
+    return [rows[version] for version in sorted(rows)]
+
+
+def evaluations_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The evaluation lines of ``metrics.jsonl``, by version."""
+    rows = [row for row in read_lines(run_dir.metrics) if row.get("kind") == "eval"]
+    return list({(row["version"], row["name"]): row for row in rows}.values())
+
+
+def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Metric name to ``first``, ``last`` and ``best`` over some steps; best is None where no direction is good."""
+    names = dict.fromkeys(name for step in steps for name in step["metrics"])
+    table: dict[str, dict[str, float | None]] = {}
+    for name in sorted(names):
+        values = [value for step in steps if (value := step["metrics"].get(name)) is not None]
+        if values:
+            table[name] = {"first": values[0], "last": values[-1], "best": best(name, values)}
+    return table
+
+
+def best(name: str, values: Sequence[float]) -> float | None:
+    """The highest of rewards, the lowest of losses; None for the rest."""
+    if name.startswith(HIGHER):
+        return max(values)
+    return min(values) if name.startswith(LOWER) or name.endswith("/loss") else None
+
+
+def times(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by part, summed over steps."""
+    parts = dict.fromkeys(name for step in steps for name in step.get("seconds", {}))
+    return {name: sum(step["seconds"].get(name) or 0.0 for step in steps) for name in parts}
+
+
+def tokens_per_second(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Response tokens of all steps by the seconds of all their parts."""
+    seconds = sum(times(steps).values())
+    tokens = sum(step["metrics"].get("tokens/response") or 0.0 for step in steps)
+    return tokens / seconds if seconds else None
+
+
+def states(run_dir: RunDir) -> dict[str, int]:
+    """Samples by state, as the ledger counts them: ``issued trained pending``, ``dropped/REASON``; or nothing.
+
+    ``pending`` holds what is generated and not yet trained, as `Ledger.counts` has it.
+    """
+    if not run_dir.ledger.exists():
+        return {}
+    query = "SELECT t.state, coalesce(r.name, ''), t.count FROM tally t LEFT JOIN reasons r ON r.id = t.reason"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(run_dir.ledger))}?mode=ro", uri=True, timeout=5)) as database:
+            rows = database.execute(query).fetchall()
+    except sqlite3.Error:
+        return {}
+    counts = {"issued": sum(count for *_, count in rows), "trained": 0, "pending": 0}
+    for state, reason, count in rows:
+        if count:
+            name = ("pending", "pending", "trained", f"dropped/{reason}")[state]
+            counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def last_samples(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Best and worst samples of the last step that has any."""
+    rows = list(read_lines(run_dir.samples))
+    version = max((row.get("version", 0) for row in rows), default=0)
+    return [row for row in rows if row.get("version") == version]
