@@ -60,4 +60,5 @@ class Context:
         done = await self.engine.generate(request)
         sample.append_response(done.tokens, done.log_probs, text=done.text, version=done.versions)
         sample.status = FINISHED[done.finish]
+        sample.temperature = params.temperature or 1.0
         return done

@@ -103,6 +103,7 @@ class Sample:
     index: int | None = None  # of the sample in the run
     rollout_id: int | None = None  # fan-out siblings share it; None means its own
     attempt: int = 0  # 0 for the first try; part of the draw's key
+    temperature: float = 1.0  # of its draws: the trainer divides logits by it
     session_id: str = ""
     remove_sample: bool = False  # trains with mask 0, still counts in its group
     multimodal_inputs: dict[str, Any] | None = None

@@ -31,6 +31,7 @@ def pending_group(prompt: Prompt, config: Config, *, count: int = 0) -> Group:
             group_index=prompt.position,
             index=first + j,
             rollout_id=first + j,
+            temperature=config.rollout.rollout_temperature or 1.0,
             session_id=f"{prompt.id}-{j}",
         )
         for j in range(n)
