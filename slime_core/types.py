@@ -8,7 +8,7 @@ Dimensions in names and shapes: S samples of a step, G groups, T tokens (prompt 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
@@ -159,11 +159,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; an ArrayRef becomes a dict of its own fields."""
-        out: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            out[item.name] = _plain(value)
-        return out
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -175,12 +171,9 @@ class Sample:
         values = dict(data)
         values["status"] = Status(values.get("status", "pending"))
         for name in ("rollout_routed_experts", "rollout_top_p_token_ids"):
-            if values.get(name):
-                values[name] = _array_ref(values[name])
-        if values.get("multimodal_train_inputs"):
-            values["multimodal_train_inputs"] = {
-                key: _array_ref(ref) for key, ref in values["multimodal_train_inputs"].items()
-            }
+            values[name] = _array_ref(values[name]) if values.get(name) else None
+        if inputs := values.get("multimodal_train_inputs"):
+            values["multimodal_train_inputs"] = {key: _array_ref(ref) for key, ref in inputs.items()}
         return cls(**values)
 
 
@@ -406,8 +399,3 @@ class StepReport:
     of: int  # steps of the stage
     metrics: dict[str, float]
     seconds: dict[str, float]  # wall time by part
-
-    def items(self) -> Iterator[tuple[str, float]]:
-        """Metric names and values, times included as ``time/NAME``."""
-        yield from self.metrics.items()
-        yield from ((f"time/{name}", value) for name, value in self.seconds.items())
