@@ -8,7 +8,7 @@ Dimensions in names and shapes: S samples of a step, G groups, T tokens (prompt 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
@@ -37,8 +37,7 @@ class Status(StrEnum):
 class ArrayRef:
     """Large per-token data, kept in a segment file and never in a list.
 
-    Example:
-        ArrayRef(segment="000001.seg", offset=4096, dtype="int16", shape=(60, 4, 2), crc32=0x1B2C3D4E)
+    Example: ArrayRef(segment="000001.seg", offset=4096, dtype="int16", shape=(60, 4, 2), crc32=0x1B2C3D4E)
     """
 
     segment: str  # file name inside the run's segments/ folder
@@ -147,7 +146,7 @@ class Sample:
                 raise ValueError(f"sample {self.id}: {count} trainable tokens came without log-probs; pass mask=0")
             log_probs = [0.0] * count
         lengths = {"tokens": count, "log_probs": len(log_probs), "mask": len(masks), "version": len(versions)}
-        if len(set(lengths.values())) != 1:
+        if set(lengths.values()) != {count}:
             raise ValueError(f"sample {self.id}: lengths differ in append_response: {lengths}")
         before = self.response_length
         self.loss_mask = [*(self.loss_mask if self.loss_mask is not None else [1] * before), *masks]
@@ -197,8 +196,7 @@ def _array_ref(data: Mapping[str, Any]) -> ArrayRef:
 class Group:
     """All samples of one prompt. Members are found by ``rollouts``, never by position.
 
-    Example:
-        Group(prompt=p, samples=[a, b1, b2], rollouts={34: [0], 35: [1, 2]})   # rollout 35 fanned out into two samples
+    Example: Group(prompt=p, samples=[a, b1, b2], rollouts={34: [0], 35: [1, 2]})   # rollout 35 fanned out into two
     """
 
     prompt: Prompt
@@ -238,8 +236,7 @@ class Reward:
 class Drop:
     """Why a group does not train. The reason is counted in metrics and written to the ledger.
 
-    Example:
-        Drop(reason="zero_std")
+    Example: Drop(reason="zero_std")
     """
 
     reason: str
@@ -249,8 +246,7 @@ class Drop:
 class SamplingParams:
     """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
 
-    Example:
-        SamplingParams(max_new_tokens=64, temperature=1.0, stop=("\\n",))
+    Example: SamplingParams(max_new_tokens=64, temperature=1.0, stop=("\\n",))
     """
 
     max_new_tokens: int
@@ -266,8 +262,7 @@ class SamplingParams:
 class GenerateRequest:
     """Tokens in: what an engine is asked to continue.
 
-    The draw at absolute position t is a function of ``(seed, t)`` alone, so a request that is stopped and continued
-    with its tokens kept goes on as if it had never stopped.
+    The draw at absolute position t is a function of ``(seed, t)`` alone: a request continued goes on as if never stopped.
 
     Example:
         GenerateRequest(id="grpo/17-0", tokens=[3, 4, 12], params=SamplingParams(max_new_tokens=8), seed=81)
@@ -389,8 +384,7 @@ class WeightUpdate:
 class StepReport:
     """One finished step, as sinks and `slime_step_done` see it.
 
-    Example:
-        StepReport(version=4, stage="main", step=3, of=40, metrics={"reward/mean": 0.5}, seconds={"train": 1.2})
+    Example: StepReport(version=4, stage="main", step=3, of=40, metrics={"reward/mean": 0.5}, seconds={"train": 1.2})
     """
 
     version: int  # steps completed in the run
@@ -399,3 +393,8 @@ class StepReport:
     of: int  # steps of the stage
     metrics: dict[str, float]
     seconds: dict[str, float]  # wall time by part
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Metric names and values, times included as ``time/NAME``."""
+        yield from self.metrics.items()
+        yield from ((f"time/{name}", value) for name, value in self.seconds.items())
