@@ -262,7 +262,7 @@ class SamplingParams:
 class GenerateRequest:
     """Tokens in: what an engine is asked to continue.
 
-    The draw at absolute position t is a function of ``(seed, t)`` alone: a request continued goes on as if never stopped.
+    The draw at absolute position t is a function of ``(seed, t)`` alone: continuing a request repeats nothing.
 
     Example:
         GenerateRequest(id="grpo/17-0", tokens=[3, 4, 12], params=SamplingParams(max_new_tokens=8), seed=81)
