@@ -98,7 +98,7 @@ class Collector:
         """
         await self._fill()
         while (ready := self._ready(count)) is None:
-            if not self._flying and self._error is None:
+            if self._error is None and all(task.done() for task in self._tasks):
                 raise SlimeError(
                     f"the data ended with {len(self._kept)} of the {count} groups that a step needs", code="DAT28"
                 )
