@@ -34,6 +34,7 @@ REMOTE_CODE_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
 )
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 NO_LIMIT = 1 << 20  # context of a model that states none
 FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -308,18 +309,25 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
     # A folder that declares the generic class means its tokenizer.json as it stands. AutoTokenizer would put another
     # pipeline around its vocabulary for some model types (qwen2 in transformers 5.17), and encode other ids.
+    # It would also make an empty tokenizer of a folder that has none.
+    if not trust_remote_code and not any(found for name in VOCABULARIES for found in folder.glob(name)):
+        raise _no_tokenizer(folder, f"it has none of {', '.join(VOCABULARIES)}")
     generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
     kind = PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         return kind.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(
-            "the model folder has no tokenizer that transformers can load",
-            code="TOK00",
-            where=str(folder),
-            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            fix="save the tokenizer beside the model: tokenizer.save_pretrained(FOLDER)",
-        ) from error
+        raise _no_tokenizer(folder, f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}") from error
+
+
+def _no_tokenizer(folder: Path, why: str) -> DataError:
+    return DataError(
+        "the model folder has no tokenizer that transformers can load",
+        code="TOK00",
+        where=str(folder),
+        why=why,
+        fix="save the tokenizer beside the model: tokenizer.save_pretrained(FOLDER)",
+    )
 
 
 def _eos_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
