@@ -7,12 +7,12 @@ slime_advantage  grpo, sft                        slime_loss       policy_loss, 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.hookspecs import hookimpl
+from slime_core.plugins.boundary import together
 from slime_core.protocols import Estimator, Loss, Role
 from slime_core.types import Batch, Columns, Group, Prompt, Reward, Sample, SamplingParams, Status
 
@@ -31,7 +31,7 @@ class Core:
     async def slime_generate(self, group: Group, ctx: Context) -> Group:
         """One model turn a sample, all at once; finished samples stay as they are."""
         open_ones = [s for s in group.samples if s.status in (Status.PENDING, Status.ABORTED)]
-        await asyncio.gather(*(ctx.generate(sample) for sample in open_ones))
+        await together(ctx.generate(sample) for sample in open_ones)
         return group
 
     @hookimpl(trylast=True)
@@ -47,7 +47,7 @@ class Core:
 
         A sample whose generate function has set ``reward`` keeps it.
         """
-        return list(await asyncio.gather(*(self._reward(sample, group, ctx) for sample in group.samples)))
+        return await together(self._reward(sample, group, ctx) for sample in group.samples)
 
     async def _reward(self, sample: Sample, group: Group, ctx: Context) -> Any:
         if sample.reward is not None:
@@ -65,7 +65,7 @@ class Core:
     @hookimpl(trylast=True)
     def slime_advantage(self) -> list[Estimator]:
         """``grpo``: rewards against their group. ``sft``: 1 for every token."""
-        return [Estimator(name="grpo", fn=_grpo), Estimator(name="sft", fn=_ones)]
+        return [Estimator(name="grpo", fn=_grpo), Estimator(name="sft", fn=_sft)]
 
     @hookimpl(trylast=True)
     def slime_loss(self) -> list[Loss]:
@@ -114,13 +114,13 @@ def _grpo(batch: Batch, train: Any) -> Columns:
     from slime_core.algo.estimators import grpo
 
     std = not train.disable_grpo_std_normalization
-    return {"advantages": grpo(batch.reward, batch.group, batch.sample_of_token(), std=std)}
+    return {"advantages": grpo(batch.reward, batch.group, batch.rollout, batch.sample_of_token(), std=std)}
 
 
-def _ones(batch: Batch, train: Any) -> Columns:
-    import numpy as np
+def _sft(batch: Batch, train: Any) -> Columns:
+    from slime_core.algo.estimators import sft
 
-    return {"advantages": np.ones(len(batch.loss_mask), dtype=np.float32)}
+    return {"advantages": sft(batch.sample_of_token())}
 
 
 def _policy_needs(train: Any) -> frozenset[Role]:
@@ -131,22 +131,23 @@ def _policy_needs(train: Any) -> frozenset[Role]:
 
 
 def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-    from slime_core.algo import kl, losses
+    from slime_core.algo import losses
 
-    old = columns["policy"] if "policy" in columns else log_probs.detach()
-    high = train.eps_clip_high or train.eps_clip
-    loss, metrics = losses.policy_loss(
-        log_probs, old, columns["advantages"], eps_clip=train.eps_clip, eps_clip_high=high
+    return losses.policy_loss(
+        log_probs,
+        columns["policy"] if "policy" in columns else log_probs.detach(),
+        columns["advantages"],
+        eps_clip=train.eps_clip,
+        eps_clip_high=train.eps_clip_high or train.eps_clip,
+        ref_log_probs=columns.get("reference"),
+        kl_coef=train.kl_loss_coef,
+        kl_type=train.kl_loss_type,
+        entropy=entropy,
+        entropy_coef=train.entropy_coef,
     )
-    if train.kl_loss_coef > 0:
-        metrics["kl_loss"] = kl.kl(log_probs, columns["reference"], train.kl_loss_type)
-        loss = loss + train.kl_loss_coef * metrics["kl_loss"]
-    if train.entropy_coef != 0:
-        loss = loss - train.entropy_coef * entropy
-    return loss, metrics
 
 
 def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
     from slime_core.algo.losses import sft_loss
 
-    return sft_loss(log_probs), {}
+    return sft_loss(log_probs)

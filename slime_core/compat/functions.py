@@ -3,48 +3,150 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+from slime_core.compat import listeners, owners, rollouts, shapes
+from slime_core.compat.finder import Finder, refuse_real
 from slime_core.compat.locate import locate
+from slime_core.compat.sample import Sample
+from slime_core.compat.session import Session
+from slime_core.plugins.boundary import HookThreads
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.context import Context
-    from slime_core.types import Group
+    from slime_core.plugins import Plugins
+    from slime_core.types import Batch, Group
+
+Function = Callable[..., Any]
+LATER = (  # keys whose functions want the samples of a step after it was scored
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_rollout_log_function_path",
+)
+ESTIMATION = {
+    "convert": "custom_convert_samples_to_train_data_path",
+    "post_process": "custom_reward_post_process_path",
+    "advantage": "custom_advantage_function_path",
+}
+LOSSES = {
+    "loss": "custom_loss_function_path",
+    "tis": "custom_tis_function_path",
+    "reducer": "custom_pg_loss_reducer_function_path",
+}
 
 
 class Functions:
     """See `slime_core.plugins.router.Functions`."""
 
     def __init__(self) -> None:
-        self._answers: dict[tuple[str, str], Answer] = {}
+        self._session = Session()
+        self._threads = HookThreads()
+        self._finder: Finder | None = None
+        self._located: dict[tuple[str, str], Function] = {}
+        self._answers: dict[tuple[str, str, str], Answer] = {}
         self._files: set[Path] = set()
+        self._configs: list[Config] = []
+        self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
+        self._step: dict[str, Sample] = {}
 
-    def owner(self, hook: str, config: Config) -> Answer | None:
+    def attach(self, plugins: Plugins) -> None:
+        """Make the facade known to functions that ask for a reward by name."""
+        self._session.plugins = plugins
+
+    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
-        if hook == "slime_reward" and config.reward.custom_rm_path:
-            return self._answer(hook, "reward.custom_rm_path", config.reward.custom_rm_path, config)
-        return None
+        self._note(config)
+        rollout = "eval.eval_function_path" if evaluation else "rollout.rollout_function_path"
+        key = {
+            "slime_reward": "reward.custom_rm_path",
+            "slime_generate": "rollout.custom_generate_function_path",
+            "slime_rollout": rollout,
+            "slime_prompts": "rollout.data_source_path",
+        }.get(hook, "")
+        path = _value(config, key)
+        return self._answer(hook, key, path, config) if path else None
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
-        return self._answer(hook, "data.tasks", path, config)
+        self._note(config)
+        key = {"slime_reward": "reward.custom_rm_path", "slime_generate": "rollout.custom_generate_function_path"}
+        return self._answer(hook, key[hook], path, config)
 
     def listeners(self, hook: str, config: Config) -> list[Answer]:
         """Functions for a vote or tell hook, in order."""
-        return []
+        self._note(config)
+        keys = {
+            "slime_filter": (
+                "rollout.dynamic_sampling_filter_path",
+                "rollout.rollout_sample_filter_path",
+                "rollout.buffer_filter_path",
+            ),
+            "slime_sample_done": ("rollout.rollout_sample_hook_path",),
+            "slime_batch": ("train.rollout_data_postprocess_path",),
+            "slime_step_done": ("report.custom_rollout_log_function_path",),
+        }.get(hook, ())
+        found = []
+        for key in keys:
+            value = _value(config, key)
+            paths = value if isinstance(value, tuple) else (value,)
+            found += [self._answer(hook, key, path, config) for path in paths if path]
+        return found
+
+    def evaluation_listeners(self, config: Config) -> list[Answer]:
+        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
+        key = "report.custom_eval_rollout_log_function_path"
+        path = _value(config, key)
+        if not path:
+            return []
+        fn = listeners.evaluation_log(self._locate(key, path), self._session)
+        return [Answer(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
         """``inner``, or what stands in its place."""
-        return inner
+        config = self._config_of(train)
+        paths = {name: _named(config, key) for name, key in ESTIMATION.items()}
+        if not any(paths.values()):
+            return inner
+        from slime_core.compat.estimation import estimator
 
-    def loss(self, inner: Loss, train: Any) -> Loss:
-        """``inner``, or what stands in its place."""
-        return inner
+        found = {name: self._locate(ESTIMATION[name], path) if path else None for name, path in paths.items()}
+        return estimator(
+            inner,
+            config,
+            self._session,
+            self._alive,
+            convert=found["convert"],
+            post_process=found["post_process"],
+            advantage=found["advantage"],
+        )
+
+    def loss(self, inner: Loss) -> Loss:
+        """``inner``, or what stands before it in any stage."""
+        if not any(_named(config, key) for config in self._configs for key in LOSSES.values()):
+            return inner
+        from slime_core.compat.losses import wrap
+
+        return wrap(inner, self._session, self._config_of, self._losses)
+
+    def seen(self, group: Group, config: Config) -> None:
+        """Note a group's samples, where a later function wants them."""
+        if any(_named(config, key) for key in LATER):
+            group.samples[:] = [Sample.of(sample) for sample in group.samples]
+            self._alive.update({sample.id: sample for sample in group.samples})  # type: ignore[misc]
+
+    def finish_batch(self, batch: Batch, train: Any) -> None:
+        """Add the columns that functions around the loss need."""
+        self._step.clear()
+        self._step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
+        if any(_named(self._config_of(train), key) for key in LOSSES.values()):
+            from slime_core.compat.losses import extra_columns
+
+            extra_columns(batch, train)
 
     def files(self) -> list[Path]:
         """Files of all functions that were loaded."""
@@ -52,23 +154,97 @@ class Functions:
 
     def close(self) -> None:
         """Take the import finder and the door away again."""
+        self._session.close()
+        self._step.clear()
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
+
+    def _note(self, config: Config) -> None:
+        if not any(known is config for known in self._configs):
+            self._configs.append(config)
+
+    def _config_of(self, train: Any) -> Config:
+        for config in reversed(self._configs):
+            if config.train is train:
+                return config
+        for config in reversed(self._configs):
+            if config.train == train:
+                return config
+        return self._configs[-1].model_copy(update={"train": train})
+
+    def _losses(self, train: Any) -> Mapping[str, Function | None]:
+        return {
+            name: self._locate(key, path) if (path := str(getattr(train, key))) else None
+            for name, key in LOSSES.items()
+        }
+
+    def _locate(self, key: str, path: str) -> Function:
+        """The function at ``path``, checked against the signature that slime gives it."""
+        if (key, path) not in self._located:
+            if self._finder is None:
+                self._finder = Finder.install()
+            fn: Function = locate(path, key)
+            refuse_real(key, path, self._finder)
+            self._check(fn, key, path)
+            self._located[key, path] = fn
+            file = inspect.getsourcefile(inspect.unwrap(fn))
+            self._files |= {Path(file)} if file else set()
+        return self._located[key, path]
+
+    def _check(self, fn: Function, key: str, path: str) -> None:
+        name = key.rpartition(".")[2]
+        hook = {"custom_rm_path": "slime_reward", "custom_generate_function_path": "slime_generate"}.get(name)
+        if hook and shapes.is_native(fn, hook):
+            return
+        if name == "custom_rm_path" and shapes.is_plain(fn):
+            return
+        others = ("def reward(sample)",) if name == "custom_rm_path" else ()
+        shapes.check(fn, key, path, others)
+
+    def _provider(self, key: str, path: str) -> Provider:
+        fn = self._located[key, path]
+        file = inspect.getsourcefile(inspect.unwrap(fn))
+        home = Path(file) if file else None
+        return Provider(name=key.rpartition(".")[2], origin=path, source="path", home=home)
 
     def _answer(self, hook: str, key: str, path: str, config: Config) -> Answer:
-        if (hook, path) not in self._answers:
-            fn = locate(path, key)
-            file = Path(inspect.getfile(inspect.unwrap(fn)))
-            self._files.add(file)
-            provider = Provider(name=key.split(".")[-1], origin=path, source="path", home=file)
-            self._answers[hook, path] = answer(provider, hook, _reward(fn))
-        return self._answers[hook, path]
+        variant = (hook, path, str(config.reward.group_rm) if hook == "slime_reward" else "")
+        if variant not in self._answers:
+            fn = self._locate(key, path)
+            native = shapes.is_native(fn, hook)
+            made = fn if native else self._adapted(hook, key, fn, config)
+            self._answers[variant] = answer(self._provider(key, path), hook, made)
+        return self._answers[variant]
+
+    def _adapted(self, hook: str, key: str, fn: Function, config: Config) -> Function:
+        session = self._session
+        if hook == "slime_reward":
+            return owners.reward(fn, session, group_rm=config.reward.group_rm)
+        makers: dict[str, Callable[[], Function]] = {
+            "custom_generate_function_path": lambda: owners.generate(fn, session, self._threads),
+            "rollout_function_path": lambda: rollouts.rollout(fn, session, self._threads),
+            "eval_function_path": lambda: rollouts.rollout(fn, session, self._threads),
+            "data_source_path": lambda: rollouts.prompts(fn, session),
+            "dynamic_sampling_filter_path": lambda: listeners.dynamic_filter(fn, session),
+            "rollout_sample_filter_path": lambda: listeners.sample_filter(fn, session),
+            "buffer_filter_path": lambda: listeners.buffer_filter(fn, session),
+            "rollout_sample_hook_path": lambda: listeners.sample_hook(fn, session),
+            "rollout_data_postprocess_path": lambda: listeners.postprocess(fn, session),
+            "custom_rollout_log_function_path": lambda: listeners.rollout_log(fn, session, self._step),
+        }
+        return makers[key.rpartition(".")[2]]()
 
 
-def _reward(fn: Callable[..., Any]) -> Callable[..., Any]:
-    async def slime_reward(group: Group, ctx: Context) -> list[Any]:
-        values = []
-        for sample in group.samples:
-            value = fn(sample)
-            values.append(await value if inspect.isawaitable(value) else value)
-        return values
+def _value(config: Config, key: str) -> Any:
+    """The value of ``section.name``, empty for an empty key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name) if key else ""
 
-    return slime_reward
+
+def _named(config: Config, name: str) -> str:
+    """The value of a key by its own name, whichever section holds it."""
+    for section in ("train", "reward", "report"):
+        if hasattr(getattr(config, section), name):
+            return str(getattr(getattr(config, section), name))
+    return ""

@@ -32,17 +32,14 @@ CORE = "slime_core.builtin"  # layers above this one, loaded by name like every 
 FUNCTIONS = "slime_core.compat.functions"
 
 
-def load_plugins(config: Config, *, stages: Sequence[Config] = ()) -> Plugins:
-    """Load what ``config.plugins`` names, core's own plugin and functions by path, and route every hook.
-
-    Args:
-        config: the run.
-        stages: the resolved config of each stage, where the recipe has any; their routes are checked as well.
+def load_plugins(config: Config) -> Plugins:
+    """Load what ``config.plugins`` names, core's own plugin and functions by path, and route every hook and stage.
 
     Raises:
         PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two answers of equal rank.
         ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss.
     """
+    from slime_core.config.stages import stages
     from slime_core.errors import ConfigError, nearest
 
     loaded = {name: load_plugin(name) for name in dict.fromkeys(config.plugins)}
@@ -57,7 +54,7 @@ def load_plugins(config: Config, *, stages: Sequence[Config] = ()) -> Plugins:
         )
     for name, plugin in loaded.items():
         plugin.options = load_options(plugin, config.plugin.get(name, {}))
-    return connect(loaded, [config, *stages])
+    return connect(loaded, stages(config))
 
 
 def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
@@ -66,6 +63,7 @@ def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
     core: Any = import_module(CORE).Core()
     plugins = Plugins(loaded, core_plugin(core), functions)
     core.reward_by_type = plugins.reward_by_type
+    functions.attach(plugins)
     try:
         for config in configs:
             plugins.resolve(config)

@@ -11,18 +11,22 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_core.errors import PluginError, SlimeError
 from slime_core.plugins.provider import Answer, Provider, signature_of
+
+T = TypeVar("T")
+HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
+"""On a hook's thread: the loop that waits for it."""
 
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)
 ENDINGS = (SystemExit, KeyboardInterrupt)
 
 
-class _Late(Exception):
+class Late(Exception):
     """The deadline passed; ``at`` is where a thread stood then."""
 
     def __init__(self, at: str = "") -> None:
@@ -30,7 +34,7 @@ class _Late(Exception):
         self.at = at
 
 
-class _Carried(Exception):
+class Carried(Exception):
     """Carries an exception that would end the loop (SystemExit) or that a future refuses (StopIteration)."""
 
     def __init__(self, error: BaseException) -> None:
@@ -45,21 +49,22 @@ class HookThreads:
         self._limit = limit
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def run(self, fn: Callable[[], Any], deadline: float) -> Any:
-        """Call ``fn`` on a thread; the deadline in seconds counts from its start."""
+    async def run(self, fn: Callable[[], Any], deadline: float | None = None) -> Any:
+        """Call ``fn`` on a thread; the deadline in seconds counts from its start. :class:`Carried` holds its error."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self._limit))
         async with self._slots[1]:
             future: asyncio.Future[Any] = loop.create_future()
             context = contextvars.copy_context()
+            context.run(HOOK_LOOP.set, loop)
             thread = threading.Thread(
                 target=context.run, args=(_work, fn, loop, future), name="slime-hook", daemon=True
             )
             thread.start()
             await asyncio.wait({future}, timeout=deadline)
             if not future.done():
-                raise _Late(_stack_of(thread))
+                raise Late(_stack_of(thread))
             return future.result()
 
 
@@ -79,7 +84,7 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
     if error is None:
         future.set_result(value)
     else:
-        future.set_exception(error if type(error) is _Late else _Carried(error))
+        future.set_exception(error if type(error) is Late else Carried(error))
 
 
 def _stack_of(thread: threading.Thread) -> str:
@@ -94,10 +99,10 @@ async def _awaited(work: Awaitable[Any], deadline: float) -> Any:
             return await work
     except TimeoutError:
         if scope.expired():
-            raise _Late from None
+            raise Late from None
         raise
     except ENDINGS as error:
-        raise _Carried(error) from None
+        raise Carried(error) from None
 
 
 async def call(
@@ -122,9 +127,9 @@ async def call(
             return await _awaited(answer(arguments), deadline)
         value = await threads.run(lambda: answer(arguments), deadline)
         return await _awaited(value, deadline) if inspect.isawaitable(value) else value
-    except _Late as late:
+    except Late as late:
         raise _too_late(answer, about, deadline, key, late.at) from None
-    except _Carried as carried:
+    except Carried as carried:
         raise (
             carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
         ) from carried.error
@@ -137,6 +142,25 @@ async def call(
         raise
     except Exception as error:
         raise failure(answer, error, about) from error
+
+
+async def together(works: Iterable[Awaitable[T]]) -> list[T]:
+    """The answers of plugin coroutines that run side by side; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(_contained(work)) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _contained(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except ENDINGS as error:
+        raise Carried(error) from None
 
 
 def call_now(answer: Answer, arguments: Mapping[str, Any], *, about: str) -> Any:

@@ -11,7 +11,7 @@ from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, call, call_now, wrong
 from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint
-from slime_core.plugins.load import Loaded, recipe_of
+from slime_core.plugins.load import Loaded, load_options, recipe_of
 from slime_core.plugins.provider import Answer
 from slime_core.plugins.rewards import to_reward, to_rewards
 from slime_core.plugins.router import Functions, Router
@@ -40,15 +40,22 @@ class Plugins:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._router = Router(self._loaded, core, functions)
+        self._options: dict[tuple[str, int], BaseModel | None] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The loaded plugins, in the order of the config."""
         return tuple(self._loaded)
 
-    def options(self, name: str) -> BaseModel | None:
-        """The filled ``[plugin.NAME]`` model of a loaded plugin."""
-        return self._loaded[name].options
+    def options(self, name: str, config: Config | None = None) -> BaseModel | None:
+        """The filled ``[plugin.NAME]`` model of a loaded plugin, of the run or of a stage's config."""
+        if config is None:
+            return self._loaded[name].options
+        self._router.hold(config)
+        key = (name, id(config))
+        if key not in self._options:
+            self._options[key] = load_options(self._loaded[name], config.plugin.get(name, {}))
+        return self._options[key]
 
     async def generate(self, group: Group, ctx: Context) -> Group:
         """Fill a group's pending samples (`slime_generate`)."""
@@ -59,6 +66,7 @@ class Plugins:
 
     async def reward(self, group: Group, ctx: Context) -> list[Reward]:
         """One Reward a sample, in order (`slime_reward`)."""
+        self._functions.seen(group, ctx.config)
         answer = self._owner("slime_reward", group.prompt.task, ctx)
         reward = ctx.config.reward
         value = await self._call(answer, ctx, f"prompt '{group.id}'", reward.reward_timeout, REWARD, group=group)
@@ -124,6 +132,8 @@ class Plugins:
         for answer, mine in by_answer.values():
             done = await self._call(answer, ctx, about, timeout, GENERATE, groups=mine)
             made.update(_same_groups(answer, done, mine, about))
+        for group in made.values():
+            self._functions.seen(group, ctx.config)
         return [made[group.id] for group in groups]
 
     def estimator(self, name: str) -> Estimator:
@@ -135,20 +145,16 @@ class Plugins:
         return self._router.named["slime_advantage"].value(name)  # type: ignore[no-any-return]
 
     def loss(self, name: str) -> Loss:
-        """The loss of that name.
+        """The loss of that name, with the run's functions by path (loss, correction, reducer) applied.
 
         Raises:
             ConfigError: CFG04 no plugin registers it.
         """
-        return self._router.named["slime_loss"].value(name)  # type: ignore[no-any-return]
-
-    def loss_of(self, train: Any) -> Loss:
-        """The loss of a [train] section, with functions by path (correction, reducer) applied."""
-        return self._router.loss(train)
+        return self._router.loss(name)
 
     def needs(self, train: Any) -> frozenset[Role]:
         """The roles that the estimator and the loss of this [train] section read."""
-        estimator, loss = self._router.estimator(train), self._router.loss(train)
+        estimator, loss = self._router.estimator(train), self._router.loss(train.loss_type)
         return estimator.needs | loss.needs | (loss.needs_when(train) if loss.needs_when else frozenset())
 
     def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:
@@ -168,6 +174,7 @@ class Plugins:
         """Tell every `slime_batch` of the step's columns."""
         for answer in self._router.listeners("slime_batch", ctx.config):
             self._call_now(answer, ctx, f"step {batch.version}", batch=batch)
+        self._functions.finish_batch(batch, ctx.config.train)
 
     def sinks(self, ctx: Context) -> list[Sink]:
         """Every tracker of every plugin (`slime_sinks`)."""
@@ -181,6 +188,11 @@ class Plugins:
         """Tell every `slime_step_done` of a finished step."""
         for answer in self._router.listeners("slime_step_done", ctx.config):
             self._call_now(answer, ctx, f"step {report.version}", report=report)
+
+    def evaluated(self, sets: Mapping[str, list[Group]], metrics: Mapping[str, float], ctx: Context) -> None:
+        """Tell functions by path of an evaluation: its groups by set, and its metrics."""
+        for answer in self._functions.evaluation_listeners(ctx.config):
+            self._call_now(answer, ctx, f"the evaluation at version {ctx.version}", sets=sets, metrics=dict(metrics))
 
     def checks(self) -> list[Check]:
         """Rows of `slime doctor` (`slime_checks`)."""
@@ -249,8 +261,8 @@ class Plugins:
         return [(name, holder) for name, holder in holders if holder is not None]
 
     def _ctx_of(self, answer: Answer, ctx: Context) -> Context:
-        plugin = self._loaded.get(answer.provider.name) if answer.provider.source == "plugin" else None
-        return ctx.with_options(plugin.options if plugin else None)
+        owner = answer.provider
+        return ctx.with_options(self.options(owner.name, ctx.config) if owner.source == "plugin" else None)
 
     async def _call(
         self, answer: Answer, ctx: Context, about: str, deadline: float, key: str, **arguments: Any

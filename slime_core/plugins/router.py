@@ -18,6 +18,8 @@ from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
+    from slime_core.plugins.facade import Plugins
+    from slime_core.types import Batch, Group
 
 SFT = "sft_loss"
 
@@ -25,7 +27,7 @@ SFT = "sft_loss"
 class Functions(Protocol):
     """Functions given by path, as answers to hooks (`slime_core.compat.functions`)."""
 
-    def owner(self, hook: str, config: Config) -> Answer | None:
+    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
         ...
 
@@ -37,12 +39,28 @@ class Functions(Protocol):
         """Functions for a vote or tell hook, in order."""
         ...
 
+    def evaluation_listeners(self, config: Config) -> list[Answer]:
+        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
+        ...
+
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
         """``inner``, or what stands in its place."""
         ...
 
-    def loss(self, inner: Loss, train: Any) -> Loss:
-        """``inner``, or what stands in its place."""
+    def loss(self, inner: Loss) -> Loss:
+        """``inner``, or what stands before it in any stage."""
+        ...
+
+    def seen(self, group: Group, config: Config) -> None:
+        """Note a group's samples, where a later function wants them."""
+        ...
+
+    def finish_batch(self, batch: Batch, train: Any) -> None:
+        """Add the columns that functions around the loss need."""
+        ...
+
+    def attach(self, plugins: Plugins) -> None:
+        """Make the facade known to functions that ask for a reward by name."""
         ...
 
     def files(self) -> list[Path]:
@@ -62,7 +80,8 @@ class Router:
         self.named: dict[str, Registry] = {hook: collect(hook, [*loaded.values(), core]) for hook in NAMED_HOOKS}
         self._owners: dict[tuple[int, str, str, bool], Answer | None] = {}
         self._listeners: dict[tuple[int, str], list[Answer]] = {}
-        self._configs: dict[int, Config] = {}  # held, so that an id stays its config's
+        self._configs: dict[int, Config] = {}
+        self._resolved: list[Config] = []
 
     def owner(
         self, hook: str, task: str, config: Config, evaluation: bool = False, chosen: Task | None = None
@@ -73,7 +92,7 @@ class Router:
             ConfigError: CFG04 the task names a plugin that is not loaded.
             PluginError: PLG52 two answers of equal rank, or what loading a function by path raises.
         """
-        self._configs.setdefault(id(config), config)
+        self.hold(config)
         key = (id(config), hook, task, evaluation)
         if key not in self._owners:
             self._owners[key] = self._choose(hook, task, config, evaluation, chosen)
@@ -81,7 +100,7 @@ class Router:
 
     def listeners(self, hook: str, config: Config) -> list[Answer]:
         """Everyone who answers a vote or tell hook: functions by path, plugins in their order, core."""
-        self._configs.setdefault(id(config), config)
+        self.hold(config)
         key = (id(config), hook)
         if key not in self._listeners:
             mine = [plugin.answers[hook] for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
@@ -103,9 +122,13 @@ class Router:
         """The estimator of a [train] section; the supervised loss has its own."""
         return self._functions.estimator(self.named["slime_advantage"].value(self.estimator_name(train)), train)
 
-    def loss(self, train: Any) -> Loss:
-        """The loss of a [train] section, with functions by path applied."""
-        return self._functions.loss(self.named["slime_loss"].value(train.loss_type), train)
+    def loss(self, name: str) -> Loss:
+        """The loss of that name, with functions by path applied."""
+        return self._functions.loss(self.named["slime_loss"].value(name))
+
+    def hold(self, config: Config) -> None:
+        """Keep a config alive, so that its id stays its own."""
+        self._configs.setdefault(id(config), config)
 
     def resolve(self, config: Config) -> None:
         """Route and look up everything of one config, so that mistakes show before the start.
@@ -114,6 +137,7 @@ class Router:
             ConfigError: CFG04 an unknown reward type, estimator or loss, or a task's unknown plugin.
             PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
         """
+        self._resolved.append(config)
         for hook in route.OWNER_HOOKS:
             for task, evaluation in tasks_of(config):
                 self.owner(hook, task, config, evaluation)
@@ -123,11 +147,11 @@ class Router:
         for name in {config.reward.rm_type, *(t.reward for t in route.tasks_of(config) if is_name(t.reward))} - {""}:
             self.named["slime_reward_types"].answer(name)
         self.estimator(config.train)
-        self.loss(config.train)
+        self.loss(config.train.loss_type)
 
     def rows(self) -> list[dict[str, str]]:
         """``hook task provider`` of every config that was resolved."""
-        rows = [row for config in self._configs.values() for row in self._rows(config)]
+        rows = [row for config in self._resolved for row in self._rows(config)]
         return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
 
     def _rows(self, config: Config) -> Iterator[dict[str, str]]:
@@ -153,7 +177,7 @@ class Router:
             task,
             route.candidates(
                 hook,
-                by_path=self._functions.owner(hook, config),
+                by_path=self._functions.owner(hook, config, evaluation),
                 own_choice=self._own_choice(hook, declared, config),
                 owner=(declared.plugin if declared else "") or owners.get(task, inherited),
                 owning=set(owners.values()),

@@ -1,0 +1,113 @@
+"""slime's ``args``: a config in; its keys flat, under THUDM/slime's names and with its meanings, read-only, out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slime_core.config.schema import SECTIONS
+from slime_core.errors import nearest
+
+if TYPE_CHECKING:
+    from slime_core.compat.session import Session
+    from slime_core.config.schema import Config
+    from slime_core.context import Context
+
+LOOPBACK = "127.0.0.1"
+_NONE_FOR_ZERO = ("rollout_max_context_len", "rollout_max_prompt_len", "global_batch_size", "lr_decay_iters")
+_FOLLOWS = {  # evaluation keys that fall back on training's where they are 0
+    "eval_max_response_len": "rollout_max_response_len",
+    "eps_clip_high": "eps_clip",
+}
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every core key by its own name, which is unique over sections; what is empty is None, as in slime."""
+    found: dict[str, Any] = {}
+    for section in SECTIONS:
+        model = getattr(config, section)
+        found.update({name: getattr(model, name) for name in type(model).model_fields})
+    for name, value in found.items():
+        if value == "" or (name in _NONE_FOR_ZERO and value == 0):
+            found[name] = None
+        elif isinstance(value, tuple):
+            found[name] = list(value) or None
+    for name, source in _FOLLOWS.items():
+        found[name] = found[name] or found[source]
+    for name in ("rollout_top_k", "eval_top_k"):
+        found[name] = found[name] or -1
+    return {**found, **_derived(config, found)}
+
+
+def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that slime has and a config of ours answers in other words."""
+    return {
+        "seed": config.seed,
+        "rollout_seed": config.seed,
+        "partial_rollout": False,
+        "over_sampling_batch_size": config.rollout.rollout_batch_size,
+        "sglang_server_concurrency": config.rollout.rollout_slots,
+        "rollout_skip_special_tokens": False,
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "rm_url": None,
+        "eval_reward_key": found["reward_key"],
+        "calculate_per_token_loss": config.train.loss_aggregation == "token_mean",
+        "grpo_std_normalization": not config.train.disable_grpo_std_normalization,
+        "rewards_normalization": True,
+        "use_kl_loss": config.train.kl_loss_coef > 0,
+        "kl_coef": 0.0,
+        "use_tis": bool(config.train.custom_tis_function_path),
+        "fully_async": config.rollout.max_staleness > 0,
+        "debug_rollout_only": False,
+        "debug_train_only": False,
+        "ci_test": False,
+    }
+
+
+class Args:
+    """Reads like slime's argparse namespace and cannot be written; ``copy.copy(args)`` gives one that can.
+
+    ``sglang_router_ip`` and ``sglang_router_port`` lead to a loopback `/generate` before the run's engine, opened when
+    they are first read.
+
+    Example:
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    """
+
+    __slots__ = ("_ctx", "_session", "_values")
+
+    def __init__(self, values: Mapping[str, Any], session: Session, ctx: Context | None) -> None:
+        for name, value in (("_values", values), ("_session", session), ("_ctx", ctx)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sglang_router_ip":
+            return LOOPBACK
+        if name == "sglang_router_port":
+            return self._session.port(self._ctx)
+        if name.startswith("__") or name not in self._values:
+            hint = nearest(name, tuple(self._values))
+            raise AttributeError(f"args has no '{name}'; {hint + ' ' if hint else ''}all keys: slime config keys")
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"args is read-only; to change '{name}' work on copy.copy(args)")
+
+    __delattr__ = None  # type: ignore[assignment]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or name in ("sglang_router_ip", "sglang_router_port")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __copy__(self) -> SimpleNamespace:
+        address = {"sglang_router_ip": LOOPBACK, "sglang_router_port": self._session.port(self._ctx)}
+        return SimpleNamespace(**self._values, **address, _session=self._session, _ctx=self._ctx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimpleNamespace:
+        return self.__copy__()

@@ -1,0 +1,147 @@
+"""A loopback door of SGLang's shape: `POST /generate` in, the run's engine asked, SGLang's answer out.
+
+The door lives on a thread of its own and hands requests to the loop that the engine belongs to. It listens on
+127.0.0.1 only and refuses what a web page could send (an Origin, or a Host that is not the loopback).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from slime_core.errors import SlimeError
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY = 64 << 20
+MAX_HEAD = 64 << 10
+
+Handler = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class Refused(Exception):
+    """A request that cannot be served, with its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Door:
+    """An HTTP server on a free port; ``handle`` runs on ``loop``."""
+
+    def __init__(self, handle: Handler, loop: asyncio.AbstractEventLoop) -> None:
+        self._handle, self._engine_loop = handle, loop
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self.served: Counter[int] = Counter()  # answers by HTTP status
+        self._thread = threading.Thread(target=self._run, name="slime-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.add(task)
+            try:
+                await self._talk(reader, writer)
+            finally:
+                tasks.discard(task)
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+
+        server = await asyncio.start_server(connected, sock=self._socket, limit=MAX_HEAD)
+        await self._stop.wait()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, path, headers = _parse(head)
+                status, answer = await self._answer(method, path, headers, reader)
+                self.served[status] += 1
+                stay = headers.get("connection", "").lower() != "close" and status < 500
+                body = json.dumps(answer).encode()
+                writer.write(
+                    f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\nconnection: {'keep-alive' if stay else 'close'}\r\n\r\n".encode()
+                    + body
+                )
+                await writer.drain()
+                if not stay:
+                    return
+
+    async def _answer(
+        self, method: str, path: str, headers: Mapping[str, str], reader: asyncio.StreamReader
+    ) -> tuple[int, Any]:
+        try:
+            if "origin" in headers or headers.get("host", LOOPBACK).split(":")[0] not in (LOOPBACK, "localhost"):
+                raise Refused(403, "only programs of this machine may ask")
+            length = _length(headers)
+            body = await reader.readexactly(length)
+            route = path.split("?")[0].rstrip("/")
+            if route in ("/health", "/health_generate"):
+                return 200, {"status": "ok"}
+            if route != "/generate":
+                raise Refused(404, f"{path} is not served here; POST /generate is")
+            if method not in ("POST", "PUT"):
+                raise Refused(405, "use POST")
+            payload = json.loads(body)
+            if not isinstance(payload, dict):
+                raise Refused(400, "the body is no JSON object")
+            asked = asyncio.run_coroutine_threadsafe(_awaited(self._handle, payload), self._engine_loop)
+            return 200, await asyncio.wrap_future(asked)
+        except Refused as refused:
+            return refused.status, {"error": {"message": str(refused)}}
+        except ValueError as error:
+            return 400, {"error": {"message": f"the body is no JSON: {error}"}}
+        except SlimeError as error:
+            return 422, {"error": {"message": str(error), **error.as_dict()}}
+        except RuntimeError as error:
+            return 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
+
+
+async def _awaited(handle: Handler, payload: dict[str, Any]) -> Any:
+    return await handle(payload)
+
+
+def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
+    lines = head.decode("latin-1").split("\r\n")
+    method, path, *_ = [*lines[0].split(" "), "", ""]
+    pairs = (line.split(":", 1) for line in lines[1:] if ":" in line)
+    return method, path, {name.strip().lower(): value.strip() for name, value in pairs}
+
+
+def _length(headers: Mapping[str, str]) -> int:
+    text = headers.get("content-length", "0")
+    if "transfer-encoding" in headers or not text.isdigit():
+        raise Refused(411, "send a content-length")
+    if int(text) > MAX_BODY:
+        raise Refused(413, f"a body may have {MAX_BODY} bytes")
+    return int(text)

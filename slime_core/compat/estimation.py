@@ -1,0 +1,79 @@
+"""slime's functions before and in the place of an estimator: reward post-process, conversion, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_core.algo.estimators import grpo
+from slime_core.compat.sample import Sample
+from slime_core.compat.session import Session
+from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
+from slime_core.protocols import Estimator, Role
+from slime_core.types import Batch, Columns
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+Function = Callable[..., Any]
+SPREAD = ("grpo", "sft")  # estimators whose advantage is the post-processed reward itself
+
+
+def estimator(
+    inner: Estimator,
+    config: Config,
+    session: Session,
+    known: Mapping[str, Sample],
+    *,
+    convert: Function | None,
+    post_process: Function | None,
+    advantage: Function | None,
+) -> Estimator:
+    """``inner`` behind what the config names, in slime's order: convert, post-process rewards, advantages."""
+
+    def fn(batch: Batch, train: Any) -> Columns:
+        args = session.args(config)
+        rewards: NDArray[np.float64] | None = None
+        if convert is not None:
+            data = convert(args, samples_of(batch, known))
+            write_back(data, batch)
+            rewards = numbers("rewards", data["rewards"], batch) if "rewards" in data else None
+        if post_process is not None:
+            raw, given = post_process(args, samples_of(batch, known))
+            numbers("raw_rewards", raw, batch)
+            rewards = numbers("rewards", given, batch)
+        if advantage is not None:
+            return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
+        if rewards is None:
+            return inner.fn(batch, train)
+        if inner.name in SPREAD:
+            return {"advantages": rewards[batch.sample_of_token()].astype(np.float32)}
+        return inner.fn(replace(batch, reward=rewards), train)
+
+    scored: frozenset[Role] = frozenset({"policy"}) if advantage is not None else frozenset()
+    return Estimator(name=inner.name, fn=fn, needs=inner.needs | scored)
+
+
+def _by_function(fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64]) -> Columns:
+    import torch
+
+    data = rollout_data(batch, rewards)
+    reference = data.get("ref_log_probs")
+    data["kl"] = [
+        log_probs - reference[i] if reference else torch.zeros_like(log_probs)
+        for i, log_probs in enumerate(data.get("log_probs", data["loss_masks"]))
+    ]
+    fn(args, data)
+    if "advantages" not in data:
+        raise ValueError("rollout_data['advantages'] was not set")
+    return {name: flat_of(name, data[name], batch) for name in ("advantages", "returns") if name in data}
+
+
+def _normalised(batch: Batch, train: Any) -> NDArray[np.float64]:
+    """Rewards as slime hands them to advantages: normalised in their group."""
+    std = not train.disable_grpo_std_normalization
+    return grpo(batch.reward, batch.group, batch.rollout, np.arange(len(batch)), std=std).astype(np.float64)

@@ -1,0 +1,107 @@
+"""Serves `slime.utils...` and `slime.rollout...` to functions written for THUDM/slime, backed by small modules here.
+
+The finder stands in `sys.meta_path` only while a run with such functions lives, and nowhere a real slime is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Self
+
+from slime_core.errors import PluginError
+
+HERE = "slime_core.compat.served"
+SERVED = {  # slime's module -> ours; empty: a package with nothing of its own
+    "slime": "",
+    "slime.utils": "",
+    "slime.utils.types": f"{HERE}.samples",
+    "slime.utils.http_utils": f"{HERE}.http",
+    "slime.utils.processing_utils": f"{HERE}.processing",
+    "slime.utils.async_utils": f"{HERE}.asynchronous",
+    "slime.utils.misc": f"{HERE}.loading",
+    "slime.rollout": "",
+    "slime.rollout.base_types": f"{HERE}.rollouts",
+    "slime.rollout.sglang_rollout": f"{HERE}.generation",
+    "slime.rollout.rm_hub": f"{HERE}.rewards",
+    "slime.rollout.filter_hub": f"{HERE}.filters",
+    "slime.rollout.filter_hub.base_types": f"{HERE}.filters",
+    "slime.rollout.filter_hub.dynamic_sampling_filters": f"{HERE}.filters",
+}
+PACKAGES = {name for name in SERVED if any(other.startswith(name + ".") for other in SERVED)}
+
+
+class Finder(MetaPathFinder, Loader):
+    """One a run; the modules it made leave with the last of them."""
+
+    @classmethod
+    def install(cls) -> Self:
+        """Put a finder first, so that a folder named slime in the current folder is no obstacle."""
+        finder = cls()
+        if real_slime() is None:
+            sys.meta_path.insert(0, finder)
+        return finder
+
+    def remove(self) -> None:
+        """Take it away; without any finder left, the served modules go too."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if not any(isinstance(other, Finder) for other in sys.meta_path):
+            for name in [n for n, m in sys.modules.items() if n in SERVED and _is_served(m)]:
+                del sys.modules[name]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for a served module; a message that lists them for any other module of slime."""
+        if fullname in SERVED:
+            return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
+        if fullname.startswith("slime."):
+            names = ", ".join(name for name in SERVED if SERVED[name])
+            raise ModuleNotFoundError(f"{fullname} of THUDM/slime is not served here; served: {names}", name=fullname)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """The usual empty module."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill it with the public names of the module behind it."""
+        behind = SERVED[module.__name__]
+        module.__doc__ = f"Served by slime_core in place of THUDM/slime's {module.__name__}."
+        if behind:
+            source = importlib.import_module(behind)
+            vars(module).update({name: getattr(source, name) for name in source.__all__})
+
+
+def _is_served(module: ModuleType | None) -> bool:
+    return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), Finder)
+
+
+def real_slime() -> str | None:
+    """Where an importable package named ``slime`` lies that is not ours; None where there is none."""
+    if (module := sys.modules.get("slime")) is not None and not _is_served(module):
+        return str(module.__file__)
+    spec = PathFinder.find_spec("slime")
+    return spec.origin if spec is not None and spec.origin else None  # a bare folder has no origin
+
+
+def refuse_real(key: str, path: str, finder: Finder) -> None:
+    """Refuse a function that imported a real slime: its Sample is not the one that such functions are handed.
+
+    Raises:
+        PluginError: PLG50.
+    """
+    module = sys.modules.get("slime")
+    if finder not in sys.meta_path and module is not None and not _is_served(module):
+        raise PluginError(
+            f"{key} = '{path}' imported the package slime that is installed at {module.__file__}",
+            code="PLG50",
+            where=key,
+            why="slime_core serves slime.utils and slime.rollout itself, and two of them cannot stand side by side",
+            fix="pip uninstall slime   (or take its folder off PYTHONPATH)",
+        )

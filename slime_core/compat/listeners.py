@@ -1,0 +1,112 @@
+"""slime's filters, sample hooks, post-processing and log functions as votes and tells."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime_core.compat import shapes
+from slime_core.compat.owners import views
+from slime_core.compat.sample import Sample, copy_fields
+from slime_core.compat.session import Session
+from slime_core.compat.steps import rollout_data, write_back
+from slime_core.types import Batch, Drop, Group, Sample as CoreSample, StepReport
+
+if TYPE_CHECKING:
+    from slime_core.context import Context
+
+Function = Callable[..., Any]
+
+
+def dynamic_filter(fn: Function, session: Session) -> Function:
+    """`slime_filter` by ``filter(args, samples, **kw) -> DynamicFilterOutput | bool``."""
+
+    def slime_filter(group: Group, ctx: Context) -> Any:
+        verdict = fn(session.args(ctx.config, ctx), views(group, ctx))
+        return _later(verdict) if inspect.isawaitable(verdict) else _drop(verdict)
+
+    async def _later(verdict: Any) -> Drop | None:
+        return _drop(await verdict)
+
+    return slime_filter
+
+
+def _drop(verdict: Any) -> Drop | None:
+    keep = getattr(verdict, "keep", verdict)
+    if not isinstance(keep, (bool, int)):
+        raise TypeError(f"returned {type(verdict).__name__}; return a bool or a DynamicFilterOutput")
+    return None if keep else Drop(reason=str(getattr(verdict, "reason", None) or "dynamic_filter"))
+
+
+def sample_filter(fn: Function, session: Session) -> Function:
+    """`slime_filter` by ``filter(args, data)``, which sets ``sample.remove_sample``; ``data`` holds one group."""
+
+    def slime_filter(group: Group, ctx: Context) -> None:
+        fn(session.args(ctx.config, ctx), [views(group, ctx)])
+
+    return slime_filter
+
+
+def buffer_filter(fn: Function, session: Session) -> Function:
+    """`slime_filter` by ``filter(args, rollout_id, buffer, num_samples)``: its buffer holds this group."""
+
+    def slime_filter(group: Group, ctx: Context) -> Drop | None:
+        taken = fn(session.args(ctx.config, ctx), None, [views(group, ctx)], 1)
+        return None if taken else Drop(reason="buffer_filter")
+
+    return slime_filter
+
+
+def sample_hook(fn: Function, session: Session) -> Function:
+    """`slime_sample_done` by ``hook(args, sample, *, rollout_id=None, evaluation=False) -> Sample | None``."""
+
+    def slime_sample_done(sample: CoreSample, ctx: Context) -> Any:
+        lent = Sample.of(sample)
+        offered = shapes.accepted(fn, {"rollout_id": ctx.version, "evaluation": ctx.evaluation})
+        made = fn(session.args(ctx.config, ctx), lent, **offered)
+        return _later(sample, lent, made) if inspect.isawaitable(made) else _take(sample, lent, made)
+
+    async def _later(sample: CoreSample, lent: Sample, made: Any) -> None:
+        _take(sample, lent, await made)
+
+    return slime_sample_done
+
+
+def _take(sample: CoreSample, lent: Sample, made: Any) -> None:
+    if made is not None and not isinstance(made, CoreSample):
+        raise TypeError(f"returned {type(made).__name__}; return the sample or None")
+    copy_fields(lent if made is None else made, sample)
+
+
+def postprocess(fn: Function, session: Session) -> Function:
+    """`slime_batch` by ``fn(args, rollout_id, rollout_data)``; masks and columns may change, tokens may not."""
+
+    def slime_batch(batch: Batch, ctx: Context) -> None:
+        data = rollout_data(batch, batch.reward)
+        fn(session.args(ctx.config, ctx), ctx.version, data)
+        write_back(data, batch)
+
+    return slime_batch
+
+
+def rollout_log(fn: Function, session: Session, step: Mapping[str, Sample]) -> Function:
+    """`slime_step_done` by ``fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``.
+
+    Its answer, which in slime turns the usual log off, is ignored: sinks have their own switches.
+    """
+
+    def slime_step_done(report: StepReport, ctx: Context) -> None:
+        seconds = report.seconds.get("rollout", 0.0)
+        fn(report.version - 1, session.args(ctx.config, ctx), list(step.values()), dict(report.metrics), seconds)
+
+    return slime_step_done
+
+
+def evaluation_log(fn: Function, session: Session) -> Function:
+    """`slime_step_done` for an evaluation, by ``fn(rollout_id, args, data, extra_metrics)``."""
+
+    def tell(data: dict[str, Any], metrics: dict[str, float], ctx: Context) -> None:
+        fn(ctx.version, session.args(ctx.config, ctx), data, metrics)
+
+    return tell

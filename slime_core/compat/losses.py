@@ -1,0 +1,175 @@
+"""slime's loss, correction (TIS) and reducer functions as a Loss: scalars over samples, as values a token.
+
+The trainer sums ``weight * value`` over all tokens of an optimizer step. A scalar L of slime's, which it divides by
+the step's rollouts (or tokens), is spread so that this sum is the same: L / (denominator * weight * tokens) a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime_core.compat.session import Session
+from slime_core.protocols import Loss, Role
+from slime_core.types import Batch
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+Function = Callable[..., Any]
+SAMPLE, LENGTH, WEIGHT, DENOMINATOR = "slime_sample", "slime_total_length", "slime_weight", "slime_denominator"
+EXTRA = (SAMPLE, LENGTH, WEIGHT, DENOMINATOR)
+MASK = "slime_mask"
+
+
+def extra_columns(batch: Batch, train: Any) -> None:
+    """Add what the functions need of every token: its sample, weight, and its optimizer step's denominator."""
+    from slime_core.algo.aggregate import token_weights
+    from slime_core.trainers.pack import split_rollouts
+
+    sample = batch.sample_of_token()
+    weight = np.zeros(len(batch.loss_mask), dtype=np.float32)
+    denominator = np.ones(len(batch.loss_mask), dtype=np.float32)
+    for rollouts in split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size):
+        mine = np.isin(batch.rollout, rollouts)[sample]
+        mask = batch.loss_mask[mine]
+        weight[mine] = token_weights(mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation)
+        per_token = train.loss_aggregation == "token_mean"
+        denominator[mine] = max(float(mask.sum()), 1.0) if per_token else len(rollouts)
+    batch.columns[SAMPLE] = sample.astype(np.float32)
+    batch.columns[LENGTH] = batch.lengths[sample].astype(np.float32)
+    batch.columns[MASK] = batch.loss_mask.copy()
+    batch.columns[WEIGHT], batch.columns[DENOMINATOR] = weight, denominator
+
+
+class NoLogits:
+    """Stands for slime's ``logits``: this trainer never holds them whole."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(
+            "logits are never materialised here; use batch['log_probs'] and batch['entropy'], which carry gradients"
+        )
+
+    __getitem__ = __getattr__
+
+
+def wrap(
+    inner: Loss,
+    session: Session,
+    config_of: Callable[[Any], Config],
+    functions: Callable[[Any], Mapping[str, Function | None]],
+) -> Loss:
+    """``inner`` with the loss, correction and reducer that ``functions(train)`` names.
+
+    Args:
+        inner: the loss that ``loss_type`` names.
+        session: for ``args``.
+        config_of: the config a [train] section belongs to.
+        functions: [train] section to ``loss``, ``tis`` and ``reducer``.
+    """
+
+    def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
+        found = functions(train)
+        if found["loss"] is not None:
+            args = session.args(config_of(train))
+            return _by_function(found["loss"], args, log_probs, entropy, columns)
+        if found["tis"] is None and found["reducer"] is None:
+            return inner.fn(log_probs, entropy, columns, train)
+        plain = train.model_copy(update={"kl_loss_coef": 0.0, "entropy_coef": 0.0})
+        whole, metrics = inner.fn(log_probs, entropy, columns, train)
+        pg, _ = inner.fn(log_probs, entropy, columns, plain)
+        rest = whole - pg
+        if found["tis"] is not None:
+            pg, more = _corrected(found["tis"], session.args(config_of(train)), pg, log_probs, columns)
+            metrics = {**metrics, **more}
+        if found["reducer"] is not None:
+            pg = _reduced(found["reducer"], pg, columns, train)
+        return pg + rest, metrics
+
+    def needs_when(train: Any) -> frozenset[Role]:
+        more = inner.needs_when(train) if inner.needs_when else frozenset()
+        return more | ({"policy"} if functions(train)["tis"] is not None else frozenset())
+
+    columns = tuple(dict.fromkeys([*inner.columns, "rollout_log_probs", *EXTRA, MASK]))
+    return Loss(name=inner.name, fn=fn, needs=inner.needs, needs_when=needs_when, columns=columns)
+
+
+def _lengths(columns: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Response tokens and total tokens of each sample of a micro-batch, in its order."""
+    import torch
+
+    sample = columns[SAMPLE]
+    _, counts = torch.unique_consecutive(sample, return_counts=True)
+    ends = counts.cumsum(0) - 1
+    return counts.tolist(), [int(length) for length in columns[LENGTH][ends].tolist()]
+
+
+def _corrected(
+    fn: Function, args: Any, pg: Any, log_probs: Any, columns: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The policy loss after a TIS function; its modified masks count in the numerator alone."""
+    import torch
+
+    responses, totals = _lengths(columns)
+    old = columns["policy"] if "policy" in columns else log_probs.detach()
+    made, masks, metrics = fn(
+        args,
+        pg_loss=pg,
+        train_log_probs=list(old.split(responses)),
+        rollout_log_probs=list(columns["rollout_log_probs"].split(responses)),
+        loss_masks=list(columns[MASK].split(responses)),
+        total_lengths=totals,
+        response_lengths=responses,
+    )
+    made = made * torch.cat(list(masks))
+    named = {f"tis/{name}": value.detach() for name, value in metrics.items() if value.shape == pg.shape}
+    return made, named
+
+
+def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> Any:
+    """The policy loss whose weighted sum is what the reducer makes of it; a reducer is linear."""
+    import torch
+
+    responses, totals = _lengths(columns)
+    reduce = fn(totals, responses, list(columns[MASK].split(responses)), train.loss_aggregation == "token_mean")
+    probe = pg.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        value = reduce(probe)
+        (share,) = torch.autograd.grad(value, probe)
+    if not torch.isclose((share * probe).sum(), value.detach(), rtol=1e-3, atol=1e-5):
+        raise ValueError("the reducer is not linear in the loss, so it cannot be shared between micro-batches")
+    weight = columns[WEIGHT]
+    scale = torch.where(weight > 0, share / (columns[DENOMINATOR] * weight.clamp_min(1e-30)), torch.zeros_like(weight))
+    return pg * scale
+
+
+def _by_function(
+    fn: Function, args: Any, log_probs: Any, entropy: Any, columns: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A custom loss's scalar, spread over the micro-batch's trainable tokens."""
+    import torch
+
+    responses, totals = _lengths(columns)
+    weight, denominator = columns[WEIGHT], columns[DENOMINATOR]
+    batch: dict[str, Any] = {
+        name: list(values.split(responses)) for name, values in columns.items() if name not in (*EXTRA, MASK)
+    }
+    batch |= {
+        "log_probs": list(log_probs.split(responses)),
+        "entropy": list(entropy.split(responses)) if entropy is not None else None,
+        "loss_masks": list(columns[MASK].split(responses)),
+        "response_lengths": responses,
+        "total_lengths": totals,
+    }
+
+    def sum_of_sample_mean(values: Any) -> Any:
+        return (values * weight * denominator).sum()
+
+    loss, metrics = fn(args, batch, NoLogits(), sum_of_sample_mean)
+    trains = weight > 0
+    count = max(int(trains.sum()), 1)
+    spread = torch.where(trains, 1.0 / (denominator * weight.clamp_min(1e-30) * count), torch.zeros_like(weight))
+    named = {name: value.detach() for name, value in metrics.items() if value.shape == log_probs.shape}
+    return loss * spread, named

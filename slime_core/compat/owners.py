@@ -1,0 +1,152 @@
+"""slime's functions in the place of owner hooks: reward, generate, rollout and data source."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime_core.compat import sglang, shapes
+from slime_core.compat.sample import Sample, plain
+from slime_core.compat.session import Session
+from slime_core.plugins.boundary import HookThreads, together
+from slime_core.types import Group, Sample as CoreSample, Status
+
+if TYPE_CHECKING:
+    from slime_core.context import Context
+
+Function = Callable[..., Any]
+FANNED = "_fanned_out"  # on samples that one generate call returned in a list
+
+
+def views(group: Group, ctx: Context) -> list[Sample]:
+    """The group's samples as slime's, which take their places in the group."""
+    group.samples[:] = [_with_text(Sample.of(sample), ctx) for sample in group.samples]
+    return group.samples  # type: ignore[return-value]
+
+
+def _with_text(sample: Sample, ctx: Context) -> Sample:
+    """slime's prompt is the text that the model sees, where the chat template renders it."""
+    if isinstance(sample.prompt, list) and ctx.config.data.apply_chat_template and ctx.tokenizer is not None:
+        kwargs = ctx.config.data.apply_chat_template_kwargs
+        sample.prompt = ctx.tokenizer.apply_chat_template(
+            sample.prompt, tokenize=False, add_generation_prompt=True, **kwargs
+        )
+    return sample
+
+
+def reward(fn: Function, session: Session, *, group_rm: bool) -> Function:
+    """`slime_reward` by ``reward(sample)``, ``reward(args, sample, **kw)`` or, for a group, ``(args, samples, **kw)``.
+
+    A sample whose reward is set already keeps it. Siblings that one generate call returned are judged together.
+    """
+
+    def ask(ctx: Context, subject: Any) -> Any:
+        if shapes.is_plain(fn):
+            return fn(subject, **({"ctx": ctx} if shapes.takes(fn, "ctx") else {}))
+        return fn(session.args(ctx.config, ctx), subject)
+
+    def ask_all(group: Group, ctx: Context) -> tuple[list[list[int]], list[Any]]:
+        samples = views(group, ctx)
+        parts = [list(range(len(samples)))] if group_rm else _parts(group, samples)
+        listed = [group_rm or len(part) > 1 for part in parts]
+        subjects = [[samples[i] for i in part] if many else samples[part[0]] for part, many in zip(parts, listed)]
+        return parts, [ask(ctx, subject) for subject in subjects]
+
+    def slime_reward(group: Group, ctx: Context) -> Any:
+        parts, answers = ask_all(group, ctx)
+        if any(inspect.isawaitable(answer) for answer in answers):  # a plain function that returns a coroutine
+            return _later(group, parts, answers)
+        return _spread(group, parts, answers, group_rm)
+
+    async def slime_reward_async(group: Group, ctx: Context) -> Any:
+        parts, answers = ask_all(group, ctx)
+        return await _later(group, parts, answers)
+
+    async def _later(group: Group, parts: list[list[int]], answers: list[Any]) -> Any:
+        return _spread(group, parts, await together(answers), group_rm)
+
+    return slime_reward_async if inspect.iscoroutinefunction(fn) else slime_reward
+
+
+def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of samples that are judged together, those without a reward alone."""
+    parts: list[list[int]] = []
+    for indices in group.rollouts.values():
+        unjudged = [i for i in indices if samples[i].reward is None]
+        fanned = len(unjudged) > 1 and all(getattr(samples[i], FANNED, False) for i in unjudged)
+        parts += [unjudged] if fanned else [[i] for i in unjudged]
+    return parts
+
+
+def _spread(group: Group, parts: list[list[int]], answers: list[Any], group_rm: bool) -> Any:
+    """The answers as one list over the group; a group's own answer is left for the border to check."""
+    if group_rm:
+        return answers[0]
+    values: list[Any] = [sample.reward for sample in group.samples]
+    for part, answer in zip(parts, answers, strict=True):
+        if len(part) == 1:
+            values[part[0]] = answer
+            continue
+        if not isinstance(answer, (list, tuple)) or len(answer) != len(part):
+            raise ValueError(f"returned {answer!r} for the {len(part)} samples of one rollout; return a list of them")
+        for index, value in zip(part, answer, strict=True):
+            values[index] = value
+    return values
+
+
+async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
+    """Log-probs for a function that kept none, where the engine can tell them exactly: draws from the plain softmax.
+
+    Elsewhere they stay unknown, and the border before training refuses the sample.
+    """
+    params, engine = ctx.sampling, ctx.engine
+    if sample.rollout_log_probs is not None or params is None or engine is None or "score" not in engine.abilities:
+        return sample
+    count = sample.response_length
+    if 0 < count < len(sample.tokens) and (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0):
+        scored = await engine.score(sample.tokens, len(sample.tokens) - count)
+        mask = sample.loss_mask if sample.loss_mask is not None else [1] * count
+        sample.rollout_log_probs = [float(value) if on else 0.0 for value, on in zip(scored, mask, strict=True)]
+    return sample
+
+
+def generate(fn: Function, session: Session, threads: HookThreads) -> Function:
+    """`slime_generate` by ``generate(args, sample, sampling_params[, evaluation])``, a sample at a time.
+
+    A list of samples in place of one is fan-out: its members share the rollout and the group's share of the loss.
+    """
+
+    async def one(sample: Sample, ctx: Context) -> list[CoreSample]:
+        if ctx.sampling is None or ctx.engine is None:
+            raise RuntimeError("this context has no engine")
+        served = ctx.engine.version
+        with session.call(sample, ctx) as call:
+            offered = shapes.accepted(fn, {"evaluation": ctx.evaluation}) if shapes.takes(fn, "evaluation") else {}
+            arguments = (session.args(ctx.config, ctx), sample, sglang.to_dict(ctx.sampling, call.seed))
+            if inspect.iscoroutinefunction(fn):
+                made = await fn(*arguments, **offered)
+            else:
+                made = await threads.run(lambda: fn(*arguments, **offered))
+                made = await made if inspect.isawaitable(made) else made
+        found = list(made) if isinstance(made, (list, tuple)) else [made]
+        for item in found:
+            if not isinstance(item, CoreSample):
+                raise TypeError(f"returned {type(item).__name__}; return the sample, or a list of samples")
+            if isinstance(made, (list, tuple)) and isinstance(item, Sample):
+                setattr(item, FANNED, True)
+        version = served if call.version is None else call.version
+        return [await _with_log_probs(plain(item, version), ctx) for item in found]
+
+    async def slime_generate(group: Group, ctx: Context) -> Group:
+        samples = views(group, ctx)
+        pending = [i for i, s in enumerate(samples) if s.status in (Status.PENDING, Status.ABORTED)]
+        made = dict(zip(pending, await together(one(samples[i], ctx) for i in pending), strict=True))
+        done = Group(prompt=group.prompt, samples=[], rollouts={})
+        for rollout, indices in group.rollouts.items():
+            mine = [item for i in indices for item in made.get(i, [samples[i]])]
+            done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(mine)))
+            done.samples += mine
+        return done
+
+    return slime_generate

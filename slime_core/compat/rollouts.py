@@ -1,0 +1,180 @@
+"""slime's whole-rollout functions and data sources in the place of `slime_rollout` and `slime_prompts`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime_core.compat.owners import views
+from slime_core.compat.sample import Sample, plain
+from slime_core.compat.session import Session
+from slime_core.plugins.boundary import HookThreads
+from slime_core.types import Group, Prompt, Sample as CoreSample
+
+if TYPE_CHECKING:
+    from slime_core.context import Context
+    from slime_core.protocols import PromptSource
+
+Function = Callable[..., Any]
+
+
+class DataBuffer:
+    """What a rollout function knows as its data buffer: the groups that the core issued for this step, once each."""
+
+    def __init__(self, groups: Sequence[list[Sample]]) -> None:
+        self._waiting = list(groups)
+        self._issued = len(self._waiting)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """The next ``num_samples`` groups.
+
+        Raises:
+            RuntimeError: more than the step's rollout_batch_size, in all.
+        """
+        if num_samples > len(self._waiting):
+            raise RuntimeError(
+                f"get_samples({num_samples}), but {len(self._waiting)} of this step's {self._issued} groups are left; "
+                "ask for args.rollout_batch_size in all, or raise it"
+            )
+        taken, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
+        return taken
+
+    def add_samples(self, samples: Iterable[list[Sample]]) -> None:
+        """Put groups back, to be taken again in this step."""
+        self._waiting += list(samples)
+
+    def get_buffer_length(self) -> int:
+        """Groups that are left."""
+        return len(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+def rollout(fn: Function, session: Session, threads: HookThreads) -> Function:
+    """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``."""
+
+    async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
+        lent = [views(group, ctx) for group in groups]
+        buffer = DataBuffer([list(samples) for samples in lent])
+        arguments = (session.args(ctx.config, ctx), ctx.version, buffer)
+        if inspect.iscoroutinefunction(fn):
+            made = await fn(*arguments, evaluation=ctx.evaluation)
+        else:
+            made = await threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
+            made = await made if inspect.isawaitable(made) else made
+        return _sorted_in(groups, list(_leaves(made)), ctx)
+
+    return slime_rollout
+
+
+def _leaves(made: Any) -> Iterable[CoreSample]:
+    """Every sample of whatever nesting slime allows: RolloutFnTrainOutput, RolloutFnEvalOutput, dicts, lists."""
+    for name in ("samples", "data"):
+        made = getattr(made, name) if hasattr(made, name) and not isinstance(made, CoreSample) else made
+    if isinstance(made, CoreSample):
+        yield made
+    elif isinstance(made, dict):
+        for part in made.values():
+            yield from _leaves(part["samples"] if isinstance(part, dict) and "samples" in part else part)
+    elif isinstance(made, (list, tuple)):
+        for part in made:
+            yield from _leaves(part)
+    else:
+        raise TypeError(f"returned {type(made).__name__}; return a list of groups of samples")
+
+
+def _sorted_in(groups: list[Group], samples: list[CoreSample], ctx: Context) -> list[Group]:
+    """The samples back in their groups, by group index and rollout id; a group that did not come back stays away."""
+    version = ctx.engine.version if ctx.engine is not None else ctx.version
+    found: list[Group] = []
+    for group in groups:
+        mine = [s for s in samples if s.group_index == group.prompt.position]
+        if not mine:
+            continue
+        done = Group(prompt=group.prompt, samples=[], rollouts={})
+        for rollout_id, indices in group.rollouts.items():
+            issued = group.samples[indices[0]]
+            members = [s for s in mine if rollout_id in (s.rollout_id, s.index) or s is issued]
+            done.rollouts[rollout_id] = list(range(len(done.samples), len(done.samples) + len(members)))
+            done.samples += [_trainable(plain(s, version), ctx) for s in members]
+        found.append(done)
+    return found
+
+
+def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
+    """Its reward as a number: a rollout function judges its own samples."""
+    reward: Any = sample.reward
+    if isinstance(reward, dict):
+        reward = reward[ctx.config.reward.reward_key]
+    if reward is None and ctx.config.train.loss_type != "sft_loss" and not ctx.evaluation:
+        raise ValueError(f"sample {sample.id} came back without a reward; a rollout function sets sample.reward")
+    sample.reward = None if reward is None and ctx.evaluation else float(reward or 0.0)
+    return sample
+
+
+class Rows:
+    """A slime data source as rows by number: pulled in order, and kept while they may be asked for again."""
+
+    KEPT = 100_000
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._rows: dict[int, Prompt] = {}
+        self._pulled = 0
+
+    def __len__(self) -> int:
+        if not hasattr(self._source, "__len__"):
+            raise TypeError("this data source has no length")
+        return len(self._source)
+
+    def at(self, position: int) -> Prompt:
+        """The row at ``position``; the source is asked for all rows before it, in order.
+
+        Raises:
+            IndexError: a row that was asked for long ago.
+        """
+        while self._pulled <= position:
+            groups = self._source.get_samples(1)
+            if not groups:
+                raise IndexError(f"the data source ended after {self._pulled} rows")
+            self._rows[self._pulled] = _prompt(groups[0], self._pulled)
+            self._rows.pop(self._pulled - self.KEPT, None)
+            self._pulled += 1
+        if position not in self._rows:
+            raise IndexError(f"row {position} was pulled more than {self.KEPT} rows ago")
+        return self._rows[position]
+
+    def state(self) -> dict[str, Any]:
+        """A source by path has no fingerprint of its own; its class's name stands in."""
+        return {"source": f"{type(self._source).__module__}.{type(self._source).__qualname__}"}
+
+
+def _prompt(group: Any, position: int) -> Prompt:
+    sample = group[0] if isinstance(group, (list, tuple)) else group
+    tokens = list(sample.tokens)[: len(sample.tokens) - sample.response_length]
+    return Prompt(
+        id="",
+        position=position,
+        prompt=sample.prompt,
+        tokens=tokens,
+        label=sample.label,
+        metadata=dict(sample.metadata or {}),
+        where=f"data source row {position}",
+    )
+
+
+def prompts(source_class: Function, session: Session) -> Function:
+    """`slime_prompts` by a class ``C(args)`` with ``get_samples(n)``; one instance a task."""
+    made: dict[str, PromptSource] = {}
+
+    def slime_prompts(task: str, ctx: Context) -> PromptSource:
+        if task not in made:
+            source = source_class(session.args(ctx.config, ctx))
+            if not callable(getattr(source, "get_samples", None)):
+                raise TypeError(f"{type(source).__name__} has no get_samples(num_samples)")
+            made[task] = Rows(source)
+        return made[task]
+
+    return slime_prompts

@@ -1,0 +1,193 @@
+"""What a run's functions by path share: the args view, the calls under way, and the door before the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime_core.compat import sglang
+from slime_core.compat.args import Args, flat
+from slime_core.compat.door import Door, Refused
+from slime_core.errors import SlimeError
+from slime_core.plugins.boundary import HOOK_LOOP
+from slime_core.seeds import seed_of
+from slime_core.types import GenerateRequest
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.context import Context
+    from slime_core.plugins import Plugins
+    from slime_core.types import Sample
+
+
+@dataclass(slots=True)
+class Call:
+    """One sample's generation by a function, between its first and last request."""
+
+    seed: int
+    asked: Counter[int] = field(default_factory=Counter)  # tokens' hash -> how often they were continued
+    version: int | None = None  # the oldest weights that made a token
+    error: SlimeError | None = None  # what a request of it met
+
+    def note(self, versions: Sequence[int]) -> None:
+        """Remember the oldest weights of a completion."""
+        known = [v for v in versions if v >= 0] + ([] if self.version is None else [self.version])
+        self.version = min(known, default=None)
+
+
+class Session:
+    """One a run. The door opens when a function first reads its address, and closes with the run."""
+
+    def __init__(self) -> None:
+        self.plugins: Plugins | None = None
+        self.state: Any = None  # slime's GenerateState, made when first asked for
+        self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
+        self._calls: dict[int, Call] = {}
+        self._unknown: Counter[int] = Counter()
+        self._door: tuple[Door, Context] | None = None
+        self._lock = threading.Lock()
+        self._served = 0
+
+    def args(self, config: Config, ctx: Context | None = None) -> Args:
+        """slime's ``args`` for this config."""
+        if id(config) not in self._flat:
+            self._flat[id(config)] = (config, flat(config))
+        return Args(self._flat[id(config)][1], self, ctx)
+
+    @contextmanager
+    def call(self, sample: Sample, ctx: Context) -> Iterator[Call]:
+        """The block in which a function generates one sample; its draws are keyed by the sample's id alone.
+
+        Raises:
+            SlimeError: what a request of the block met in the engine, in place of the function's own exception.
+        """
+        kind = "eval" if ctx.evaluation else "sample"
+        call = Call(seed=seed_of(ctx.config.seed, kind, sample.id, sample.attempt))
+        self._calls[call.seed] = call
+        try:
+            yield call
+        except Exception as error:
+            if call.error is not None:
+                raise call.error from error
+            raise
+        finally:
+            del self._calls[call.seed]
+
+    def port(self, ctx: Context | None) -> int | None:
+        """The door's port; opens it, unless there is no engine here."""
+        if ctx is None or ctx.engine is None:
+            return None
+        with self._lock:
+            if self._door is not None and self._door[1].engine is not ctx.engine:
+                self._door[0].close()
+                self._door = None
+            if self._door is None:
+                self._door = (Door(self._handle, _engine_loop()), ctx)
+            return self._door[0].port
+
+    def close(self) -> None:
+        """Close the door."""
+        with self._lock:
+            if self._door is not None:
+                self._door[0].close()
+            self._door = None
+
+    async def _handle(self, payload: dict[str, Any]) -> Any:
+        """Answer one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of answers."""
+        if payload.get("stream"):
+            raise Refused(400, "stream is not supported; leave it out")
+        ids, text = payload.get("input_ids"), payload.get("text")
+        if (ids is None) == (text is None):
+            raise Refused(400, "send one of text and input_ids")
+        given_prompt: Any = text if ids is None else ids
+        many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
+        prompts = [self._tokens(one) for one in (given_prompt if many else [given_prompt])]
+        given = payload.get("sampling_params") or {}
+        params = given if isinstance(given, list) else [given] * len(prompts)
+        answers = await asyncio.gather(
+            *(self._one(tokens, each, payload) for tokens, each in zip(prompts, params, strict=True))
+        )
+        return answers if many else answers[0]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        ctx = self._context()
+        if isinstance(prompt, str):
+            return [int(token) for token in ctx.tokenizer.encode(prompt, add_special_tokens=False)]
+        if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+            return prompt
+        raise Refused(400, "a prompt is a text or a list of token ids")
+
+    async def _one(self, tokens: list[int], given: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
+        ctx = self._context()
+        engine: Any = ctx.engine
+        call = self._calls.get(given.get("sampling_seed", -1))
+        params = sglang.from_dict(given)
+        try:
+            if params.max_new_tokens == 0:
+                return await self._scored(tokens, payload)
+            request = GenerateRequest(
+                id=f"door/{self._number()}", tokens=tokens, params=params, seed=self._seed(tokens, given, call)
+            )
+            done = await engine.generate(request)
+        except SlimeError as error:
+            if call is not None:
+                call.error = error
+            raise
+        if call is not None:
+            call.note(done.versions)
+        text = done.text
+        if given.get("no_stop_trim"):
+            text = ctx.tokenizer.decode(done.tokens, skip_special_tokens=bool(given.get("skip_special_tokens", True)))
+        wanted = bool(payload.get("return_logprob"))
+        return sglang.answer(done, len(tokens), text, log_probs=wanted, version=engine.version)
+
+    async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> dict[str, Any]:
+        """No new tokens: the log-probs of the prompt itself, as a teacher is asked for."""
+        engine: Any = self._context().engine
+        start = max(1, int(payload.get("logprob_start_len", 0)))
+        values = await engine.score(tokens, start) if start < len(tokens) else []
+        scored = [None, *map(float, values)] if start == 1 else list(map(float, values))
+        meta = {
+            "id": f"door/{self._number()}",
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(tokens),
+            "completion_tokens": 0,
+            "weight_version": str(engine.version),
+            "output_token_logprobs": [],
+            "input_token_logprobs": sglang.entries(tokens[len(tokens) - len(scored) :], scored),
+        }
+        return {"text": "", "output_ids": [], "meta_info": meta}
+
+    def _seed(self, tokens: Sequence[int], given: dict[str, Any], call: Call | None) -> int:
+        """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""
+        if call is None and given.get("sampling_seed") is not None:
+            return int(given["sampling_seed"])
+        seed = call.seed if call else seed_of(self._context().config.seed, "door")
+        asked = call.asked if call else self._unknown
+        key = seed_of(seed, *tokens)
+        asked[key] += 1
+        repeat = asked[key] - 1
+        if call is None:
+            return seed_of(key, "again", repeat)
+        return seed if repeat == 0 else seed_of(seed, "again", repeat)
+
+    def _number(self) -> int:
+        self._served += 1
+        return self._served
+
+    def _context(self) -> Context:
+        if self._door is None:
+            raise Refused(503, "the run has ended")
+        return self._door[1]
+
+
+def _engine_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return HOOK_LOOP.get()

@@ -1,0 +1,94 @@
+"""SGLang's words and ours: its `/generate` payload in, requests out; completions in, its answer out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime_core.compat.door import Refused
+from slime_core.types import Completion, SamplingParams
+
+DEFAULT_NEW_TOKENS = 128  # SGLang's own
+_OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
+_OTHERS = {"sampling_seed", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of SGLang that change nothing at these values
+    "n": (None, 1),
+    "min_new_tokens": (None, 0),
+    "min_p": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+}
+
+
+def to_dict(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """The ``sampling_params`` that slime hands to a generate function."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "max_new_tokens": params.max_new_tokens,
+        "stop": list(params.stop) or None,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": seed,
+    }
+
+
+def from_dict(given: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams of a payload.
+
+    Raises:
+        Refused: a setting that the run's engine does not have, at a value that would change the draw.
+    """
+    odd = [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in _OURS | _OTHERS and (value not in _NEUTRAL[name] if name in _NEUTRAL else value is not None)
+    ]
+    if odd:
+        raise Refused(400, f"sampling_params {', '.join(odd)} are not supported by the run's engine")
+    stop = given.get("stop") or ()
+    new = given.get("max_new_tokens")
+    try:
+        return SamplingParams(
+            max_new_tokens=DEFAULT_NEW_TOKENS if new is None else int(new),
+            temperature=float(given.get("temperature", 1.0)),
+            top_p=float(given.get("top_p", 1.0)),
+            top_k=max(0, int(given.get("top_k", -1))),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(int(token) for token in given.get("stop_token_ids") or ()),
+            ignore_eos=bool(given.get("ignore_eos", False)),
+        )
+    except (TypeError, ValueError) as error:
+        raise Refused(400, f"sampling_params: {error}") from error
+
+
+def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int) -> dict[str, Any]:
+    """SGLang's answer to one request; log-probs are those of the distribution drawn from."""
+    made = max(done.versions, default=version)
+    reason: dict[str, Any] = {"type": done.finish}
+    if done.finish == "length":
+        reason["length"] = len(done.tokens)
+    meta: dict[str, Any] = {
+        "id": done.id,
+        "finish_reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(done.tokens),
+        "cached_tokens": 0,
+        "weight_version": str(made),
+    }
+    if log_probs:
+        meta["output_token_logprobs"] = entries(done.tokens, done.log_probs)
+    return {"text": text, "output_ids": list(done.tokens), "meta_info": meta}
+
+
+def entries(tokens: Sequence[int], log_probs: Sequence[float | None]) -> list[list[Any]]:
+    """``[log-prob, id, None]`` a token."""
+    return [
+        [None if value is None else float(value), int(token), None]
+        for token, value in zip(tokens, log_probs, strict=True)
+    ]
