@@ -1,0 +1,43 @@
+"""Masks of one optimizer step in, each response token's weight in its loss out.
+
+The denominators are those of the whole optimizer step, so that no split into micro-batches, packs or ranks changes
+the loss or its gradient: the loss is the plain sum of weight times value over all tokens, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def token_weights(
+    loss_mask: NDArray[np.float32], rollout_of_token: NDArray[np.int64], rollouts: int, mode: str
+) -> NDArray[np.float32]:
+    """Weights [R] of the tokens of one optimizer step, float32, computed in float64; masked tokens weigh 0.
+
+    ``rollout_mean``: each of the step's ``rollouts`` weighs 1 / rollouts, shared equally by the trainable tokens of
+    all its samples. A rollout with no trainable token still counts, so masking one never makes another heavier.
+    ``token_mean``: 1 / (trainable tokens of the step). With nothing trainable all weights are 0.
+
+    Args:
+        loss_mask: [R], 0 or 1
+        rollout_of_token: [R], ids
+        rollouts: rollouts in the optimizer step
+        mode: "rollout_mean" or "token_mean"
+
+    Example: rollout 0 with 1 token, rollout 1 with 3, of which one is masked
+        rollout_mean [1/2, 1/4, 1/4, 0], token_mean [1/3, 1/3, 1/3, 0]
+
+    Raises:
+        ValueError: another mode.
+    """
+    mask = np.asarray(loss_mask, dtype=np.float64)
+    if mode == "token_mean":
+        return np.asarray(mask / max(mask.sum(), 1.0), dtype=np.float32)
+    if mode != "rollout_mean":
+        raise ValueError(f"loss aggregation {mode!r} is neither rollout_mean nor token_mean")
+    if len(mask) == 0:
+        return np.zeros(0, dtype=np.float32)
+    _, rollout_of = np.unique(rollout_of_token, return_inverse=True)
+    trainable = np.maximum(np.bincount(rollout_of, mask), 1.0)
+    return np.asarray(mask / (trainable[rollout_of] * rollouts), dtype=np.float32)

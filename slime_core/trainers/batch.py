@@ -1,0 +1,167 @@
+"""Finished groups in, one step's columns out: the second border, where nothing unfit passes on to training.
+
+Everything is checked with the sample's id: lengths, token range, finite log-probs and rewards, masks, rollout tables.
+A sample marked ``remove_sample`` keeps its place in its group's statistics and gets mask 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_core.errors import TrainerError
+from slime_core.types import Batch, Columns, Group, Sample
+
+INT32_MAX = 2**31 - 1
+PER_TOKEN = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
+
+
+def make_batch(version: int, stage: str, groups: Sequence[Group]) -> Batch:
+    """The groups' samples as one Batch, in order, with a rollout id that is unique in the step.
+
+    Columns: ``rollout_log_probs``, and ``teacher_log_probs``, ``advantages`` and ``returns`` where every sample
+    brings them.
+
+    Raises:
+        TrainerError: TRN102 lengths or a rollout table that do not fit, TRN95 a number that is not finite,
+            TRN00 a token that no int32 holds, or a mask other than 0 and 1; each names the sample.
+    """
+    samples: list[Sample] = []
+    group_ids: list[int] = []
+    rollout_ids: list[int] = []
+    positions = [group.prompt.position for group in groups]
+    distinct = len(set(positions)) == len(positions)
+    rollouts = 0
+    for number, group in enumerate(groups):
+        rollout_of = _rollout_table(group)
+        names = {name: rollouts + k for k, name in enumerate(dict.fromkeys(rollout_of))}
+        rollouts += len(names)
+        rollout_ids += [names[name] for name in rollout_of]
+        group_ids += [positions[number] if distinct else number] * len(group.samples)
+        samples += group.samples
+    for sample in samples:
+        _check(sample)
+    return _columns(version, stage, samples, group_ids, rollout_ids)
+
+
+def _columns(version: int, stage: str, samples: list[Sample], groups: list[int], rollouts: list[int]) -> Batch:
+    multimodal = [sample.multimodal_train_inputs for sample in samples]
+    experts = [sample.rollout_routed_experts for sample in samples]
+    return Batch(
+        version=version,
+        stage=stage,
+        sample_ids=[sample.id for sample in samples],
+        tasks=[sample.task for sample in samples],
+        group=np.array(groups, dtype=np.int64),
+        rollout=np.array(rollouts, dtype=np.int64),
+        reward=np.array([float(sample.reward) for sample in samples], dtype=np.float64),  # type: ignore[arg-type]
+        tokens=_flat([sample.tokens for sample in samples], np.int32),
+        offsets=_offsets([len(sample.tokens) for sample in samples]),
+        loss_mask=_flat([_mask(sample) for sample in samples], np.float32),
+        response_offsets=_offsets([sample.response_length for sample in samples]),
+        columns=_per_token(samples),
+        temperature=np.array([sample.temperature for sample in samples], dtype=np.float32),
+        multimodal=multimodal if any(item is not None for item in multimodal) else None,
+        routed_experts=experts if any(item is not None for item in experts) else None,
+        train_metadata=[sample.train_metadata for sample in samples],
+    )
+
+
+def _flat(rows: Sequence[Sequence[Any]], dtype: Any) -> Any:
+    return np.fromiter((value for row in rows for value in row), dtype=dtype, count=sum(map(len, rows)))
+
+
+def _offsets(lengths: Sequence[int]) -> Any:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _mask(sample: Sample) -> Sequence[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+
+
+def _per_token(samples: Sequence[Sample]) -> Columns:
+    found: Columns = {}
+    with_response = [sample for sample in samples if sample.response_length]
+    for name in PER_TOKEN:
+        rows = [getattr(sample, name) for sample in with_response]
+        if name == "rollout_log_probs":
+            rows = [row if row is not None else [0.0] * s.response_length for row, s in zip(rows, with_response)]
+        if rows and all(row is not None for row in rows):
+            found[name] = _flat(rows, np.float32)
+    return found
+
+
+def _rollout_table(group: Group) -> list[int]:
+    """The rollout of each sample of a group."""
+    members = sorted(index for indices in group.rollouts.values() for index in indices)
+    if members != list(range(len(group.samples))):
+        raise _wrong(
+            f"the rollouts of group {group.id} name samples {members}, the group has {len(group.samples)}",
+            f"group {group.id}",
+            code="TRN102",
+            fix="every sample belongs to exactly one rollout of Group.rollouts",
+        )
+    table = {index: rollout for rollout, indices in group.rollouts.items() for index in indices}
+    return [table[index] for index in range(len(group.samples))]
+
+
+def _check(sample: Sample) -> None:
+    where, count = f"sample {sample.id}", sample.response_length
+    if not 0 <= count <= len(sample.tokens) or not sample.tokens:
+        raise _wrong(f"{where} has {len(sample.tokens)} tokens and response_length {count}", where, code="TRN102")
+    if count == len(sample.tokens):
+        raise _wrong(
+            f"{where} has no prompt token, so nothing predicts its first response token",
+            where,
+            code="TRN102",
+            fix="give every prompt at least one token (a begin token, for example)",
+        )
+    for name in ("loss_mask", *PER_TOKEN):
+        values = getattr(sample, name)
+        if values is not None and len(values) != count:
+            raise _wrong(
+                f"{where} has {len(values)} entries of {name} and {count} response tokens",
+                where,
+                code="TRN102",
+                fix="add turns with sample.append_response(tokens, log_probs, mask)",
+            )
+    _check_numbers(sample, where)
+
+
+def _check_numbers(sample: Sample, where: str) -> None:
+    reward = sample.reward
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
+        raise _wrong(
+            f"{where} has reward {reward!r}, which is no number",
+            where,
+            fix="return a number from the reward, or name its entry with reward.reward_key",
+        )
+    if not math.isfinite(reward):
+        raise _wrong(f"{where} has reward {reward}", where, code="TRN95", why="nothing is replaced by 0 silently")
+    for name in PER_TOKEN:
+        values = getattr(sample, name)
+        bad = next((i for i, value in enumerate(values or ()) if not math.isfinite(value)), None)
+        if values is not None and bad is not None:
+            raise _wrong(f"{where} has {name} {values[bad]} at response token {bad}", where, code="TRN95")
+    low, high = min(sample.tokens), max(sample.tokens)
+    if low < 0 or high > INT32_MAX:
+        raise _wrong(f"{where} holds token id {low if low < 0 else high}", where)
+    if any(value not in (0, 1) for value in sample.loss_mask or ()):
+        raise _wrong(f"{where} has a loss_mask entry other than 0 and 1", where)
+    trainable = not sample.remove_sample and (sample.loss_mask is None or any(sample.loss_mask))
+    if sample.response_length and trainable and sample.rollout_log_probs is None:
+        raise _wrong(
+            f"{where} has trainable tokens and no rollout_log_probs",
+            where,
+            code="TRN102",
+            fix="add turns with sample.append_response(tokens, log_probs), or mask what no model made",
+        )
+
+
+def _wrong(what: str, where: str, *, code: str = "TRN00", why: str = "", fix: str = "") -> TrainerError:
+    return TrainerError(what, code=code, where=where, why=why, fix=fix)

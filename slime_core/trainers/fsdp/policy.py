@@ -1,0 +1,135 @@
+"""A causal language model in, a module that turns packs of tokens into log-probs and entropies out.
+
+What a model can do is tried when it is built, on a few tokens: whether packed sequences give what single ones give,
+and whether its logits are its output matrix times its last hidden state. Where not, one sequence a row is used, or
+the model's own logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
+from slime_core.trainers.fsdp.attention import NAME, Segments, register
+
+log = logging.getLogger(__name__)
+
+TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
+TOLERANCE = 1e-3
+
+
+class Policy(nn.Module):
+    """The root module that is sharded; ``hf`` is the transformers model, its parameters' names are the folder's."""
+
+    def __init__(self, hf: Any, *, chunk: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self.chunk = chunk
+        self.packs = False
+        self.linear_head = False
+        self.recompute = False  # gradient checkpointing
+        for layer in layers(hf):
+            self._recompute_when_asked(layer)
+
+    def _recompute_when_asked(self, layer: nn.Module) -> None:
+        inner = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.recompute and torch.is_grad_enabled():
+                return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+            return inner(*args, **kwargs)
+
+        layer.forward = forward  # type: ignore[method-assign]
+
+    def try_model(self) -> None:
+        """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""
+        with torch.no_grad():
+            trial = _Trial(self.hf)
+            self.linear_head = trial.linear_head()
+            reason = trial.packing()
+        self.packs = not reason
+        if reason:
+            log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        segments: Segments,
+        predict: torch.Tensor,
+        target: torch.Tensor,
+        temperature: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob of each target and entropy, both [R]; arguments as in `types.MicroBatch`, as tensors."""
+        kwargs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": position_ids[None], "use_cache": False}
+        if self.packs:
+            kwargs["segments"] = segments
+        if not self.linear_head:
+            logits = self.hf(**kwargs, logits_to_keep=predict).logits[0]
+            return logits_log_probs(logits, target, temperature=temperature, chunk=self.chunk)
+        hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, predict)
+        head = self.hf.get_output_embeddings()
+        return linear_log_probs(hidden, head.weight, target, bias=head.bias, temperature=temperature, chunk=self.chunk)
+
+
+class _Trial:
+    """A few tokens through a model, one sequence at a time with its own attention, to compare with."""
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        device = next(hf.parameters()).device
+        vocab = int(hf.config.get_text_config().vocab_size)
+        self.tokens = torch.arange(1, 1 + sum(TRIAL), device=device) * 7 % vocab
+        self.positions = torch.cat([torch.arange(n, device=device) for n in TRIAL])
+        cu = np.concatenate([[0], np.cumsum(TRIAL)])
+        self.segments = Segments.of(cu, device)
+        parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
+        self.logits = torch.cat([self._logits(part) for part in parts])
+
+    def _logits(self, part: slice, **kwargs: Any) -> torch.Tensor:
+        ids, positions = self.tokens[None, part], self.positions[None, part]
+        return self.hf(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0].float()  # type: ignore[no-any-return]
+
+    def linear_head(self) -> bool:
+        """Whether logits are the output matrix times the base model's last hidden state."""
+        head, base, first = self.hf.get_output_embeddings(), self.hf.base_model, slice(0, TRIAL[0])
+        if type(head) is not nn.Linear or base is self.hf:
+            return False
+        out = base(input_ids=self.tokens[None, first], position_ids=self.positions[None, first], use_cache=False)
+        hidden = getattr(out, "last_hidden_state", None)
+        return hidden is not None and _close(head(hidden[0]).float(), self.logits[first])
+
+    def packing(self) -> str:
+        """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""
+        types = set(getattr(self.hf.config.get_text_config(), "layer_types", None) or ())
+        if odd := types - {"full_attention", "sliding_attention"}:
+            return f"layers of type {', '.join(sorted(odd))} cannot be packed"
+        register()
+        before = self.hf.config._attn_implementation
+        try:
+            self.hf.set_attn_implementation(NAME)
+            packed = self._logits(slice(None), segments=self.segments)
+            if _close(packed, self.logits):
+                return ""
+            reason = "packed sequences see each other"
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            reason = f"segment attention is rejected ({str(error).splitlines()[0]})"
+        self.hf.set_attn_implementation(before)
+        return reason
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * max(1.0, float(other.abs().max())))
+
+
+def layers(hf: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks: what is sharded, and recomputed with gradient checkpointing, one by one."""
+    names = set(getattr(hf, "_no_split_modules", None) or ())
+    found = [module for module in hf.modules() if type(module).__name__ in names]
+    return found or [m for module in hf.modules() if isinstance(module, nn.ModuleList) for m in module]

@@ -1,0 +1,95 @@
+"""A module in, the module sharded over data-parallel ranks out; one process needs no launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from slime_core.errors import TrainerError
+from slime_core.trainers.fsdp.policy import Policy, layers
+
+
+def join(rank: int, world: int, device: str, rendezvous: str | Path | None) -> DeviceMesh:
+    """The mesh of all data-parallel ranks; ``rendezvous`` is a file that all see, needed for more than one.
+
+    Raises:
+        TrainerError: this process already belongs to a group of another size, or there is nowhere to meet.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world):
+            raise TrainerError(
+                f"rank {rank} of {world} was asked for in a process that is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}",
+                fix="one process holds trainers of one world size",
+            )
+    else:
+        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
+    return init_device_mesh(torch.device(device).type, (world,))
+
+
+def _store(world: int, rendezvous: str | Path | None) -> Any:
+    if rendezvous is None and world > 1:
+        raise TrainerError(f"{world} ranks need a rendezvous file")
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    if loopback:  # ranks that meet in a file are on this machine, and need no name that a resolver knows
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    stores: Any = dist
+    return stores.HashStore() if rendezvous is None else stores.FileStore(str(rendezvous), world)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard every block and the rest, float32 masters, computing in ``dtype``; gradients are summed in float32."""
+    half = dtype != torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    keep = mesh.size() == 1  # nothing is saved by freeing what one rank holds anyway
+    modules: list[nn.Module] = [*layers(policy.hf), policy]
+    for module in modules:
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(shard_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A local shard as a DTensor with ``parameter``'s placement."""
+    if not isinstance(parameter, DTensor):
+        return shard_
+    return DTensor.from_local(
+        shard_, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' shards as one plain tensor; a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a whole tensor that every rank has."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    chunks = list(torch.chunk(whole, mesh.size(), dim=0))
+    mine = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else whole[:0]
+    return mine.to(parameter.device)
+
+
+def reshard(policy: Policy) -> None:
+    """Drop gathered parameters after passes with no backward, so that the next pass sees what the shards hold."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

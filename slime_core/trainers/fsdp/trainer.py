@@ -1,0 +1,106 @@
+"""The FSDP2 backend as a `protocols.Trainer`: every call runs on the process's torch thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_core.errors import TrainerError
+from slime_core.trainers.fsdp.worker import Worker
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Role
+    from slime_core.threads import TorchThread
+    from slime_core.types import Batch, Columns, WeightUpdate
+    from slime_core.weights.folder import ModelFolder
+
+HOLDS = frozenset({"gradients", "optimizer", "parameters"})
+
+
+class FsdpTrainer:
+    """Trains the folder's model on data-parallel ranks; with one rank no launcher is needed.
+
+    With more, every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that
+    all see. The answers of rank 0 count.
+
+    Example:
+        trainer = FsdpTrainer(config, plugins, folder, thread=TorchThread(2))
+        await trainer.begin(config)
+        metrics = await trainer.step(batch)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plugins: Plugins,
+        folder: ModelFolder,
+        *,
+        thread: TorchThread,
+        rank: int = 0,
+        world: int = 1,
+        device: str = "cpu",
+        rendezvous: str | Path | None = None,
+    ) -> None:
+        self._thread = thread
+        self._held = set(HOLDS)
+        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous)
+
+    async def begin(self, stage: Config) -> None:
+        """See `protocols.Trainer`: fresh optimizer and schedule; a reference snapshot where kl_loss_coef > 0."""
+        await self._thread.run(self._worker.begin, stage)
+
+    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """See `protocols.Trainer`; roles ``policy``, ``old_policy`` and ``reference`` live here."""
+        self._need({"parameters"}, "score")
+        return await self._thread.run(self._worker.score, batch, roles)
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer`.
+
+        Raises:
+            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids; no weight has changed then.
+        """
+        self._need(HOLDS, "step")
+        return await self._thread.run(self._worker.step, batch)
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""
+        self._need({"parameters"}, "publish")
+        return await self._thread.run(self._worker.publish, version)
+
+    async def save(self, path: Path) -> None:
+        """See `protocols.Trainer`."""
+        self._need({"parameters", "optimizer"}, "save")
+        await self._thread.run(self._worker.save, path)
+
+    async def restore(self, path: Path) -> None:
+        """See `protocols.Trainer`; after `begin` of the stage that saved."""
+        self._need({"parameters", "optimizer"}, "restore")
+        await self._thread.run(self._worker.restore, path)
+
+    async def export(self, path: Path) -> None:
+        """See `protocols.Trainer`."""
+        self._need({"parameters"}, "export")
+        await self._thread.run(self._worker.export, path)
+
+    async def release(self, what: set[str]) -> None:
+        """See `protocols.Trainer`; on an accelerator, optimizer state and parameters move to the host."""
+        self._known(what)
+        await self._thread.run(self._worker.release, what & self._held)
+        self._held -= what
+
+    async def reacquire(self, what: set[str]) -> None:
+        """See `protocols.Trainer`."""
+        self._known(what)
+        await self._thread.run(self._worker.reacquire, what - self._held)
+        self._held |= what
+
+    def _known(self, what: set[str]) -> None:
+        if unknown := what - HOLDS:
+            raise TrainerError(f"a trainer holds {sorted(HOLDS)}, not {sorted(unknown)}")
+
+    def _need(self, what: set[str] | frozenset[str], call: str) -> None:
+        if missing := sorted(what - self._held):
+            raise TrainerError(f"{call} was called while {missing} were released", fix=f"reacquire({missing}) first")
