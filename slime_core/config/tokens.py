@@ -93,12 +93,10 @@ def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Ma
     plain = ALIASES.get(plain, plain)
     shown = f"--{name}"
     key = keys.get(plain.rpartition(".")[2]) if plain.count(".") < 2 and not plain.startswith(SPACES) else None
-    if key is None and plain.startswith("no_"):
-        positive = keys.get(plain[3:])
-        if positive is None or unwrap(positive.info.annotation) is bool:
-            following = at < len(tokens) and not _is_key(tokens[at])
-            if value is None and (positive is not None or not following):
-                return Word(plain[3:], (), shown, negated=True), at
+    if key is None and value is None and plain.startswith("no_"):
+        following = at < len(tokens) and not _is_key(tokens[at])
+        if plain[3:] in keys or not following:
+            return Word(plain[3:], (), shown, negated=True), at
     if value is not None:
         return Word(plain, (value,), shown), at
     annotation = key.info.annotation if key else None

@@ -1,0 +1,200 @@
+"""Rules between keys: every conflict at once, with the lines of all keys it is about."""
+
+import pytest
+
+from slime_core.config import rules
+from slime_core.config.load import load_config, read
+from slime_core.config.problems import Origins
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "what", "fix"),
+    [
+        pytest.param(
+            ["--rollout-batch-size=5", "--n-samples-per-prompt=3", "--global-batch-size=4"],
+            "CFG04",
+            "15 rollouts do not divide into optimizer steps of global_batch_size = 4",
+            "such as 3",
+            id="batch does not divide",
+        ),
+        pytest.param(
+            ["--rollout-batch-size=2", "--n-samples-per-prompt=2", "--global-batch-size=8"],
+            "CFG04",
+            "global_batch_size = 8 is more than there is",
+            "to 4 or less",
+            id="batch larger than the step",
+        ),
+        pytest.param(
+            ["--rollout-batch-size=5", "--n-samples-per-prompt=3", "--num-steps-per-rollout=2"],
+            "CFG04",
+            "15 rollouts do not divide into num_steps_per_rollout = 2",
+            "such as 1",
+            id="steps do not divide",
+        ),
+        pytest.param(
+            [
+                "--rollout-batch-size=4",
+                "--n-samples-per-prompt=4",
+                "--num-steps-per-rollout=2",
+                "--global-batch-size=4",
+            ],
+            "CFG04",
+            "contradict each other",
+            "leave the other out",
+            id="steps and batch",
+        ),
+        pytest.param(
+            ["--rollout-max-response-len=64", "--rollout-max-context-len=64"],
+            "CFG04",
+            "leaves no room",
+            "raise the context",
+            id="response fills the context",
+        ),
+        pytest.param(
+            ["--rollout-max-response-len=40", "--rollout-max-context-len=64", "--rollout-max-prompt-len=30"],
+            "CFG04",
+            "40 is more than rollout_max_context_len = 64",
+            "at most 24",
+            id="prompt and response over the context",
+        ),
+        pytest.param(
+            ["--rollout-max-context-len=300", "--eval-max-response-len=300"],
+            "CFG04",
+            "eval_max_response_len = 300",
+            "raise the context",
+            id="evaluation fills the context",
+        ),
+        pytest.param(
+            ["--rollout-temperature=0"],
+            "CFG03",
+            "rollout_temperature = 0",
+            "n_samples_per_prompt to 1",
+            id="greedy group",
+        ),
+        pytest.param(["--group-rm"], "CFG04", "group_rm is set", "--custom-rm-path", id="group_rm without function"),
+        pytest.param(
+            ["--max-staleness=1", "--no-colocate"],
+            "CFG04",
+            "max_staleness = 1 with the embedded engine",
+            "--max-staleness 0",
+            id="ahead in one process",
+        ),
+        pytest.param(
+            ["--lr=1e-4", "--min-lr=1e-3"],
+            "CFG04",
+            "min_lr = 0.001 is above lr = 0.0001",
+            "at most 0.0001",
+            id="min_lr",
+        ),
+        pytest.param(
+            ["--lr-warmup-iters=9", "--lr-decay-iters=9"],
+            "CFG04",
+            "lr_warmup_iters = 9",
+            "lower",
+            id="warm-up to the end",
+        ),
+        pytest.param(["--eval-prompt-data", "name"], "CFG04", "not made of pairs", "NAME PATH", id="odd pairs"),
+    ],
+)
+def test_each_conflict_names_its_flags_and_the_fix(recipe, refused, flags, code, what, fix):
+    recipe()
+    error = refused(None, *flags)
+    assert error.code == code
+    assert what in error.what
+    assert fix in error.fix
+    assert all(
+        flag.split("=")[0] in error.where for flag in flags if flag.startswith("--") and flag != "--no-colocate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "extra"),
+    [
+        pytest.param("--rollout-engine=sglang", "slime-rl[sglang]", id="sglang"),
+        pytest.param("--train-backend=megatron", "slime-rl[megatron]", id="megatron"),
+        pytest.param("--cluster=ray", "slime-rl[ray]", id="ray"),
+    ],
+)
+def test_a_backend_that_is_not_installed_is_refused_with_its_extra(recipe, refused, monkeypatch, flag, extra):
+    for key, (_, ours, name) in list(rules.BACKENDS.items()):
+        monkeypatch.setitem(rules.BACKENDS, key, ("no_such_package", ours, name))
+    recipe()
+    error = refused(None, flag)
+    assert error.code == "CFG04"
+    assert "not installed here" in error.what
+    assert f'pip install "{extra}"' in error.fix
+
+
+def test_a_backend_whose_library_is_there_but_whose_code_is_not_says_so(recipe, monkeypatch):
+    key = ("train", "train_backend", "megatron")
+    monkeypatch.setitem(rules.BACKENDS, key, ("json", "slime_core.trainers.nowhere", "megatron"))
+    config = load_config(recipe(), [])
+    config = config.model_copy(update={"train": config.train.model_copy(update={"train_backend": "megatron"})})
+    (problem,) = rules.conflicts(config)
+    assert "not part of this slime version" in problem.what
+
+
+def test_all_conflicts_are_listed_at_once_with_their_lines(recipe, refused):
+    error = refused(
+        recipe(
+            "[rollout]\nrollout_batch_size = 5\nn_samples_per_prompt = 3\nrollout_temperature = 0\nmax_staleness = 2\n"
+            "[train]\nglobal_batch_size = 4\nmin_lr = 1.0\n[cluster]\ncolocate = true\n"
+        )
+    )
+    assert error.what == "5 problems in the configuration"
+    for part in ("15 rollouts", "rollout_temperature = 0", "colocate = true", "embedded engine", "min_lr = 1.0"):
+        assert part in error.why
+    for line in (2, 3, 4, 5, 7, 8, 10):
+        assert f"recipe.toml:{line}" in error.where
+    assert len(error.fix.splitlines()) == 5
+
+
+def test_tasks_must_have_names_of_their_own_and_loaded_plugins(recipe, refused):
+    error = refused(
+        recipe("[data]\nprompt_data = 'hub/rows'\ntasks = [{name = 'a', plugin = 'gone'}, {name = 'a'}]\n")
+    )
+    for part in ("both set", "two data.tasks are named 'a'", "plugin 'gone', which the run does not load"):
+        assert part in error.why
+    assert "--plugin gone" in error.fix
+
+
+def test_a_supervised_stage_may_be_greedy_in_name(recipe):
+    load_config(recipe(), ["--rollout-temperature=0", "--loss-type=sft_loss"])
+
+
+def test_tasks_with_their_own_sample_counts_leave_divisibility_to_the_run(recipe):
+    text = "[data]\ntasks = [{name = 'a', n_samples_per_prompt = 3}]\n[train]\nglobal_batch_size = 7\n"
+    load_config(recipe(text))
+
+
+def test_a_group_of_one_is_a_notice_not_an_error(recipe):
+    (notice,) = read(recipe(), ["--n-samples-per-prompt=1"]).notices
+    assert notice.startswith("notice:")
+    assert "group of one" in notice
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        pytest.param(["--kl-loss-coef=0.1", "--kl-loss-type=k1"], "no gradient", id="k1"),
+        pytest.param(["--n-samples-per-eval-prompt=4"], "greedy", id="greedy evaluation"),
+    ],
+)
+def test_settings_that_are_seldom_meant_are_noticed(recipe, flags, part):
+    assert any(part in notice for notice in read(recipe(), flags).notices)
+
+
+def test_the_defaults_conflict_with_nothing(recipe):
+    loaded = read(recipe(), [])
+    assert loaded.notices == ()
+    assert rules.conflicts(loaded.config) == []
+
+
+def test_a_run_needs_a_model_and_something_to_train_on(recipe):
+    loaded = read(recipe(), [])
+    problems = [Origins().place(problem) for problem in rules.incomplete(loaded.config)]
+    assert [problem.code for problem in problems] == ["CFG04", "CFG04"]
+    assert "--hf-checkpoint" in problems[0].fix
+    assert "--prompt-data" in problems[1].fix
