@@ -1,92 +1,53 @@
 """The plugin system: names of plugins in, typed methods out.
 
-discover (metadata) -> load (import, check) -> router (who answers what) -> facade (call, await, check)
-                                                                              `- boundary: PluginError with where
+    discover (metadata) -> load (import, check) -> router (who answers what) -> facade (call, await, check)
+                                                                                  `- boundary: PluginError with where
+
+Listing what is installed imports neither numpy nor any plugin; the other names are loaded when first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.plugins.discover import PluginInfo as PluginInfo, available as available, find as find
-from slime_core.plugins.facade import Plugins as Plugins
-from slime_core.plugins.load import (
-    Loaded as Loaded,
-    core_plugin,
-    load_options,
-    load_plugin as load_plugin,
-    options_model,
-    recipe_of,
-)
-from slime_core.plugins.router import Functions
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from slime_core.plugins.assemble import (
+        connect as connect,
+        load_plugins as load_plugins,
+        option_models as option_models,
+        recipe_path as recipe_path,
+    )
+    from slime_core.plugins.facade import Plugins as Plugins
+    from slime_core.plugins.load import Loaded as Loaded, load_plugin as load_plugin
 
-    from slime_core.config.schema import Config
+_HOME_OF = {
+    "connect": "assemble",
+    "load_plugins": "assemble",
+    "option_models": "assemble",
+    "recipe_path": "assemble",
+    "Plugins": "facade",
+    "Loaded": "load",
+    "load_plugin": "load",
+}
 
-CORE = "slime_core.builtin"  # layers above this one, loaded by name like every plugin
-FUNCTIONS = "slime_core.compat.functions"
-
-
-def load_plugins(config: Config) -> Plugins:
-    """Load what ``config.plugins`` names, core's own plugin and functions by path, and route every hook and stage.
-
-    Raises:
-        PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two answers of equal rank.
-        ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss.
-    """
-    from slime_core.config.stages import stages
-    from slime_core.errors import ConfigError, nearest
-
-    loaded = {name: load_plugin(name) for name in dict.fromkeys(config.plugins)}
-    strangers = [name for name in config.plugin if name not in loaded]
-    if strangers:
-        raise ConfigError(
-            f"[plugin.{strangers[0]}] is for a plugin that this run does not load",
-            code="CFG01",
-            where=f"plugin.{strangers[0]}",
-            why=f"loaded: {', '.join(loaded) or 'none'}",
-            fix=nearest(strangers[0], tuple(loaded)) or f"--plugin {strangers[0]}",
-        )
-    for name, plugin in loaded.items():
-        plugin.options = load_options(plugin, config.plugin.get(name, {}))
-    return connect(loaded, stages(config))
-
-
-def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
-    """Plugins from what is already loaded, with core and functions by path, resolved for every config."""
-    functions: Functions = import_module(FUNCTIONS).Functions()
-    core: Any = import_module(CORE).Core()
-    plugins = Plugins(loaded, core_plugin(core), functions)
-    core.reward_by_type = plugins.reward_by_type
-    functions.attach(plugins)
-    try:
-        for config in configs:
-            plugins.resolve(config)
-    except BaseException:
-        plugins.close()
-        raise
-    return plugins
+__all__ = [
+    "Loaded",
+    "PluginInfo",
+    "Plugins",
+    "available",
+    "connect",
+    "find",
+    "load_plugin",
+    "load_plugins",
+    "option_models",
+    "recipe_path",
+]
 
 
-def recipe_path(plugin_name: str, recipe: str = "default") -> Path:
-    """The file of an installed plugin's recipe, with no run around it (`slime run --plugin NAME`).
-
-    Raises:
-        PluginError: PLG50-55 as :func:`load_plugins`.
-        ConfigError: CFG05 no such recipe, or its file is missing.
-    """
-    return recipe_of(load_plugin(plugin_name), recipe)
-
-
-def option_models(names: Sequence[str]) -> Mapping[str, type[BaseModel] | None]:
-    """The options model of each installed plugin; None where it has no options.
-
-    Raises:
-        PluginError: PLG50-55 as :func:`load_plugins`.
-    """
-    return {name: options_model(load_plugin(name)) for name in names}
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'slime_core.plugins' has no attribute '{name}'")
+    return getattr(import_module(f"slime_core.plugins.{_HOME_OF[name]}"), name)
