@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from slime_core.protocols import Engine, Trainer
 
 
+class FreeTurns:
+    """Engine and trainer have a device each: nobody waits."""
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The engine goes on."""
+        yield
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """The engine's ``load`` says what happens to requests in flight."""
+        yield
+
+
 class QuietTurns:
     """Memory suffices for both: the engine is only quiet from the first optimizer step to the load."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self
 
 from slime_core.errors import PluginError, SlimeError
 from slime_core.rollout.check import check_group
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
     from slime_core.protocols import Ledger
+
+P = ParamSpec("P")
 
 
 class Source(Protocol):
@@ -118,7 +120,7 @@ class Collector:
         self._steps_left -= 1
         self._ctx = replace(self._ctx, version=version)
         if self._ahead > 1:
-            self._spawn(self._fill())
+            self._spawn(self._fill)
 
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
@@ -161,19 +163,19 @@ class Collector:
             self._flying[group.prompt.position] = self._ctx.version
         whole = [g for g in groups if self._plugins.replaces_rollout(g.prompt.task, self._ctx.config)]
         if whole:
-            self._spawn(self._run_whole(whole, self._ctx))
+            self._spawn(self._run_whole, whole, self._ctx)
         for group in groups:
             if group not in whole:
-                self._spawn(self._run_group(group, self._ctx))
+                self._spawn(self._run_group, group, self._ctx)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._guarded(work))
+    def _spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        task = asyncio.create_task(self._guarded(work, *args, **kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            await work
+            await work(*args, **kwargs)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

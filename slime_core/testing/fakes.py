@@ -261,6 +261,12 @@ class RankedTrainer(FakeTrainer):
         self.batches.append(list(batch.sample_ids))
         return {"loss": float(np.abs(self.weights["head"]).sum())}
 
+    async def restore(self, path: Path) -> None:
+        """See `protocols.Trainer`; every rank reads."""
+        await super().restore(path)
+        for rank in self.ranks:
+            await rank.restore(path)
+
 
 @dataclass(slots=True)
 class Row:
