@@ -99,7 +99,7 @@ class WandbSink:
     def close(self) -> None:
         """Finish the W&B run."""
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
             self._run = None
 
 

@@ -1,0 +1,83 @@
+"""What `slime show` reads back from a run directory."""
+
+import asyncio
+import json
+
+import pytest
+
+from slime_core.buffer.ledger import SqliteLedger
+from slime_core.report import RunDir, history
+from slime_core.types import Drop
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    with RunDir.create("demo", root=tmp_path) as made:
+        yield made
+
+
+def step(version, seconds=1.0, **metrics):
+    return {
+        "kind": "step",
+        "version": version,
+        "stage": "main",
+        "step": version - 1,
+        "of": 9,
+        "metrics": metrics,
+        "seconds": {"train": seconds, "rollout": 2 * seconds},
+    }
+
+
+def test_first_last_and_best_by_hand():
+    steps = [step(1, **{"reward/mean": 0.2, "loss": 3.0, "x": 1.0}), step(2, **{"reward/mean": 0.9, "loss": 1.0})]
+    steps.append(step(3, **{"reward/mean": 0.5, "loss": 2.0, "x": None}))
+    assert history.summary(steps) == {
+        "loss": {"first": 3.0, "last": 2.0, "best": 1.0},
+        "reward/mean": {"first": 0.2, "last": 0.5, "best": 0.9},
+        "x": {"first": 1.0, "last": 1.0, "best": None},
+    }
+
+
+def test_times_and_speed_by_hand():
+    steps = [step(1, 1.0, **{"tokens/response": 30.0}), step(2, 3.0, **{"tokens/response": 90.0})]
+    assert history.times(steps) == {"train": 4.0, "rollout": 8.0}
+    assert history.tokens_per_second(steps) == 10.0
+    assert history.tokens_per_second([]) is None
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(run_dir):
+    rows = [step(1, a=1.0), step(2, a=2.0), step(2, a=3.0)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    run_dir.metrics.write_text(text + '{"kind": "step", "versi')
+    assert [(row["version"], row["metrics"]["a"]) for row in history.steps_of(run_dir)] == [(1, 1.0), (2, 3.0)]
+
+
+def test_no_files_are_no_steps(run_dir):
+    assert history.steps_of(run_dir) == []
+    assert history.evaluations_of(run_dir) == []
+    assert history.states(run_dir) == {}
+    assert history.last_samples(run_dir) == []
+
+
+def test_states_are_those_that_the_ledger_counts(run_dir, group):
+    async def fill():
+        ledger = SqliteLedger(run_dir.path)
+        groups = [group(i, [1.0, 0.0], [2, 2]) for i in range(3)]
+        await ledger.issue(groups)
+        await ledger.finish(groups[0])
+        await ledger.drop(groups[1].samples, Drop(reason="zero_std"))
+        counts = dict(await ledger.counts())
+        await ledger.close()
+        return counts
+
+    counts = asyncio.run(fill())
+    assert counts["dropped/zero_std"] == 2
+    assert history.states(run_dir) == counts
+
+
+def test_the_samples_of_the_last_step_are_shown(run_dir):
+    rows = [{"version": v, "rank": "best", "id": str(v)} for v in (1, 2, 2)]
+    run_dir.samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["id"] for row in history.last_samples(run_dir)] == ["2", "2"]

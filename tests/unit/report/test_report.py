@@ -1,0 +1,235 @@
+"""The facade: everything reaches the files, secrets do not, and a sink that fails stops nothing."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_core.config.load import load_config, read
+from slime_core.config.schema import Config
+from slime_core.report import Report, RunDir
+from slime_core.report.live import PlainLines, RichLine, duration, make_live
+from slime_core.report.sinks import WandbSink
+from slime_core.types import StepReport
+
+pytestmark = pytest.mark.unit
+
+
+class Keeping:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self, run_dir, config):
+        self.calls.append(("start", run_dir, config))
+
+    def write(self, report):
+        self.calls.append(("write", report))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+class Failing(Keeping):
+    """A sink that raises where it is told to."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def start(self, run_dir, config):
+        super().start(run_dir, config)
+        if self.where == "start":
+            raise OSError("no network")
+
+    def write(self, report):
+        super().write(report)
+        if self.where == "write":
+            raise OSError("no network")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    with RunDir.create("demo", root=tmp_path) as made:
+        yield made
+
+
+def step(version, **metrics):
+    return StepReport(
+        version=version, stage="main", step=version - 1, of=2, metrics=metrics, seconds={"train": 0.5, "rollout": 1.5}
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_line_of_the_metrics_file_has_stable_keys(run_dir):
+    stream = io.StringIO()
+    report = Report(run_dir, Config(), live=PlainLines(stream))
+    report.start()
+    report.evaluation("held", 0, {"reward/mean": 0.25, "samples": 8.0, "seconds": 3.0})
+    report.step(step(1, **{"reward/mean": 0.5, "a": float("nan")}))
+    assert len(lines(run_dir.metrics)) == 2, "a line is flushed when it is written"
+    report.finish()
+    assert lines(run_dir.metrics) == [
+        {
+            "kind": "eval",
+            "version": 0,
+            "name": "held",
+            "metrics": {"reward/mean": 0.25, "samples": 8.0},
+            "seconds": {"eval": 3.0},
+        },
+        {
+            "kind": "step",
+            "version": 1,
+            "stage": "main",
+            "step": 0,
+            "of": 2,
+            "metrics": {"a": None, "reward/mean": 0.5},
+            "seconds": {"rollout": 1.5, "train": 0.5},
+        },
+    ]
+    assert "main step 1/2" in stream.getvalue()
+    assert "eval held at step 0: reward 0.250 over 8 samples" in stream.getvalue()
+
+
+def test_the_resolved_config_is_written_and_loads_again(run_dir):
+    config = Config(name="demo", seed=5)
+    report = Report(run_dir, config, live=PlainLines(io.StringIO()))
+    report.start()
+    report.finish()
+    assert load_config(run_dir.config) == config
+
+
+def test_no_secret_reaches_any_file_or_sink(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "canary-from-environment")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        '[plugin.judge]\napi_key = "canary-pasted"\nurl = "http://me:canary-in-url@host/"\naccess = "${JUDGE_TOKEN}"\n'
+    )
+    loaded = read(recipe)
+    sink = Keeping()
+    report = Report(run_dir, loaded.config, [sink], PlainLines(io.StringIO()), secrets=loaded.secrets)
+    report.start()
+    report.step(step(1))
+    report.finish()
+    assert "canary" not in str(sink.calls)
+    for file in Path(run_dir.path).rglob("*"):
+        assert not file.is_file() or b"canary" not in file.read_bytes(), file
+
+
+def test_a_sink_gets_steps_and_evaluations_as_reports(run_dir):
+    sink = Keeping()
+    report = Report(run_dir, Config(), [sink], PlainLines(io.StringIO()))
+    report.start()
+    report.step(step(1, x=1.0))
+    report.evaluation("held", 1, {"reward/mean": 0.25, "seconds": 2.0})
+    report.finish()
+    kinds = [call[0] for call in sink.calls]
+    assert kinds == ["start", "write", "write", "close"]
+    evaluation = sink.calls[2][1]
+    assert dict(evaluation.items()) == {"eval/held/reward/mean": 0.25, "time/eval/held": 2.0}
+    assert (evaluation.version, evaluation.stage, evaluation.step) == (1, "main", 0)
+
+
+@pytest.mark.parametrize("where", ["start", "write"])
+def test_a_failing_sink_is_named_once_left_out_and_stops_nothing(run_dir, where):
+    stream, bad, good = io.StringIO(), Failing(where), Keeping()
+    report = Report(run_dir, Config(), [bad, good], PlainLines(stream))
+    report.start()
+    report.step(step(1))
+    report.step(step(2))
+    report.finish()
+    assert [call[0] for call in good.calls] == ["start", "write", "write", "close"]
+    assert [call[0] for call in bad.calls] == (["start"] if where == "start" else ["start", "write"])
+    assert stream.getvalue().count("Failing failed and training goes on: OSError: no network") == 1
+    assert "no network" in (run_dir.log / "run.log").read_text()
+    assert len(lines(run_dir.metrics)) == 2
+
+
+def test_a_metrics_file_that_cannot_be_written_stops_nothing(run_dir):
+    run_dir.metrics.mkdir()
+    stream = io.StringIO()
+    report = Report(run_dir, Config(), live=PlainLines(stream))
+    report.start()
+    report.step(step(1))
+    report.finish()
+    assert "JsonlSink failed and training goes on" in stream.getvalue()
+
+
+def test_a_closed_terminal_stops_nothing(run_dir):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    report = Report(run_dir, Config(), live=PlainLines(Closed()))
+    report.start()
+    report.note("hello")
+    report.step(step(1))
+    report.finish()
+    assert len(lines(run_dir.metrics)) == 1
+    assert "hello" in (run_dir.log / "run.log").read_text()
+
+
+def test_best_and_worst_samples_are_kept_each_step(run_dir, group):
+    report = Report(run_dir, Config(), live=PlainLines(io.StringIO()))
+    report.samples(1, [group(0, [1.0, 0.0, 0.5], [1, 1, 1])])
+    rows = lines(run_dir.samples)
+    assert [(row["rank"], row["reward"]) for row in rows] == [("best", 1.0), ("best", 0.5), ("worst", 0.0)]
+
+
+def test_a_plain_line_has_reward_length_speed_and_time_left():
+    stream = io.StringIO()
+    live = PlainLines(stream)
+    live.start(Config.model_validate({"rollout": {"num_rollout": 3}}), Path("x"))
+    metrics = {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "response_len/mean": 7.0}
+    metrics |= {"tokens/response": 100.0, "rollout/dropped_samples": 2.0, "truncated_ratio": 0.25}
+    live.step(step(1, **metrics), 2.0)
+    assert stream.getvalue() == ("main step 1/2  reward 0.500  len 7  truncated 25%  dropped 2  tok/s 50  eta 4s\n")
+
+
+def test_a_terminal_gets_a_live_line_and_notes_above_it():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    live = make_live(stream)
+    assert isinstance(live, RichLine)
+    live.start(Config.model_validate({"rollout": {"num_rollout": 2}}), Path("x"))
+    live.note("a [bold]note[/bold] \x1b[2J")
+    live.step(step(1, **{"reward/mean": 0.5}), 1.0)
+    live.evaluation("held", 1, {"reward/mean": 0.5, "samples": 3.0})
+    live.close()
+    text = stream.getvalue()
+    assert "a [bold]note[/bold] \\x1b[2J" in text
+    assert "main step 1/2" in text
+    assert "eval held at step 1" in text
+
+
+def test_elsewhere_there_are_plain_lines():
+    assert isinstance(make_live(io.StringIO()), PlainLines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (60, "1m00"), (3599, "59m59"), (7260, "2h01")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_wandb_works_offline(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = WandbSink("slime-test")
+    stream = io.StringIO()
+    report = Report(run_dir, Config(name="demo"), [sink], PlainLines(stream))
+    report.start()
+    report.step(step(1, **{"reward/mean": 0.5}))
+    report.evaluation("held", 1, {"reward/mean": 0.25})
+    report.finish()
+    assert "failed" not in stream.getvalue()
+    assert list(run_dir.path.glob("wandb/offline-run-*/*.wandb"))
