@@ -273,6 +273,7 @@ class GenerateRequest:
     params: SamplingParams
     seed: int  # 64 bits, from (run seed, sample id, attempt): slime_core.rollout.seeds
     session_id: str = ""
+    kept: int = 0  # of tokens, at their end: this response's from an aborted try; stop strings look back over them
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,218 @@
+"""Queries of packed rows and the KV cache in, attention outputs out; a row's bits depend on its own sequence only.
+
+A row is one token of one sequence. Row i writes its key and value at (slot, position) and attends to positions
+0..position of its slot. On CPU every row, of a prompt or of a decode step, goes through products of the same shape:
+
+    [G, d] x [d, L] -> mask, softmax -> [G, 256] x [256, d] + [G, 256] x [256, d] + ...     G query heads a kv head
+
+with L a multiple of 64. Columns past the row's position add exact zeros, and the second product is cut into pieces of
+256 because longer sums are blocked by their length (measured; the fused kernel is not invariant at one query row).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from slime_core.engines.local.cache import BLOCK, KVCache, up
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.rowcounts import RowCounts
+
+PIECE = 256
+"""Longest sum of the second product."""
+
+QUERY_BLOCK = 128
+"""Prompt rows that share one L."""
+
+
+@dataclass(slots=True, frozen=True)
+class Form:
+    """What a layer's attention does beside scaling."""
+
+    scale: float
+    window: int = 0  # positions a row sees, itself included; 0 is all
+    softcap: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """Rows [begin, end) of a pack: consecutive positions of one slot, the first of them ``position``."""
+
+    slot: int
+    position: int
+    begin: int
+    end: int
+
+    def blocks(self) -> list[Segment]:
+        """The segment cut into pieces of at most QUERY_BLOCK rows."""
+        starts = range(self.begin, self.end, QUERY_BLOCK)
+        return [Segment(self.slot, self.position + b - self.begin, b, min(b + QUERY_BLOCK, self.end)) for b in starts]
+
+
+@dataclass(slots=True)
+class Rows:
+    """N tokens for one forward pass, and where each lies.
+
+    Either a decode step, where row i is slot ``first + i`` (``segments`` is None), or packed pieces of prompts, with padding rows
+    after the last segment.
+    """
+
+    tokens: torch.Tensor  # N, int64
+    positions: torch.Tensor  # N, int64; padding rows stand at the cache's scratch position
+    slots: torch.Tensor  # N, int64
+    longest: int  # columns that attention needs
+    scratch: int  # position of rows that stand for no sequence
+    first: int = 0  # slot of row 0 of a decode step
+    segments: list[Segment] | None = None
+    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass, by shape
+
+    def position_ids(self) -> torch.Tensor:
+        """N positions as a model may be asked about them: padding rows are at 0, where every table has an entry."""
+        return self.positions.masked_fill(self.positions == self.scratch, 0)
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def pack(segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, cache: KVCache, device: str) -> Rows:
+    """Rows of consecutive segments whose ids are ``tokens``, padded to an allowed count."""
+    used = len(tokens)
+    count = counts.pad(used)
+    arrays = np.zeros((3, count), dtype=np.int64)
+    arrays[0, :used] = tokens
+    arrays[1, :used] = np.concatenate([np.arange(s.position, s.position + s.end - s.begin) for s in segments])
+    arrays[1, used:] = cache.scratch
+    arrays[2, :used] = np.repeat([s.slot for s in segments], [s.end - s.begin for s in segments])
+    arrays[2, used:] = cache.spare
+    made = torch.from_numpy(arrays).to(device)
+    longest = up(max(s.position + s.end - s.begin for s in segments), BLOCK)
+    return Rows(made[0], made[1], made[2], longest, cache.scratch, segments=segments)
+
+
+def attend(
+    cache: KVCache,
+    layer: int,
+    rows: Rows,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    form: Form,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write keys and values, attend: query [N, Hq, d], key [N, Hkv, d], value [N, Hkv, dv] -> [N, Hq, dv].
+
+    ``sinks`` [Hq] are logits of a column without a value.
+    """
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[rows.slots, :, rows.positions] = key.to(keys.dtype)
+    values[rows.slots, :, rows.positions] = value.to(values.dtype)
+    count, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = (query.to(keys.dtype) * form.scale).view(count, kv_heads, heads // kv_heads, dim)
+    sink = None if sinks is None else sinks.to(keys.dtype).view(1, kv_heads, heads // kv_heads, 1)
+    if rows.segments is None:
+        out = _decode(keys, values, rows, grouped, form, sink)
+    else:
+        out = _packed(keys, values, rows, grouped, form, sink)
+    return out.view(count, heads, -1).to(query.dtype)
+
+
+def _decode(
+    keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
+) -> torch.Tensor:
+    count, kv_heads, group, dim = query.shape
+    length = rows.longest
+    slots = slice(rows.first, rows.first + count)
+    k = keys[slots].flatten(0, 1)[:, :length]
+    v = values[slots].flatten(0, 1)[:, :length]
+    scores = torch.bmm(query.flatten(0, 1), k.transpose(1, 2)).view(count, kv_heads, group, length)
+    mask = _mask(rows, 0, count, length, form.window)[:, None, None]
+    weights = _weights(scores, mask, form, sink).view(count * kv_heads, group, length)
+    return _sum(weights, v).view(count, kv_heads, group, -1)
+
+
+def _packed(
+    keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
+) -> torch.Tensor:
+    count, kv_heads, group, dim = query.shape
+    out = query.new_zeros(count, kv_heads, group, values.shape[-1])
+    assert rows.segments is not None
+    for segment in rows.segments:
+        for part in segment.blocks():
+            at = slice(part.begin, part.end)
+            length = up(part.position + part.end - part.begin, BLOCK)
+            k, v = keys[part.slot, :, :length], values[part.slot, :, :length]
+            mask = _mask(rows, part.begin, part.end, length, form.window)
+            if keys.device.type == "cpu":
+                out[at] = _row_by_row(k, v, query[at], mask, form, sink)
+            else:
+                out[at] = _joined(k, v, query[at], mask, form, sink)
+    return out
+
+
+def _row_by_row(
+    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """The decode step's products for n rows of one slot, whose keys are the same n times over (stride 0)."""
+    count, kv_heads, group, dim = query.shape
+    length = k.shape[1]
+    scores = query.new_empty(count, kv_heads, group, length)
+    for head in range(kv_heads):
+        scores[:, head] = torch.bmm(query[:, head], k[head].transpose(0, 1).expand(count, dim, length))
+    weights = _weights(scores, mask[:, None, None], form, sink)
+    parts = [_sum(weights[:, head], v[head].expand(count, length, -1)) for head in range(kv_heads)]
+    return torch.stack(parts, 1)
+
+
+def _joined(
+    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """One product a kv head for all rows of a segment: what a GPU wants; nothing is claimed about bits."""
+    count, kv_heads, group, dim = query.shape
+    flat = query.permute(1, 0, 2, 3).reshape(kv_heads, count * group, dim)
+    scores = torch.bmm(flat, k.transpose(1, 2)).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
+    weights = _weights(scores, mask[:, None, None], form, sink)
+    joined = weights.permute(1, 0, 2, 3).reshape(kv_heads, count * group, -1)
+    return torch.bmm(joined, v).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
+
+
+def _weights(scores: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None) -> torch.Tensor:
+    if form.softcap:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
+    scores = scores + mask
+    if sink is None:
+        return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+    column = sink.expand(*scores.shape[:-1], BLOCK).clone()
+    column[..., 1:] = -torch.inf  # keeps rows a multiple of the vector width
+    joined = torch.softmax(torch.cat([column, scores], -1), -1, dtype=torch.float32)
+    return joined[..., BLOCK:].to(scores.dtype)
+
+
+def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[B, G, L] x [B, L, d], in pieces of 256 columns added in order."""
+    length = v.shape[1]
+    out = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE])
+    for begin in range(PIECE, length, PIECE):
+        out = torch.baddbmm(out, weights[:, :, begin : begin + PIECE], v[:, begin : begin + PIECE])
+    return out
+
+
+def _mask(rows: Rows, begin: int, end: int, length: int, window: int) -> torch.Tensor:
+    """[end - begin, length]: 0 where the row may look, -inf elsewhere."""
+    name = (begin, length, window)
+    if name not in rows.masks:
+        here = rows.positions[begin:end, None]
+        column = torch.arange(length, device=here.device)
+        hidden = column > here
+        if window:
+            hidden |= column <= here - window
+        hidden[:, 0] &= here[:, 0] < rows.scratch  # a row that sees nothing would write NaN
+        mask = torch.zeros(hidden.shape, dtype=torch.float32, device=here.device)
+        rows.masks[name] = mask.masked_fill_(hidden, -torch.inf)
+    return rows.masks[name]

@@ -1,0 +1,98 @@
+"""The key and value cache of every slot and layer, allocated once.
+
+    keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
+
+On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
+sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime_core.errors import EngineError
+
+BLOCK = 64
+"""Lengths that attention sees are multiples of this many positions."""
+
+ALIGN = 64
+
+
+def up(count: int, step: int) -> int:
+    """``count`` rounded up to a multiple of ``step``."""
+    return -(-count // step) * step
+
+
+@dataclass(slots=True, frozen=True)
+class LayerShape:
+    """Heads and widths of one layer's cache."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVCache:
+    """Keys and values of ``slots`` sequences and one spare slot.
+
+    Raises:
+        EngineError: ENG05, the cache would not fit this machine's memory.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], slots: int, context_len: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self.shapes = list(shapes)
+        self.slots = slots
+        self.spare = slots
+        self.length = up(context_len + 1, BLOCK)
+        self.scratch = self.length - 1
+        self.device = device
+        self.dtype = torch.float32 if device == "cpu" else dtype
+        self._check_size(slots, context_len)
+        self.keys = [self._zeros(s.kv_heads, s.key_dim) for s in shapes]
+        self.values = [self._zeros(s.kv_heads, s.value_dim) for s in shapes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache (on CPU, of address space: pages are touched as sequences grow)."""
+        width = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.shapes)
+        return (self.slots + 1) * self.length * width * self.dtype.itemsize
+
+    def _check_size(self, slots: int, context_len: int) -> None:
+        if self.device == "cpu":
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        else:
+            memory = torch.cuda.mem_get_info()[0]
+        if self.nbytes > memory:
+            raise EngineError(
+                f"the KV cache of {slots} slots of {context_len} tokens needs {self.nbytes / 2**30:.1f} GiB",
+                code="ENG05",
+                why=f"this machine has {memory / 2**30:.1f} GiB",
+                fix="set rollout.rollout_max_context_len to what a prompt and its response need, "
+                "or lower rollout.rollout_slots",
+            )
+
+    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
+        shape = (self.slots + 1, heads, self.length, dim)
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        count = int(np.prod(shape))
+        raw = np.zeros(count * 4 + ALIGN, dtype=np.uint8)  # calloc: pages come when they are written
+        skip = -raw.ctypes.data % ALIGN
+        return torch.from_numpy(raw[skip : skip + count * 4].view(np.float32)).view(shape)
+
+    def copy(self, source: int, target: int, begin: int, end: int) -> None:
+        """Copy positions [begin, end) from one slot to another."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, begin:end] = tensor[source, :, begin:end]
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot whose numbers are not finite: a masked NaN would still reach the sum."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot].zero_()

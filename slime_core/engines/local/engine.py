@@ -1,0 +1,331 @@
+"""The embedded engine: requests in over asyncio, completions out; all torch work in short hops on the torch thread.
+
+generate -> inbox -> [hop: a few decode steps of the Scheduler] -> futures          one task, alive while there is work
+abort pause load release score                                   between two hops
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime_core.engines.local.jobs import Job, check_ids, make_job
+from slime_core.errors import EngineError
+from slime_core.protocols import Ability, PauseMode
+from slime_core.types import Completion
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.scheduler import Scheduler
+    from slime_core.engines.local.served import Served
+    from slime_core.threads import TorchThread
+    from slime_core.types import GenerateRequest, WeightUpdate
+    from slime_core.weights.folder import ModelFolder
+
+HOP_SECONDS = 0.02
+"""How long a hop decodes before it looks for new requests, aborts and pauses (at least one step)."""
+
+MEMORY = frozenset({"kv", "weights"})
+
+
+class LocalEngine:
+    """Any Hugging Face causal language model on this process's CPU or GPU, batch-invariant on CPU.
+
+    Example:
+        engine = LocalEngine(folder, slots=64, context_len=512, dtype="float32", device="cpu", thread=thread)
+        await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=model.state_dict()))
+        done = await engine.generate(GenerateRequest(id="a", tokens=[5, 6], params=SamplingParams(max_new_tokens=8),
+                                                     seed=1))
+        await engine.close()
+    """
+
+    version: int
+    epoch: int
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        *,
+        slots: int,
+        context_len: int,
+        dtype: str,
+        device: str,
+        thread: TorchThread,
+        epoch: int = 0,
+    ) -> None:
+        if slots < 1 or context_len < 2:
+            raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
+        self.version, self.epoch = -1, epoch
+        self.abilities: frozenset[Ability] = frozenset({"per_sample_seed", "score", "batch_invariant"})
+        self._folder, self._thread = folder, thread
+        self._seats, self._context_len = slots, context_len
+        self._dtype, self._device = dtype, device
+        self._served: Served | None = None
+        self._scheduler: Scheduler | None = None
+        self._inbox: list[Job] = []
+        self._leavers: list[Job] = []  # their callers were cancelled
+        self._held = set(MEMORY)
+        self._paused = False
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue a request's tokens.
+
+        Raises:
+            EngineError: ENG01-ENG03 and ENG72 a request that cannot be served, ENG80 logits that are not finite,
+                ENG83 no weights were loaded, ENG84 the engine failed or was closed.
+        """
+        self._require_weights(f"request {request.id}")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        job = make_job(
+            request,
+            future,
+            vocab_size=self._folder.vocab_size,
+            context_len=self._context_len,
+            eos=tuple(self._folder.eos_token_ids),
+        )
+        self._inbox.append(job)
+        self._stir()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._leavers.append(job)
+            self._stir()
+            raise
+
+    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+        """Log-prob of each of ``tokens[start:]`` under the plain softmax, float32, bit for bit as `generate` gives it.
+
+        Raises:
+            EngineError: as `generate`; ENG03 a start outside 1..len(tokens), ENG06 no cache is held.
+        """
+        self._require_weights("score")
+        ids = np.asarray(tokens, dtype=np.int64)
+        check_ids(ids, self._folder.vocab_size, "score")
+        if not 1 <= start <= len(ids):
+            raise EngineError(f"start is {start} of {len(ids)} tokens", code="ENG03", where="score")
+        if len(ids) > self._context_len:
+            raise EngineError(
+                f"{len(ids)} tokens do not fit the context of {self._context_len}",
+                code="ENG72",
+                where="score",
+                fix="raise rollout.rollout_max_context_len",
+            )
+        if start == len(ids):
+            return np.empty(0, dtype=np.float32)
+        return await self._thread.run(self._score, ids, start)
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """Stop these requests; each waiting ``generate`` returns what it has, with finish ``abort``."""
+        wanted = set(ids)
+        return await self._end(lambda job: job.request.id in wanted)
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Serve an update's weights. Running requests go on with them; each token says its version.
+
+        Raises:
+            EngineError: ENG86 tensors that do not fit, ENG06 weights whose memory was given back.
+        """
+        self._require_open()
+        if "weights" not in self._held:
+            raise EngineError("weights were loaded while their memory was released", code="ENG06")
+        await self._thread.run(self._load, update)
+        self.version = update.version
+        self._stir()
+
+    async def fingerprints(self) -> dict[str, str]:
+        """crc32 of every served tensor's bytes, by Hugging Face name."""
+        served = self._served
+        return {} if served is None else await self._thread.run(served.fingerprints)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop computing: ``abort`` ends requests, ``retract`` gives up their slots, ``keep`` keeps both."""
+        self._paused = True
+        if mode == "abort":
+            await self._end(lambda job: True)
+        else:
+            await self._thread.run(self._hold, mode)
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`.
+
+        Raises:
+            EngineError: ENG06, memory was released and not taken back.
+        """
+        if self._held != MEMORY:
+            raise EngineError(f"resumed while {sorted(MEMORY - self._held)} were released", code="ENG06")
+        self._paused = False
+        self._stir()
+
+    async def release(self, what: set[str]) -> None:
+        """Give back memory; sequences that lose their cache are computed again after :meth:`resume`."""
+        self._held -= what
+        await self._thread.run(self._release, set(what))
+
+    async def reacquire(self, what: set[str]) -> None:
+        """Take memory back; weights come with the next :meth:`load`."""
+        back = (what & MEMORY) - self._held
+        self._held |= back
+        if "kv" in back:
+            await self._thread.run(self._allocate)
+        self._stir()
+
+    async def close(self) -> None:
+        """End the serving task and free the model; requests still waiting fail with ENG84."""
+        if self._closed:
+            return
+        self._closed = True
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        jobs = await self._thread.run(self._free)
+        self._fail([*jobs, *self._inbox], EngineError("the engine was closed", code="ENG84"))
+        self._inbox.clear()
+
+    # -- asyncio side
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed", code="ENG84")
+
+    def _require_weights(self, where: str) -> None:
+        self._require_open()
+        if self.version < 0 or ("weights" not in self._held and not self._paused):
+            raise EngineError("no weights are loaded yet", code="ENG83", where=where, fix="call load first")
+
+    def _stir(self) -> None:
+        if self._task is None or self._task.done():
+            self._wake = asyncio.Event()
+            self._task = asyncio.get_running_loop().create_task(self._serve(), name="slime-local-engine")
+        self._wake.set()
+
+    async def _serve(self) -> None:
+        while not self._closed:
+            if not self._runnable():
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            incoming, self._inbox = self._inbox, []
+            leavers, self._leavers = self._leavers, []
+            try:
+                done = await asyncio.shield(self._thread.run(self._hop, incoming, leavers))
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                done, lost = await self._thread.run(self._reset)
+                self._deliver(done)
+                self._fail(lost, _wrapped(error))
+            else:
+                self._deliver(done)
+
+    def _runnable(self) -> bool:
+        if self._paused or self._scheduler is None or self._served is None or not self._served.ready:
+            return False
+        return bool(self._inbox or self._leavers or self._scheduler.busy)
+
+    async def _end(self, chosen: Any) -> list[Completion]:
+        waiting = [job for job in self._inbox if chosen(job)]
+        self._inbox = [job for job in self._inbox if not chosen(job)]
+        for job in waiting:
+            job.finish = "abort"
+        ended = waiting + await self._thread.run(self._end_running, chosen)
+        self._deliver(ended)
+        return [job.completion(self.epoch) for job in ended]
+
+    def _deliver(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.future.done():
+                continue
+            if job.error is not None:
+                job.future.set_exception(job.error)
+            else:
+                job.future.set_result(job.completion(self.epoch))
+
+    def _fail(self, jobs: Sequence[Job], error: EngineError) -> None:
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(error)
+
+    # -- torch thread side
+
+    def _load(self, update: WeightUpdate) -> None:
+        from slime_core.engines.local.scheduler import Scheduler
+        from slime_core.engines.local.served import Served
+        from slime_core.engines.local.texts import Texts
+
+        if self._served is None:
+            self._served = Served(
+                self._folder,
+                slots=self._seats,
+                context_len=self._context_len,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        self._served.load(update)
+        if self._scheduler is None:
+            self._scheduler = Scheduler(self._served, Texts(self._folder.tokenizer), self._seats)
+        if not self._served.batch_invariant:
+            self.abilities -= {"batch_invariant"}
+        self._scheduler.forget()
+
+    def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
+        assert self._scheduler is not None
+        gone = {id(job) for job in leavers}
+        self._scheduler.end(leavers)
+        return self._scheduler.run([job for job in incoming if id(job) not in gone], HOP_SECONDS)
+
+    def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+        if self._scheduler is None or self._served is None or not self._served.ready:
+            raise EngineError("score was called while memory is released", code="ENG06", fix="reacquire first")
+        return self._scheduler.score(ids, start)
+
+    def _end_running(self, chosen: Any) -> list[Job]:
+        if self._scheduler is None:
+            return []
+        return self._scheduler.end([job for job in self._scheduler.jobs() if chosen(job)])
+
+    def _hold(self, mode: PauseMode) -> None:
+        if mode == "retract" and self._scheduler is not None:
+            self._scheduler.retract()
+
+    def _release(self, what: set[str]) -> None:
+        if self._served is None or self._scheduler is None:
+            return
+        if "kv" in what:
+            self._scheduler.retract()
+            self._scheduler.forget()
+        self._served.release(what)
+
+    def _allocate(self) -> None:
+        if self._served is not None and self._served.plan:
+            self._served.allocate()
+
+    def _reset(self) -> tuple[list[Job], list[Job]]:
+        """After a failure in a hop: the jobs that had ended before it, those that are lost, and empty slots."""
+        if self._scheduler is None:
+            return [], []
+        lost = self._scheduler.end(self._scheduler.jobs())
+        self._scheduler.forget()
+        return self._scheduler.hand_over(), lost
+
+    def _free(self) -> list[Job]:
+        jobs = self._scheduler.jobs() if self._scheduler is not None else []
+        self._scheduler = self._served = None
+        return jobs
+
+
+def _wrapped(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    return EngineError(
+        f"a decode step failed: {type(error).__name__}: {error}",
+        code="ENG84",
+        why="all requests that were running are lost with it",
+    )

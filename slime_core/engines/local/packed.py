@@ -1,0 +1,180 @@
+"""Any transformers model that lets its attention be replaced: packed rows in, logits out, through the model's own code.
+
+The model runs on [1, N] tokens of many sequences. Everything but attention treats a row by itself; attention is ours
+and finds each row's slot and position in the pass's Rows. What a model passes to attention beyond what is known here
+raises :class:`Unfit`, and the engine falls back to recomputing whole prefixes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.engines.local.attention import Form, Rows, attend
+from slime_core.engines.local.cache import KVCache, LayerShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ATTENTION = "slime_slots"
+HARMLESS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states is_causal position_embeddings "
+    "layer_head_mask head_mask past_key_values return_dict logits_to_keep output_router_logits".split()
+)
+PROBE_ROWS = 16
+
+
+class Unfit(Exception):
+    """This model's attention does something that cannot be done row by row."""
+
+
+class Board:
+    """What the attention function of one model reads: the pass that is running."""
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None
+        self.cache: KVCache | None = None
+        self.layers: dict[int, int] = {}  # id of the attention module -> layer
+        self.shapes: list[LayerShape] = []
+
+    def run(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form, sinks: Any
+    ) -> torch.Tensor:
+        """[1, H, N, d] each -> [1, N, Hq, dv]."""
+        if self.rows is None or self.cache is None:
+            return self._record(module, query, key, value)
+        out = attend(
+            self.cache,
+            self.layers[id(module)],
+            self.rows,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            form,
+            sinks,
+        )
+        return out[None]
+
+    def _record(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if id(module) in self.layers:
+            raise Unfit("one attention module runs twice in a pass")
+        if key.shape[2] != query.shape[2] or query.shape[0] != 1:
+            raise Unfit("keys are longer than the queries of the same pass")
+        self.layers[id(module)] = len(self.shapes)
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def slot_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers' AttentionInterface."""
+    beyond = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
+    if attention_mask is not None or beyond:
+        raise Unfit(f"attention is given {', '.join(beyond) or 'a mask'}")
+    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False):
+        raise Unfit("attention is not causal")
+    form = Form(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=int(sliding_window or 0),
+        softcap=float(softcap or 0.0),
+    )
+    return module.slime_board.run(module, query, key, value, form, s_aux), None
+
+
+class PackedPlan:
+    """Runs a model's own forward on packed rows.
+
+    Raises:
+        Unfit: the model does not take a replaced attention, or needs more of it than rows.
+    """
+
+    name = "packed"
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        from transformers import AttentionInterface
+
+        if _moving_rope(getattr(model, "config", None)):
+            raise Unfit("rotary frequencies depend on the longest sequence of a pass")
+        AttentionInterface.register(ATTENTION, slot_attention)
+        self._model: Any = model
+        self._board = Board()
+        for module in model.modules():
+            module.slime_board = self._board  # type: ignore[assignment]
+        try:
+            self._model.set_attn_implementation(ATTENTION)
+            if hasattr(self._model, "set_experts_implementation") and device == "cpu":
+                self._model.set_experts_implementation("batched_mm")  # one product a row, whatever its neighbours
+        except (ValueError, KeyError, ImportError, AttributeError) as error:
+            raise Unfit(str(error)) from error
+        accepts = inspect.signature(self._model.forward).parameters
+        if "position_ids" not in accepts:
+            raise Unfit("forward takes no position_ids")
+        self._keeps = "logits_to_keep" in accepts
+        zeros = torch.zeros(PROBE_ROWS, dtype=torch.int64, device=device)
+        self._call(zeros, torch.arange(PROBE_ROWS, device=device), logits=True)
+        self.shapes = self._board.shapes
+        if not self.shapes:
+            raise Unfit("the model never called the replaced attention")
+
+    def refresh(self) -> None:
+        """Nothing is kept beside the parameters."""
+
+    def release(self) -> None:
+        """Nothing is kept beside the parameters."""
+
+    def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
+        """One pass; the logits [N, V] of every row, or None where they are not wanted."""
+        self._board.rows, self._board.cache = rows, cache
+        try:
+            out = self._call(rows.tokens, rows.position_ids(), logits=logits)
+        finally:
+            self._board.rows = self._board.cache = None
+        return out if logits else None
+
+    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, *, logits: bool) -> torch.Tensor:
+        kept = {} if logits or not self._keeps else {"logits_to_keep": 1}
+        out = self._model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **kept
+        )
+        return out.logits[0]  # type: ignore[no-any-return]
+
+
+def _moving_rope(config: Any) -> bool:
+    """Whether `dynamic` or `longrope` frequencies are in use, at any depth of the config."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return any((p.get("rope_type") or p.get("type")) in ("dynamic", "longrope") for p in nested)
+
+
+class RescanPlan:
+    """Runs the model's own forward over one whole sequence a token: right for every architecture, and slow."""
+
+    name = "rescan"
+    shapes: tuple[LayerShape, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def refresh(self) -> None:
+        """Nothing is kept beside the parameters."""
+
+    def release(self) -> None:
+        """Nothing is kept beside the parameters."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T] ids of one sequence -> [T, V]."""
+        return self._model(input_ids=tokens[None], use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]

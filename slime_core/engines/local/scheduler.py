@@ -1,0 +1,235 @@
+"""Jobs in, finished jobs out: slots are refilled at the next step, prompts run packed, every step draws for all slots.
+
+    queue -> seat (copy what another slot's cache shares) -> packed prefill of all but the last token -> [decode] -> out
+                                                                                                    ^______|
+
+The last token of a prompt is fed by the first decode step, so logits are only ever made by decode steps. Everything
+here runs on the torch thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from slime_core.engines.local.attention import Segment
+from slime_core.engines.local.sampling import Knobs, draw, uniforms
+from slime_core.engines.local.slots import Slots
+from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.jobs import Job
+    from slime_core.engines.local.served import Served
+    from slime_core.engines.local.texts import Texts
+
+SHARE = 32
+"""Fewer common leading tokens than this are not worth waiting for another prompt's prefill."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens [begin, end) of a slot's content that still need keys and values."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+class Scheduler:
+    """Owns the slots. ``seats`` is how many sequences run at once."""
+
+    def __init__(self, served: Served, texts: Texts, seats: int) -> None:
+        self._served, self._texts, self._seats = served, texts, seats
+        self._slots = Slots(served.counts.pad(seats), served.length)
+        self._queue: deque[Job] = deque()
+        self._done: list[Job] = []  # ended and not yet handed over
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._queue) or bool(self._slots.active.any())
+
+    @torch.inference_mode()
+    def run(self, incoming: Iterable[Job], seconds: float) -> list[Job]:
+        """Decode until nothing is left or the time is up (at least one step); the jobs that ended."""
+        self._queue.extend(incoming)
+        until = time.perf_counter() + seconds
+        while True:
+            self._done += self._admit()
+            if not self._slots.active.any():
+                break
+            self._done += self._step()
+            if time.perf_counter() > until:
+                break
+        return self.hand_over()
+
+    def hand_over(self) -> list[Job]:
+        """The jobs that ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def end(self, jobs: Iterable[Job]) -> list[Job]:
+        """Stop these jobs, wherever they are, with what they have."""
+        wanted = set(map(id, jobs))
+        ended = [self._slots.give_up(int(slot)) for slot in self._seated(wanted)]
+        ended += [job for job in self._queue if id(job) in wanted]
+        self._queue = deque(job for job in self._queue if id(job) not in wanted)
+        for job in ended:
+            job.finish = "abort"
+            job.text = self._texts.decode(job)
+        return ended
+
+    def jobs(self) -> list[Job]:
+        """All jobs, seated first."""
+        return [job for job in self._slots.jobs if job is not None] + list(self._queue)
+
+    def retract(self) -> None:
+        """Take every sequence off its slot and put it, with its tokens, at the head of the queue."""
+        seated = [self._slots.give_up(int(slot)) for slot in np.flatnonzero(self._slots.active)]
+        self._queue.extendleft(reversed(seated))
+
+    def forget(self) -> None:
+        """New weights, or no cache: nothing in it may be reused by another sequence."""
+        self._slots.forget()
+
+    @torch.inference_mode()
+    def score(self, tokens: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+        """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
+        out = np.empty(len(tokens) - start, dtype=np.float32)
+        for begin, logits in self._served.sequence_logits(tokens[:-1]):
+            first = max(begin, start - 1)
+            if first >= begin + len(logits):
+                continue
+            logp = torch.log_softmax(logits[first - begin :].float(), -1)
+            at = slice(first + 1, begin + len(logits) + 1)
+            ids = torch.from_numpy(tokens[at]).to(logp.device)
+            out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
+        return out
+
+    def _seated(self, wanted: set[int]) -> list[int]:
+        return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in wanted]
+
+    def _admit(self) -> list[Job]:
+        """Seat waiting jobs and fill their caches."""
+        done: list[Job] = []
+        while self._queue and not self._slots.active[: self._seats].all():
+            pieces: list[Piece] = []
+            copies: list[tuple[int, int, int]] = []  # source, target, tokens; after the prefill, in order
+            while self._queue and not self._slots.active[: self._seats].all():
+                job = self._queue[0]
+                if job.limit <= len(job.tokens):
+                    done.append(self._finish(self._queue.popleft(), "length"))
+                elif self._seat(job, pieces, copies):
+                    self._queue.popleft()
+                else:
+                    break  # it begins like one that is about to be computed: next round
+            self._prefill(pieces)
+            for source, target, count in copies:
+                self._served.copy(source, target, 0, count)
+        return done
+
+    def _seat(self, job: Job, pieces: list[Piece], copies: list[tuple[int, int, int]]) -> bool:
+        """Give the job a slot; False where it should rather wait for a prefill of this round that it can share."""
+        slots, tokens = self._slots, job.history()
+        last = len(tokens) - 1
+        if self._served.rescans:
+            slots.take(int(slots.free()[0]), job, tokens)
+            return True
+        pending = {piece.slot for piece in pieces} | {target for _, target, _ in copies}
+        shared = slots.shared(tokens[:last])
+        source = int(shared.argmax())
+        count = int(shared[source])
+        if source in pending and count < last:
+            if count >= SHARE:
+                return False
+            count = 0
+        in_place = count and not slots.active[source] and source < self._seats
+        target = source if in_place else int(slots.free()[0])
+        slots.take(target, job, tokens)
+        if count and source in pending:
+            copies.append((source, target, count))
+        elif count and source != target:
+            self._served.copy(source, target, 0, count)
+        if count < last:
+            pieces.append(Piece(target, count, last))
+        return True
+
+    def _prefill(self, pieces: list[Piece]) -> None:
+        room = self._served.counts.most
+        segments: list[Segment] = []
+        used = 0
+        for piece in pieces:
+            begin = piece.begin
+            while begin < piece.end:
+                count = min(piece.end - begin, room - used)
+                segments.append(Segment(piece.slot, begin, used, used + count))
+                begin, used = begin + count, used + count
+                if used == room:
+                    self._served.prefill(segments, self._slots.content)
+                    segments, used = [], 0
+        if segments:
+            self._served.prefill(segments, self._slots.content)
+
+    def _step(self) -> list[Job]:
+        self._compact()
+        slots = self._slots
+        count = self._served.counts.pad(slots.rows)
+        rows = np.flatnonzero(slots.active)
+        logits = self._served.decode(slots, count)
+        u = uniforms(slots.seed[:count], slots.position[:count] + 1)
+        knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
+        drawn = draw(logits, knobs, u)
+        tokens = drawn.tokens[rows]
+        slots.advance(rows, tokens, self._served.version)
+        here = slots.position[rows]
+        slots.log_probs[rows, here] = drawn.log_probs[rows]
+        slots.plain[rows, here] = drawn.plain_log_probs[rows]
+        sound = np.isfinite(drawn.plain_log_probs[rows])
+        done = [] if sound.all() else [self._broken(int(slot)) for slot in rows[~sound]]
+        stopped = (slots.stops[rows] == tokens[:, None]).any(1)
+        if slots.texts[rows].any():
+            stopped |= np.array([slots.texts[s] and self._texts.stops(slots, int(s)) for s in rows])
+        over = (stopped | (slots.left[rows] <= 0)) & sound
+        for slot, stop in zip(rows[over], stopped[over]):
+            done.append(self._finish(slots.give_up(int(slot)), "stop" if stop else "length"))
+        return done
+
+    def _finish(self, job: Job, finish: str) -> Job:
+        job.finish = finish  # type: ignore[assignment]
+        job.text = self._texts.decode(job)
+        return job
+
+    def _broken(self, slot: int) -> Job:
+        position = int(self._slots.position[slot])
+        job = self._slots.give_up(slot)
+        self._slots.filled[slot] = 0
+        self._served.clear(slot)
+        job.error = EngineError(
+            f"the model's logits for request {job.request.id} are not finite",
+            code="ENG80",
+            where=f"request {job.request.id}, position {position}, weights of version {self._served.version}",
+            why="weights or activations hold NaN or infinity",
+            fix="look at the last steps' grad_norm and loss; lower train.lr, or set train.dtype=float32",
+        )
+        return job
+
+    def _compact(self) -> None:
+        """Move the highest sequences down where that makes the pass smaller."""
+        slots, pad = self._slots, self._served.counts.pad
+        active = int(slots.active.sum())
+        if pad(slots.rows) == pad(active):
+            return
+        for target in slots.free():
+            source = slots.rows - 1
+            if target >= pad(active) or source <= target or pad(slots.rows) == pad(active):
+                return
+            self._served.copy(source, int(target), 0, int(slots.position[source]))
+            slots.move(source, int(target))

@@ -1,0 +1,183 @@
+"""The model that is served: twin module, the plan that runs it, its cache, and what was found out about it once.
+
+first load -> verify plans against the module's own logits -> allowed row counts -> cache -> prefill, decode, score
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slime_core.engines.local import rowcounts, verify
+from slime_core.engines.local.attention import Rows, Segment, pack
+from slime_core.engines.local.cache import BLOCK, KVCache, up
+from slime_core.engines.local.packed import RescanPlan
+from slime_core.engines.local.rowcounts import RowCounts
+from slime_core.engines.local.twin import Twin
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.slots import Slots
+    from slime_core.types import WeightUpdate
+    from slime_core.weights.folder import ModelFolder
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GPU_ROWS = 4096
+SCORE_ROWS = 512
+
+
+class Served:
+    """Everything that touches tensors, for one model. Lives on the torch thread."""
+
+    def __init__(self, folder: ModelFolder, *, slots: int, context_len: int, dtype: str, device: str) -> None:
+        self._folder, self._seats = folder, slots
+        self._dtype, self.device = DTYPES[dtype], device
+        self.context_len = context_len
+        self.version = -1
+        self.batch_invariant = device == "cpu"
+        self.counts = RowCounts(most=GPU_ROWS)
+        self._twin: Twin | None = None
+        self._plan: Any = None
+        self._cache: KVCache | None = None
+
+    @property
+    def rescans(self) -> bool:
+        """Whether whole prefixes are recomputed because the model fits no faster plan."""
+        return isinstance(self._plan, RescanPlan)
+
+    @property
+    def plan(self) -> str:
+        """lean, packed or rescan; empty before the first load."""
+        return self._plan.name if self._plan is not None else ""
+
+    @property
+    def length(self) -> int:
+        """Positions of a slot."""
+        return up(self.context_len + 1, BLOCK)
+
+    @property
+    def ready(self) -> bool:
+        """Whether weights and cache are there."""
+        return self._twin is not None and self._twin.ready and (self._cache is not None or self.rescans)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether weights are there."""
+        return self._twin is not None and self._twin.ready
+
+    @torch.inference_mode(False)
+    def load(self, update: WeightUpdate) -> None:
+        """Serve an update's weights; the first one also decides how the model is run."""
+        if self._twin is None:
+            self._twin = Twin(self._folder.config, self._dtype, self.device, self._folder.trust_remote_code)
+        self._twin.load(update)
+        self.version = update.version
+        if self._plan is not None:
+            self._plan.refresh()
+            return
+        with torch.no_grad():
+            if self.device == "cpu":
+                self.counts = rowcounts.measure(self._twin.model, torch.get_num_threads())
+            found = verify.choose(self._twin.model, self.counts, self.context_len, self.device)
+        self._plan = found.plan
+        self.batch_invariant = self.batch_invariant and found.batch_invariant
+        for line in found.remarks:
+            log.warning("%s", line)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the cache."""
+        if not self.rescans:
+            shapes = self._plan.shapes
+            self._cache = KVCache(shapes, self.counts.pad(self._seats), self.context_len, self._dtype, self.device)
+
+    def release(self, what: set[str]) -> None:
+        """Give back memory."""
+        if "kv" in what:
+            self._cache = None
+        if "weights" in what and self._twin is not None:
+            self._twin.release()
+            if self._plan is not None:
+                self._plan.release()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Checksums of what is served."""
+        return self._twin.fingerprints() if self._twin is not None else {}
+
+    def copy(self, source: int, target: int, begin: int, end: int) -> None:
+        """Copy a slot's cache."""
+        if self._cache is not None:
+            self._cache.copy(source, target, begin, end)
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot that holds numbers that are not finite."""
+        if self._cache is not None:
+            self._cache.clear(slot)
+
+    def prefill(self, segments: Sequence[Segment], content: NDArray[np.int64]) -> None:
+        """Fill the cache for packed pieces of prompts."""
+        tokens = np.concatenate([content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
+        self._pack(list(segments), tokens, logits=False)
+
+    def decode(self, slots: Slots, count: int) -> torch.Tensor:
+        """Feed every active slot's token; logits [count, V], where rows of idle slots mean nothing."""
+        if self.rescans:
+            return self._rescan(slots, count)
+        cache = self._cache
+        assert cache is not None
+        parts = []
+        for first in range(0, count, self.counts.most):
+            at = slice(first, min(first + self.counts.most, count))
+            active = slots.active[at]
+            positions = np.where(active, slots.position[at], cache.scratch)
+            reached = int(slots.position[at][active].max(initial=0))
+            rows = Rows(
+                tokens=self._to(slots.token[at]),
+                positions=self._to(positions),
+                slots=self._to(np.arange(at.start, at.stop)),
+                longest=up(reached + 1, BLOCK),
+                scratch=cache.scratch,
+                first=first,
+            )
+            parts.append(self._plan.forward(rows, cache, logits=True))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def sequence_logits(self, tokens: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits of one sequence, in runs of rows: (first position, [n, V])."""
+        if self.rescans:
+            yield 0, self._plan.logits(self._to(tokens))
+            return
+        assert self._cache is not None
+        room = min(self.counts.most, SCORE_ROWS)
+        for begin in range(0, len(tokens), room):
+            part = tokens[begin : begin + room]
+            segment = Segment(self._cache.spare, begin, 0, len(part))
+            logits = self._pack([segment], part, logits=True)
+            assert logits is not None
+            yield begin, logits[: len(part)]
+
+    def _pack(self, segments: list[Segment], tokens: NDArray[np.int64], *, logits: bool) -> torch.Tensor | None:
+        cache = self._cache
+        assert cache is not None
+        return self._plan.forward(  # type: ignore[no-any-return]
+            pack(segments, tokens, self.counts, cache, self.device), cache, logits=logits
+        )
+
+    def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
+        out = None
+        for slot in np.flatnonzero(slots.active[:count]):
+            last = self._plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
+            out = last.new_zeros(count, len(last)) if out is None else out
+            out[slot] = last
+        assert out is not None
+        return out
+
+    def _to(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

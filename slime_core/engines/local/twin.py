@@ -1,0 +1,137 @@
+"""A Hugging Face config and weight updates in, a module of our own out whose parameters are the served tensors.
+
+transport    float32 compute, same device      else
+shared       parameters ARE the tensors given   a cast copy, refreshed at every load
+tensors      a copy                             a cast copy
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from slime_core.types import WeightUpdate
+
+TRANSPORTS = ("shared", "tensors")
+CHUNK = 1 << 26
+
+
+class Twin:
+    """The module, what it serves, and whether its storage is the trainer's."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: str, trust_remote_code: bool) -> None:
+        from slime_core.weights.build import allocate
+
+        self.dtype, self.device = dtype, device
+        name = str(dtype).removeprefix("torch.")
+        self.model = allocate(config, name, device, None, trust_remote_code).requires_grad_(False)
+        self.ready = False
+        self._own: set[str] = set()  # parameters whose storage is ours and may be overwritten
+        self._ties = self._tied_names()
+
+    def _tied_names(self) -> dict[str, list[str]]:
+        """State-dict name -> all names of the same storage."""
+        by_storage: dict[int, list[str]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            by_storage.setdefault(id(tensor), []).append(name)
+        return {name: names for names in by_storage.values() for name in names}
+
+    @torch.no_grad()
+    def load(self, update: WeightUpdate) -> None:
+        """Take every tensor of an update.
+
+        Raises:
+            EngineError: ENG86, an unknown transport, or tensors that do not fit the model (named). What was served
+                before is then no longer served.
+        """
+        if update.transport not in TRANSPORTS:
+            raise EngineError(
+                f"the embedded engine cannot take weights by transport {update.transport!r}",
+                code="ENG86",
+                why=f"it knows {', '.join(TRANSPORTS)}",
+            )
+        given = self._matched(update)
+        self.ready = False
+        for name, tensor in given.items():
+            self._take(name, tensor.detach(), alias=update.transport == "shared")
+        self.ready = True
+
+    def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        mine = self.model.state_dict(keep_vars=True)
+        given: dict[str, torch.Tensor] = {}
+        for name, tensor in update.tensors.items():
+            if name in mine:
+                given.setdefault(self._ties[name][0], tensor)
+        unknown = sorted(set(update.tensors) - set(mine))
+        missing = sorted(name for name, names in self._ties.items() if names[0] == name and name not in given)
+        shapes = [
+            f"{name} is {list(t.shape)}, not {list(mine[name].shape)}"
+            for name, t in given.items()
+            if t.shape != mine[name].shape
+        ]
+        if unknown or missing or shapes:
+            parts = (("not in the model", unknown), ("missing", missing), ("mis-shaped", shapes))
+            raise EngineError(
+                f"the weights of version {update.version} do not fit the engine's model",
+                code="ENG86",
+                why="; ".join(f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in parts if names),
+                fix="trainer and engine must be built from the same rollout.hf_checkpoint",
+            )
+        return given
+
+    def _take(self, name: str, tensor: torch.Tensor, *, alias: bool) -> None:
+        old = self.model.get_parameter(name) if self._is_parameter(name) else self.model.get_buffer(name)
+        same = tensor.dtype == old.dtype and tensor.device.type == torch.device(self.device).type
+        if alias and same:
+            fresh = tensor
+            self._own.discard(name)
+        elif name in self._own:
+            old.copy_(tensor)
+            return
+        else:
+            fresh = tensor.to(device=self.device, dtype=old.dtype, copy=True)
+            self._own.add(name)
+        for tied in self._ties[name]:
+            owner, _, leaf = tied.rpartition(".")
+            module = self.model.get_submodule(owner)
+            if leaf in module._parameters:
+                module._parameters[leaf] = torch.nn.Parameter(fresh, requires_grad=False)
+            else:
+                module._buffers[leaf] = fresh
+
+    def _is_parameter(self, name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        return leaf in self.model.get_submodule(owner)._parameters
+
+    def release(self) -> None:
+        """Give the weights' memory back; the next load must bring all of them."""
+        for name in {names[0] for names in self._ties.values()}:
+            old = self.model.get_parameter(name) if self._is_parameter(name) else self.model.get_buffer(name)
+            self._own.discard(name)
+            for tied in self._ties[name]:
+                owner, _, leaf = tied.rpartition(".")
+                module = self.model.get_submodule(owner)
+                empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
+                if leaf in module._parameters:
+                    module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+                else:
+                    module._buffers[leaf] = empty
+        self.ready = False
+
+    def fingerprints(self) -> dict[str, str]:
+        """crc32 of every served tensor's bytes, by state-dict name."""
+        return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """crc32 of a tensor's bytes in its own dtype, in hex."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    value = 0
+    for begin in range(0, len(raw), CHUNK):
+        value = zlib.crc32(raw[begin : begin + CHUNK], value)
+    return f"{value:08x}"

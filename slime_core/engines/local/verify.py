@@ -1,0 +1,130 @@
+"""A twin module in, the fastest plan out whose logits are the module's own, and whether its rows are independent.
+
+Two short sequences are run as the engine will run them: packed prefill, then one decode step side by side. Their last
+logits must be those of the module run on each sequence alone; and for batch invariance the bits must be the same when
+the sequences run one at a time and in other slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slime_core.engines.local.attention import Rows, Segment, pack
+from slime_core.engines.local.cache import BLOCK, KVCache
+from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slime_core.engines.local.rowcounts import RowCounts
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+"""Largest difference of logits, relative to the largest logit."""
+
+LENGTHS = (5, 11)
+
+
+@dataclass(slots=True)
+class Found:
+    """The plan, and what the log should say."""
+
+    plan: Any
+    batch_invariant: bool = True
+    remarks: list[str] = field(default_factory=list)
+
+
+def choose(model: nn.Module, counts: RowCounts, context_len: int, device: str) -> Found:
+    """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
+    sequences = _probe(model, context_len, device)
+    wanted = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
+    kind = type(model).__name__
+    found = Found(plan=None)
+    makers: tuple[Callable[[], Any], ...] = (lambda: PackedPlan(model, device),)
+    for make in makers:
+        before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        try:
+            plan = make()
+            trial = _Trial(plan, counts, device)
+            got = trial.together(sequences)
+            _compare(got, wanted, next(model.parameters()).dtype)
+        except Unfit as reason:
+            found.remarks.append(f"{kind}: {reason}")
+            if before is not None:
+                model.set_attn_implementation(before)  # type: ignore[operator]
+            continue
+        found.plan = plan
+        if device == "cpu" and not trial.independent(sequences, got):
+            found.batch_invariant = False
+            found.remarks.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
+        return found
+    found.plan = RescanPlan(model)
+    found.remarks.append(f"{kind}: every token recomputes its whole sequence, which is slow")
+    return found
+
+
+def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:
+    vocab = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    draws = np.random.default_rng(0)
+    return [
+        torch.from_numpy(draws.integers(0, vocab, max(2, min(length, context_len)))).to(device) for length in LENGTHS
+    ]
+
+
+def _compare(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+    for mine, own in zip(got, wanted, strict=True):
+        worst = float((mine.float() - own).abs().max())
+        bound = TOLERANCE[dtype] * max(1e-3, float(own.abs().max()))
+        if not worst <= bound:
+            raise Unfit(f"packed logits differ from the model's own by {worst:.3g}, more than {bound:.3g}")
+
+
+class _Trial:
+    """A small cache and the two kinds of passes."""
+
+    def __init__(self, plan: Any, counts: RowCounts, device: str) -> None:
+        self._plan, self._counts, self._device = plan, counts, device
+        self._rows = counts.pad(len(LENGTHS))
+        self._cache = KVCache(plan.shapes, self._rows, BLOCK - 1, torch.float32, device)
+
+    def together(self, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Both sequences in one prefill and one decode step."""
+        self._prefill(dict(enumerate(sequences)))
+        out = self._decode(dict(enumerate(sequences)))
+        return [out[slot] for slot in range(len(sequences))]
+
+    def independent(self, sequences: list[torch.Tensor], together: list[torch.Tensor]) -> bool:
+        """Whether each alone, in the last slot, gives the same bits."""
+        for tokens, wanted in zip(sequences, together, strict=True):
+            slot = self._rows - 1
+            self._prefill({slot: tokens})
+            if not torch.equal(self._decode({slot: tokens})[slot], wanted):
+                return False
+        return True
+
+    def _prefill(self, seats: dict[int, torch.Tensor]) -> None:
+        segments, used = [], 0
+        for slot, tokens in seats.items():
+            segments.append(Segment(slot, 0, used, used + len(tokens) - 1))
+            used += len(tokens) - 1
+        flat = torch.cat([tokens[:-1] for tokens in seats.values()]).cpu().numpy()
+        rows = pack(segments, flat, self._counts, self._cache, self._device)
+        self._plan.forward(rows, self._cache, logits=False)
+
+    def _decode(self, seats: dict[int, torch.Tensor]) -> torch.Tensor:
+        tokens = torch.zeros(self._rows, dtype=torch.int64)
+        positions = torch.full((self._rows,), self._cache.scratch)
+        for slot, ids in seats.items():
+            tokens[slot], positions[slot] = ids[-1], len(ids) - 1
+        rows = Rows(
+            tokens=tokens.to(self._device),
+            positions=positions.to(self._device),
+            slots=torch.arange(self._rows, device=self._device),
+            longest=BLOCK,
+            scratch=self._cache.scratch,
+        )
+        return self._plan.forward(rows, self._cache, logits=True)  # type: ignore[no-any-return]
