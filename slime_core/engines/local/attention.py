@@ -59,8 +59,8 @@ class Segment:
 class Rows:
     """N tokens for one forward pass, and where each lies.
 
-    Either a decode step, where row i is slot ``first + i`` (``segments`` is None), or packed pieces of prompts, with padding rows
-    after the last segment.
+    Either a decode step, where row i is slot ``first + i`` (``segments`` is None), or packed pieces of prompts, with
+    padding rows after the last segment.
     """
 
     tokens: torch.Tensor  # N, int64
@@ -126,7 +126,7 @@ def attend(
 def _decode(
     keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    count, kv_heads, group, dim = query.shape
+    count, kv_heads, group, _ = query.shape
     length = rows.longest
     slots = slice(rows.first, rows.first + count)
     k = keys[slots].flatten(0, 1)[:, :length]
@@ -140,7 +140,7 @@ def _decode(
 def _packed(
     keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    count, kv_heads, group, dim = query.shape
+    count, kv_heads, group, _ = query.shape
     out = query.new_zeros(count, kv_heads, group, values.shape[-1])
     assert rows.segments is not None
     for segment in rows.segments:

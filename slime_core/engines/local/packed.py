@@ -1,4 +1,4 @@
-"""Any transformers model that lets its attention be replaced: packed rows in, logits out, through the model's own code.
+"""Packed rows in, logits out, through the own code of any transformers model whose attention can be replaced.
 
 The model runs on [1, N] tokens of many sequences. Everything but attention treats a row by itself; attention is ours
 and finds each row's slot and position in the pass's Rows. What a model passes to attention beyond what is known here
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 ATTENTION = "slime_slots"
 HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states is_causal position_embeddings "
-    "layer_head_mask head_mask past_key_values return_dict logits_to_keep output_router_logits".split()
+    {
+        *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache", "is_causal"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("layer_head_mask", "head_mask"),
+    }
 )
 PROBE_ROWS = 16
 

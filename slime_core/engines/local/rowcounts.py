@@ -2,8 +2,8 @@
 
 Matrix products block their sums by their shape: below 16 rows other kernels run, and with two threads and long sums
 (896 and more were seen) the blocks change with the number of rows too. So the counts are measured, once, on the
-model's own linear layers with this process's threads: those that agree bit for bit with REFERENCE rows are allowed, and
-a pass is padded to one of them. Elementwise kernels round the tail of a thread's share differently, so counts are
+model's own linear layers with this process's threads: those that agree bit for bit with REFERENCE rows are allowed,
+and a pass is padded to one of them. Elementwise kernels round the tail of a thread's share differently, so counts are
 multiples of a step that leaves no tail.
 """
 

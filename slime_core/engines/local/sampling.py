@@ -25,7 +25,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) a row, a function of its seed and position alone: splitmix64 (Steele et al. 2014), twice."""
+    """One number in [0, 1) a row, a function of its seed and position: splitmix64 (Steele et al. 2014), twice."""
     bits = _mix(_mix(seeds + GOLDEN) + GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 

@@ -1,7 +1,7 @@
 """Jobs in, finished jobs out: slots are refilled at the next step, prompts run packed, every step draws for all slots.
 
-    queue -> seat (copy what another slot's cache shares) -> packed prefill of all but the last token -> [decode] -> out
-                                                                                                    ^______|
+    queue -> seat (copy what another cache shares) -> packed prefill of all but the last token -> [decode] -> out
+                                                                                               ^______|
 
 The last token of a prompt is fed by the first decode step, so logits are only ever made by decode steps. Everything
 here runs on the torch thread.

@@ -1,7 +1,7 @@
 """Host-side state of every slot, as arrays: one row a slot, so that a step costs no Python a sequence.
 
-``content[slot, :filled[slot]]`` are the tokens whose keys and values the cache holds there; a slot keeps them after its
-sequence has ended, so that a request that begins alike copies them (samples of a group, turns of a conversation).
+``content[slot, :filled[slot]]`` are the tokens whose keys and values the cache holds there; a slot keeps them after
+its sequence has ended, so that a request that begins alike copies them (samples of a group, turns of a conversation).
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class Slots:
 
     def shared(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """For every slot, how many leading tokens its cache has in common with ``tokens``."""
+        if not len(tokens):
+            return np.zeros(self.count, dtype=np.int64)
         differs = self.content[:, : len(tokens)] != tokens
         first = np.where(differs.any(1), differs.argmax(1), len(tokens))
         return np.minimum(first, self.filled)
