@@ -9,10 +9,16 @@ import pytest
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import load_config
-from slime_core.engines.local import LocalEngine
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.testing.contracts import ENGINE_CHECKS, LEDGER_CHECKS, TRAINER_CHECKS, EngineCase, TrainerCase, sample_group
+from slime_core.testing.contracts import (
+    ENGINE_CHECKS,
+    LEDGER_CHECKS,
+    TRAINER_CHECKS,
+    EngineCase,
+    TrainerCase,
+    sample_group,
+)
 from slime_core.threads import TorchThread
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.fsdp import FsdpTrainer
@@ -41,6 +47,8 @@ def test_local_engine(check, device, dtype, tmp_path):
         return WeightUpdate(version=version, epoch=1, transport="tensors", tensors=tensors)
 
     async def run():
+        from slime_core.engines.local import LocalEngine
+
         thread = TorchThread(1)
         engine = LocalEngine(folder, slots=4, context_len=96, dtype=dtype, device=device, thread=thread, epoch=1)
         try:
@@ -81,17 +89,17 @@ def test_fsdp_trainer(check, device, dtype, tmp_path):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("check", TRAINER_CHECKS, ids=by_name)
-def test_two_ranks_of_the_fsdp_trainer(check, tmp_path):
+def test_two_ranks_of_the_fsdp_trainer(tmp_path):
     path = tiny_model(tmp_path / "model")
     config = _config(path, "--dtype", "float32", "--device", "cpu", "--actor-num-gpus-per-node", "2")
 
     async def run():
-        ranks = RankTrainer(
-            config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=tmp_path
-        )
+        ranks = RankTrainer(config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=tmp_path)
         async with ranks as trainer:
-            await check(TrainerCase(trainer=trainer, stage=config, batch=_batch(), folder=tmp_path / "saved"))
+            for check in TRAINER_CHECKS:
+                await check(
+                    TrainerCase(trainer=trainer, stage=config, batch=_batch(), folder=tmp_path / check.__name__)
+                )
 
     asyncio.run(run())
 
