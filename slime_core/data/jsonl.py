@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ class JsonlRows:
         self.path = path
         self.root: Path | None = path.parent
         self._cap = max_line_bytes
-        self._file = path.open("rb", buffering=0)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._fd)  # called, or when nothing holds the rows any more
         try:
-            self._size = os.fstat(self._file.fileno()).st_size
-            self._check_kind(os.pread(self._file.fileno(), 4, 0))
+            self._size = os.fstat(self._fd).st_size
+            self._check_kind(os.pread(self._fd, 4, 0))
             index = _Index()
             digest = hashlib.sha256()
             for start, block in self._blocks():
@@ -54,7 +56,7 @@ class JsonlRows:
                 index.add(start, block)
             index.finish(self._size)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
         self._starts, self._stride = index.starts(), index.stride
         self._blanks = np.asarray(index.blanks, dtype=np.int64)
@@ -90,10 +92,6 @@ class JsonlRows:
         """Hash and size of the bytes that were indexed."""
         return f"sha256:{self._digest}:{self._size}"
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
     def _check_kind(self, head: bytes) -> None:
         for magic, (name, command) in PACKED.items():
             if head.startswith(magic):
@@ -117,7 +115,7 @@ class JsonlRows:
         buffer = bytearray(BLOCK)
         while place < self._size:
             view = memoryview(buffer)[: min(BLOCK, self._size - place)]
-            count = os.preadv(self._file.fileno(), [view], place)
+            count = os.preadv(self._fd, [view], place)
             if not count:
                 raise self._cut_short(place)
             yield place, view[:count]
@@ -137,7 +135,7 @@ class JsonlRows:
         have = 0
         step = 1 << 14
         while start + have < self._size:
-            piece = os.pread(self._file.fileno(), min(step, self._size - start - have), start + have)
+            piece = os.pread(self._fd, min(step, self._size - start - have), start + have)
             if not piece:
                 raise self._cut_short(start + have)
             end = piece.find(b"\n")
@@ -159,7 +157,7 @@ class JsonlRows:
         """The start of the next line that is not blank."""
         place = start
         while place < self._size:
-            piece = os.pread(self._file.fileno(), min(1 << 16, self._size - place), place)
+            piece = os.pread(self._fd, min(1 << 16, self._size - place), place)
             if not piece:
                 raise self._cut_short(place)
             end = piece.find(b"\n")
@@ -167,7 +165,7 @@ class JsonlRows:
                 place += len(piece)
                 continue
             place += end + 1
-            head = os.pread(self._file.fileno(), 3, place)
+            head = os.pread(self._fd, 3, place)
             line, newline, _ = head.partition(b"\n")
             if line.strip() or (not newline and len(head) == 3):
                 return place
@@ -204,8 +202,8 @@ class _Index:
             return
         starts = np.empty_like(ends)
         starts[0], starts[1:] = self._open, ends[:-1] + 1
-        keep = np.ones(len(ends), dtype=bool)
-        for i in np.flatnonzero(ends - starts <= 2).tolist():
+        keep = ends > starts
+        for i in np.flatnonzero(keep & (ends - starts <= 2)).tolist():
             begin, end = int(starts[i]), int(ends[i])
             line = (self._tail if begin < start else b"") + bytes(block[max(begin - start, 0) : end - start])
             keep[i] = bool(line.strip())

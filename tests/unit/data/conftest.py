@@ -1,0 +1,84 @@
+"""A source over rows written by the test, with nothing loaded but a character tokenizer."""
+
+import json
+
+import pytest
+
+from slime_core.config.schema import Config
+from slime_core.context import Context
+from slime_core.data.source import eval_sets, open_source
+from slime_core.errors import ConfigError, DataError
+from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
+
+
+class NoPlugins:
+    """Plugins that bring no prompts, or the sources they were given by task."""
+
+    def __init__(self, **sources):
+        self.sources = sources
+
+    def prompts(self, task, ctx):
+        return self.sources.get(task.name)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return char_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    return char_tokenizer(chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows (dicts, or raw bytes) as a JSONL file; answers its path."""
+
+    def make(*rows, name="rows.jsonl"):
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        (tmp_path / name).write_bytes(b"".join(line + b"\n" for line in lines))
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def source(tmp_path, tokenizer):
+    """Open a source: data keys as arguments, other sections by name."""
+
+    def make(prompt_data="", *, plugins=None, tok=None, seed=0, stage="main", sections=None, **data):
+        config = Config(seed=seed, data={"prompt_data": str(prompt_data), **data}, **(sections or {}))
+        ctx = Context(config=config, run_dir=tmp_path, stage=stage)
+        return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx)
+
+    return make
+
+
+@pytest.fixture
+def evaluation(tmp_path, tokenizer):
+    """Read the evaluation sets of a config."""
+
+    def make(*, plugins=None, sections=None, **keys):
+        config = Config(eval=keys, **(sections or {}))
+        ctx = Context(config=config, run_dir=tmp_path, evaluation=True)
+        return eval_sets(config, plugins or NoPlugins(), tokenizer, ctx)
+
+    return make
+
+
+@pytest.fixture
+def refused():
+    """Call something that must raise a typed error with this code, a place and a fix."""
+
+    def check(code, call, *args, **kwargs):
+        with pytest.raises((DataError, ConfigError)) as caught:
+            call(*args, **kwargs)
+        error = caught.value
+        assert error.code == code, error
+        assert error.where, error
+        assert error.fix, error
+        assert error.exit_code == (2 if isinstance(error, ConfigError) else 3)
+        return error
+
+    return check

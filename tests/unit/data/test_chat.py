@@ -1,0 +1,94 @@
+"""Messages to text to tokens: the template's own words, its sandbox, and names that are safe."""
+
+import pytest
+
+from slime_core.data.chat import decode, encode, render
+from slime_core.data.prompts import safe_name
+from slime_core.errors import DataError
+from slime_core.testing.models import char_tokenizer
+
+pytestmark = pytest.mark.unit
+
+
+def rendered(template, prompt, **kwargs):
+    return render(prompt, char_tokenizer(chat_template=template), template=True, where="here", **kwargs)
+
+
+def test_a_string_becomes_one_user_message(chat_tokenizer):
+    text = render("1+1=", chat_tokenizer, template=True, where="here")
+    assert text == "user: 1+1=\nassistant: "
+
+
+def test_without_a_template_the_text_is_what_the_row_says(tokenizer):
+    assert render(" 1+1= ", tokenizer, template=False, where="here") == " 1+1= "
+
+
+def test_encoding_adds_nothing_and_decoding_hides_nothing(chat_tokenizer):
+    ids = encode(chat_tokenizer, "12<eos>")
+    assert ids == [4, 5, 1]
+    assert decode(chat_tokenizer, ids) == "12<eos>"
+
+
+def test_keyword_arguments_and_tools_reach_the_template():
+    template = "{{ tools[0]['name'] if tools }}|{{ thinking }}|{{ add_generation_prompt }}"
+    assert rendered(template, "x", kwargs={"thinking": False}, tools=[{"name": "f"}]) == "f|False|True"
+    assert rendered(template, "x", kwargs={"add_generation_prompt": False, "thinking": 1}) == "|1|False"
+
+
+def test_tools_of_a_row_may_be_json_text(write, source):
+    tok = char_tokenizer(chat_template="{{ tools[0]['name'] }}: {{ messages[0]['content'] }}")
+    path = write({"input": "hi", "tools": '[{"name": "f"}]'}, {"input": "hi", "tools": [{"name": "g"}]})
+    first, second = source(path, tok=tok, apply_chat_template=True, tool_key="tools").next(2)
+    assert (first.prompt, second.prompt) == ("f: hi", "g: hi")
+    assert first.metadata["tools"] == [{"name": "f"}]
+
+
+def test_25_messages_that_the_template_refuses_show_its_reason(write, source):
+    tok = char_tokenizer(
+        chat_template="{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}x"
+    )
+    path = write({"input": "hi"})
+    with pytest.raises(DataError) as caught:
+        source(path, tok=tok, apply_chat_template=True).next(1)
+    assert caught.value.code == "DAT25"
+    assert "system first" in caught.value.what
+    assert caught.value.where == f"{path}:1"
+    assert "roles are user" in caught.value.why
+    assert "data.apply_chat_template_kwargs" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+    ids=["classes", "globals", "mutation", "range"],
+)
+def test_a_template_cannot_leave_its_sandbox(template):
+    with pytest.raises(DataError) as caught:
+        rendered(template, "x")
+    assert caught.value.code == "DAT25"
+
+
+def test_prompt_text_is_never_a_template():
+    assert rendered("{{ messages[0]['content'] }}", "{{ 7 * 7 }} {__class__} %s") == "{{ 7 * 7 }} {__class__} %s"
+
+
+@pytest.mark.parametrize(
+    "text", ["../../x", "/etc/passwd", "con", "a b", "", "..", "é", "\ud800", "x" * 300, "a\0b", "ok-1.2_3"], ids=ascii
+)
+def test_34_any_text_has_a_safe_file_name(text):
+    import re
+
+    name = safe_name(text)
+    assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name)
+    assert name not in (".", "..")
+    assert safe_name(text) == name
+
+
+def test_34_different_texts_have_different_file_names():
+    texts = ["a/b", "a_b", "a b", "a\\b", "é", "e\u0301", "x" * 101, "x" * 102, ".a", "a"]
+    assert len({safe_name(text) for text in texts}) == len(texts)
