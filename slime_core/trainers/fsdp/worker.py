@@ -214,14 +214,10 @@ class Worker:
         )
 
     def _temperature(self, micro: MicroBatch) -> torch.Tensor | None:
-        """The batch's own, else the sampling temperature; supervised losses are of the plain softmax."""
-        assert self.stage is not None
-        value = self.stage.rollout.rollout_temperature
-        if micro.temperature is not None:
-            return torch.from_numpy(micro.temperature).to(self.device)
-        if value in (0.0, 1.0) or self.loss.name == "sft_loss":
+        """Of each response token's draw; None where all are 1."""
+        if micro.temperature is None or (micro.temperature == 1).all():
             return None
-        return torch.full((len(micro.target),), value, device=self.device)
+        return torch.from_numpy(micro.temperature).to(self.device)
 
     def _check(self, batch: Batch) -> None:
         if self.stage is None:
