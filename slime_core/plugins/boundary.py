@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from slime_core.errors import PluginError, SlimeError
 from slime_core.plugins.provider import Answer, Provider, signature_of
 
 T = TypeVar("T")
+Frames = Sequence[tuple[str, int]]  # file and line, outermost first
 HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
 """On a hook's thread: the loop that waits for it."""
 
@@ -27,11 +28,11 @@ ENDINGS = (SystemExit, KeyboardInterrupt)
 
 
 class Late(Exception):
-    """The deadline passed; ``at`` is where a thread stood then."""
+    """The deadline passed; ``frames`` is where a thread stood then."""
 
-    def __init__(self, at: str = "") -> None:
+    def __init__(self, frames: Frames = ()) -> None:
         super().__init__()
-        self.at = at
+        self.frames = frames
 
 
 class Carried(Exception):
@@ -64,7 +65,7 @@ class HookThreads:
             thread.start()
             await asyncio.wait({future}, timeout=deadline)
             if not future.done():
-                raise Late(_stack_of(thread))
+                raise Late(_frames_of(thread))
             return future.result()
 
 
@@ -87,9 +88,9 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         future.set_exception(error if type(error) is Late else Carried(error))
 
 
-def _stack_of(thread: threading.Thread) -> str:
+def _frames_of(thread: threading.Thread) -> Frames:
     frame = sys._current_frames().get(thread.ident or 0)
-    return _place([(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)], None) if frame else ""
+    return [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)] if frame else []
 
 
 async def _awaited(work: Awaitable[Any], deadline: float) -> Any:
@@ -128,7 +129,7 @@ async def call(
         value = await threads.run(lambda: answer(arguments), deadline)
         return await _awaited(value, deadline) if inspect.isawaitable(value) else value
     except Late as late:
-        raise _too_late(answer, about, deadline, key, late.at) from None
+        raise _too_late(answer, about, deadline, key, _place(late.frames, answer.provider.home)) from None
     except Carried as carried:
         raise (
             carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
@@ -225,7 +226,7 @@ def _where(provider: Provider, *parts: str) -> str:
     return ", ".join([str(provider), *(part for part in parts if part)])
 
 
-def _place(frames: list[tuple[str, int]], home: Path | None) -> str:
+def _place(frames: Frames, home: Path | None) -> str:
     """``file:line`` of the deepest frame in the provider's own code, else the deepest outside of the core."""
     inside = [f for f in frames if home is not None and Path(f[0]).is_relative_to(home)]
     outside = [f for f in frames if not f[0].startswith(CORE_FOLDER)]
