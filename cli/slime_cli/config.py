@@ -51,7 +51,8 @@ def show(session: Session, words: tuple[str, ...], stage: str | None, as_json: b
 @click.argument("prefix", default="", metavar="[SECTION or part of a name]")
 @click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
-def keys(prefix: str, plugins: tuple[str, ...], as_json: bool) -> None:
+@click.option("--markdown", is_flag=True, help="As the tables of docs/config.md.")
+def keys(prefix: str, plugins: tuple[str, ...], as_json: bool, markdown: bool) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
     from slime_core.errors import ConfigError, nearest
 
@@ -68,6 +69,9 @@ def keys(prefix: str, plugins: tuple[str, ...], as_json: bool) -> None:
         )
     if as_json:
         click.echo(json.dumps(chosen, indent=1, sort_keys=True))
+        return
+    if markdown:
+        click.echo(markdown_tables(chosen), nl=False)
         return
     for section in dict.fromkeys(row["section"] for row in chosen):
         heading(f"[{section}]" if section else "top")
@@ -126,6 +130,20 @@ def core_rows() -> list[dict[str, str]]:
     ]
 
 
+def markdown_tables(rows: list[dict[str, str]]) -> str:
+    """A heading and a table a section."""
+    lines = []
+    for section in dict.fromkeys(row["section"] for row in rows):
+        lines += [f"### [{section}]" if section else "### Top of the file", ""]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for row in rows:
+            if row["section"] == section:
+                cells = (f"`{row['key']}`", row["type"], f"`{row['default']}`", row["text"])
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
     """Every option of these plugins."""
     from slime_core.config.fields import bounds, describe
@@ -150,4 +168,4 @@ def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
 def _matches(key: str, prefix: str) -> bool:
     wanted = prefix.strip("-").replace("-", "_")
     section, _, name = key.rpartition(".")
-    return not wanted or wanted in (section, key) or wanted in name
+    return not wanted or wanted in (section, section.rpartition(".")[2], key) or wanted in name

@@ -87,6 +87,8 @@ def _told(shown: SlimeError, error: BaseException, session: Session, *, always_s
     elif always_saved or session.run_dir is not None:
         path = _save(trace, session)
         say(f"  full traceback: {path}" if path else trace)
+    if session.run_dir is not None:
+        say(f"run {session.run_dir.path}")
     if session.as_json:
         body = {**{k: scrub(v, session.secrets) for k, v in shown.as_dict().items()}, "exit_code": shown.exit_code}
         with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,64 @@
+"""The pages about config, commands and errors say what the code does."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from slime_cli.main import COMMANDS
+from slime_core import errors
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"[A-Z]{3}\d{2,3}")
+
+
+def rows(page, cells):
+    """Rows of a page's tables with that many cells, header and rule left out."""
+    lines = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("|")]
+    found = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in found if len(row) == cells and not row[0].startswith("---")]
+
+
+def codes_in_source():
+    found = set()
+    for folder in ("slime_core", "cli/slime_cli", "plugins"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not {"templates", "tests"} & set(path.relative_to(ROOT).parts):
+                for node in ast.walk(ast.parse(path.read_text())):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
+                        found.add(node.value)
+    return found
+
+
+def test_every_error_code_of_the_source_is_documented_and_no_other():
+    documented = {row[0] for row in rows("errors.md", 3)[1:]}
+    assert codes_in_source() - documented == set(), "add these to docs/errors.md"
+    assert documented - codes_in_source() == {"CFG10"}, "CFG10 is a warning; the others are raised nowhere"
+
+
+def test_documented_exit_codes_are_those_of_the_error_tree():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SlimeError)]
+    by_prefix = {kind.default_code[:3]: kind.exit_code for kind in kinds}
+    by_prefix |= {"TOK": errors.DataError.exit_code}
+    special = {"CFG10": 0, "TOK44": errors.EngineError.exit_code}
+    for code, exit_code, _ in rows("errors.md", 3)[1:]:
+        assert int(exit_code) == special.get(code, by_prefix[code[:3]]), code
+
+
+def test_every_exit_code_of_the_error_tree_is_documented():
+    documented = {int(row[0]) for row in rows("cli.md", 2) if row[0].isdigit()}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SlimeError)]
+    assert {kind.exit_code for kind in kinds} <= documented
+
+
+def test_every_command_is_documented():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert all(f"`slime {name}" in text for name in COMMANDS)
+
+
+def test_the_key_tables_are_what_the_command_prints(cli):
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page.endswith(cli("config", "keys", "--markdown").out.rstrip() + "\n"), "paste slime config keys --markdown"
