@@ -83,7 +83,7 @@ class Session:
         if ctx is None or ctx.engine is None:
             return None
         with self._lock:
-            if self._door is not None and self._door[1].engine is not ctx.engine:
+            if self._door is not None and (self._door[1].engine is not ctx.engine or self._door[0].stranded):
                 self._door[0].close()
                 self._door = None
             if self._door is None:
