@@ -1,87 +1,9 @@
-"""A trainer over a small model folder, and batches of odd lengths with masks, fan-out and turns of tools."""
+"""A trainer over a small model folder."""
 
-import numpy as np
 import pytest
-import torch
+from trainer_bench import Bench
 
-from slime_core.config.schema import Config
-from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.threads import TorchThread
-from slime_core.trainers.batch import make_batch
-from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.types import Group, Prompt, Sample, Status
-from slime_core.weights.folder import ModelFolder
-
-
-def groups_of(seed=0, groups=3, rollouts=4, vocab=60, longest=12, fan_out=True, temperature=1.0):
-    """Groups with prompts of 2 to 5 and responses of 1 to ``longest`` tokens, some masked inside."""
-    draw = np.random.default_rng(seed)
-    made = []
-    for g in range(groups):
-        prompt = Prompt(id=f"main/{g}", position=g, prompt="?", tokens=draw.integers(3, vocab, draw.integers(2, 6)).tolist())
-        samples, table = [], {}
-        for k in range(rollouts):
-            rollout = g * rollouts + k
-            table[rollout] = []
-            for sibling in range(2 if fan_out and k == 1 else 1):
-                count = int(draw.integers(1, longest + 1))
-                s = Sample(id=f"{prompt.id}-{k}" + (f".{sibling}" if sibling else ""), tokens=list(prompt.tokens), temperature=temperature)
-                mask = [1] + [int(draw.random() > 0.2) for _ in range(count - 1)]
-                s.append_response(draw.integers(3, vocab, count).tolist(), (-draw.random(count) * 4).tolist(), mask, version=0)
-                s.rollout_id, s.group_index, s.status = rollout, g, Status.COMPLETED
-                s.reward = float(draw.integers(0, 3))
-                table[rollout].append(len(samples))
-                samples.append(s)
-        made.append(Group(prompt=prompt, samples=samples, rollouts=table))
-    return made
-
-
-def batch_of(**kwargs):
-    """The groups' Batch with an ``advantages`` column, and old log-probs near those of an untrained model."""
-    batch = make_batch(0, "main", groups_of(**kwargs))
-    draw = np.random.default_rng(99)
-    batch.columns["advantages"] = draw.normal(size=len(batch.loss_mask)).astype(np.float32)
-    return batch
-
-
-def config_of(folder, **train):
-    """A run's config in float32 on the folder; keyword arguments are of the train section, ``rollout`` of its own."""
-    rollout = {"hf_checkpoint": str(folder), **train.pop("rollout", {})}
-    return Config.model_validate({"rollout": rollout, "train": {"dtype": "float32", "lr": 1e-3, **train}, "seed": 3})
-
-
-class Bench:
-    """A trainer's worker for direct calls: gradients and parameters as plain tensors by name."""
-
-    def __init__(self, folder, **train):
-        self.config = config_of(folder, **train)
-        self.thread = TorchThread(1)
-        self.folder = ModelFolder.open(folder)
-        self.trainer = FsdpTrainer(self.config, load_plugins(self.config), self.folder, thread=self.thread)
-        self.worker = self.trainer._worker
-        self.thread.call(self.worker.begin, self.config)
-
-    def call(self, method, *args):
-        return self.thread.call(getattr(self.worker, method), *args)
-
-    def parameters(self):
-        return {name: tensor.clone() for name, tensor in self.worker.locals().items()}
-
-    def gradient(self, batch, step=0):
-        """Loss and gradient of one optimizer step, which is not made."""
-        return self.thread.call(self._gradient, batch, step)
-
-    def _gradient(self, batch, step):
-        from slime_core.trainers.fsdp.passes import Sums, backward
-        from slime_core.trainers.fsdp.sharding import local
-
-        sums = Sums(len(batch), torch.device("cpu"))
-        for micro in self.worker._pack(batch)[step]:
-            backward(self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums)
-        grads = {n: local(p.grad).clone() for n, p in self.worker.parameters().items()}
-        self.worker.policy.zero_grad()
-        return sums.totals["loss"], grads
 
 
 @pytest.fixture
@@ -91,7 +13,9 @@ def bench(tmp_path):
 
     def make(family="qwen3", tied=False, folder=None, **train):
         name = f"model-{family}-{tied}"
-        folder = folder or (tmp_path / name if (tmp_path / name).exists() else tiny_model(tmp_path / name, family, tied=tied))
+        folder = folder or (
+            tmp_path / name if (tmp_path / name).exists() else tiny_model(tmp_path / name, family, tied=tied)
+        )
         made.append(Bench(folder, **train))
         return made[-1]
 

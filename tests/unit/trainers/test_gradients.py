@@ -1,20 +1,15 @@
 """One GRPO step's loss and every gradient, against a float64 recomputation from the samples; and what may not matter."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ref_grpo
 import ref_model
 import torch
+import trainer_bench as made
 
 pytestmark = pytest.mark.unit
-
-_spec = importlib.util.spec_from_file_location("trainers_conftest", Path(__file__).parent / "conftest.py")
-made = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(made)
 
 FAMILIES = ["qwen3", "qwen2", "llama"]
 

@@ -1,0 +1,130 @@
+"""Packs and optimizer steps worked by hand; nothing lost, nothing doubled, whatever the ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from slime_core.trainers.pack import make_packs, pack, split_rollouts
+from slime_core.types import Batch
+
+pytestmark = pytest.mark.unit
+
+
+def batch_of(prompts, responses, rollout=None, mask=None):
+    lengths = np.add(prompts, responses)
+    count = int(np.sum(responses))
+    return Batch(
+        version=0,
+        sample_ids=[f"s{i}" for i in range(len(lengths))],
+        tasks=["default"] * len(lengths),
+        group=np.zeros(len(lengths), np.int64),
+        rollout=np.arange(len(lengths)) if rollout is None else np.array(rollout),
+        reward=np.zeros(len(lengths)),
+        tokens=np.arange(lengths.sum(), dtype=np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        loss_mask=np.ones(count, np.float32) if mask is None else np.array(mask, np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(responses)]).astype(np.int64),
+        columns={"advantages": np.arange(count, dtype=np.float32)},
+        temperature=np.arange(1, len(lengths) + 1, dtype=np.float32),
+    )
+
+
+def test_one_sample_is_the_example_of_the_type():
+    ((micro,),) = pack(batch_of([2], [3]), max_tokens=10)
+    assert micro.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert micro.cu_seqlens.tolist() == [0, 5]
+    assert micro.predict.tolist() == [1, 2, 3]
+    assert micro.target.tolist() == [2, 3, 4]
+    assert micro.position_ids.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(micro.weight, [1 / 3] * 3)
+
+
+def test_two_samples_lie_end_to_end_longest_first():
+    # sample 0 has tokens 0 1 (response 1), sample 1 has tokens 2 3 4 5 (response 4 5)
+    ((micro,),) = pack(batch_of([1, 2], [1, 2]), max_tokens=10)
+    assert micro.samples.tolist() == [1, 0]
+    assert micro.tokens.tolist() == [2, 3, 4, 5, 0, 1]
+    assert micro.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert micro.predict.tolist() == [1, 2, 4]
+    assert micro.target.tolist() == [4, 5, 1]
+    assert micro.response.tolist() == [1, 2, 0]
+    assert micro.columns["advantages"].tolist() == [1, 2, 0]
+    assert micro.temperature.tolist() == [2, 2, 1]
+    np.testing.assert_allclose(micro.weight, [1 / 4, 1 / 4, 1 / 2])
+
+
+def test_packs_hold_at_most_the_limit_and_an_oversize_sample_is_alone():
+    lengths = np.array([3, 9, 4, 2, 5])
+    packs = [p.tolist() for p in make_packs(lengths, np.arange(5), 7)]
+    assert packs == [[1], [4], [2], [0, 3]]  # 9 | 5 | 4 | 3 2: four packs, and a limit of 5 is enough for them
+
+
+def test_packs_are_as_even_as_cutting_the_sorted_row_allows():
+    # 10 samples of 10 tokens, 70 a pack would be 7 + 3; two packs of 5 are as few and even
+    assert [len(p) for p in make_packs(np.full(10, 10), np.arange(10), 70)] == [5, 5]
+
+
+def test_every_rank_has_as_many_packs_where_samples_allow():
+    packs = make_packs(np.full(6, 10), np.arange(6), 30, world=3)
+    assert [len(p) for p in packs] == [2, 2, 2]
+
+
+def test_rollouts_are_split_in_batch_order_and_siblings_stay_together():
+    batch = batch_of([1] * 5, [1] * 5, rollout=[7, 3, 3, 9, 1])
+    assert [s.tolist() for s in split_rollouts(batch, 2, 0)] == [[7, 3], [9, 1]]
+    assert [s.tolist() for s in split_rollouts(batch, 1, 3)] == [[7, 3, 9], [1]]
+    assert [s.tolist() for s in split_rollouts(batch, 9, 0)] == [[7], [3], [9], [1]]
+
+
+def test_weights_are_of_the_optimizer_step_that_a_rollout_is_in():
+    first, second = pack(batch_of([1] * 3, [1] * 3), max_tokens=100, num_steps=2)
+    assert [m.weight.tolist() for m in first] == [[0.5, 0.5]]
+    assert [m.weight.tolist() for m in second] == [[1.0]]
+
+
+def test_alone_gives_one_sequence_a_micro_batch():
+    ((*micros,),) = pack(batch_of([1, 1, 1], [1, 2, 3]), max_tokens=100, alone=True)
+    assert [m.samples.tolist() for m in micros] == [[2], [1], [0]]
+
+
+def test_a_rank_without_a_pack_repeats_one_that_no_row_is_trained_on():
+    real, filler = (pack(batch_of([2], [3]), max_tokens=10, rank=r, world=2)[0] for r in (0, 1))
+    assert len(real) == len(filler) == 1
+    assert filler[0].tokens.tolist() == real[0].tokens.tolist()
+    assert filler[0].weight.shape == filler[0].target.shape == filler[0].predict.shape == (0,)
+
+
+def test_an_empty_response_has_no_row():
+    ((micro,),) = pack(batch_of([3, 1], [0, 1]), max_tokens=10)
+    assert micro.tokens.shape == (5,)
+    assert micro.target.shape == (1,)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20),
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_every_response_token_is_trained_once_and_weights_do_not_depend_on_packs(rows, max_tokens, world, steps):
+    prompts, responses, rollouts = zip(*rows)
+    batch = batch_of(prompts, responses, rollouts)
+    kwargs = {"num_steps": steps}
+    ranks = [pack(batch, max_tokens=max_tokens, rank=r, world=world, **kwargs) for r in range(world)]
+    whole = pack(batch, max_tokens=10_000, **kwargs)
+    assert len({tuple(len(step) for step in rank) for rank in ranks}) == 1, "ranks differ in micro-batches"
+    for number, step in enumerate(whole):
+        want = {t: w for m in step for t, w in zip(m.response.tolist(), m.weight.tolist())}
+        got = [(t, w) for rank in ranks for m in rank[number] for t, w in zip(m.response.tolist(), m.weight.tolist())]
+        assert len(got) == len(want)
+        assert dict(got) == want
+    for micro in (m for rank in ranks for step in rank for m in step):
+        assert len(micro.tokens) <= max_tokens or len(micro.samples) == 1
+        assert (micro.target == batch.tokens[[batch.offsets[s] + r for s, r in _places(batch, micro)]]).all()
+
+
+def _places(batch, micro):
+    for token in micro.response:
+        sample = int(np.searchsorted(batch.response_offsets, token, side="right")) - 1
+        prompt = batch.lengths[sample] - batch.response_lengths[sample]
+        yield sample, prompt + token - batch.response_offsets[sample]
