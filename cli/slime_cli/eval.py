@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from slime_cli.failure import Session, say
-from slime_cli.run import drive, reporting, terminable
+from slime_cli.run import drive, quiet_libraries, reporting, terminable
 from slime_cli.settings import PASSING, Settings, load_words
 from slime_cli.tables import cell, print_table
 
@@ -42,16 +42,26 @@ def evaluate(
     """Metrics by set name, and the directory that holds them."""
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import split, stages
+    from slime_core.errors import ConfigError
     from slime_core.evaluate import evaluate as run_evaluation
     from slime_core.plugins import load_plugins
     from slime_core.report import RunDir
 
+    quiet_libraries()
     folder, own_config = find_model(model)
     given = split([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
     if given.recipe is None and own_config is not None:
         given.recipe = str(own_config)
     loaded = load_words(given, session)
     config = resolve_machine(stages(loaded.config)[-1])
+    if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
+        raise ConfigError(
+            "there is nothing to evaluate",
+            code="CFG04",
+            where=str(loaded.recipe or "command line"),
+            why="the config names no evaluation set",
+            fix="--eval-prompt-data NAME FILE.jsonl   or a CONFIG with [[eval.eval_tasks]]",
+        )
     settings = Settings(loaded=loaded, plugins=load_plugins(loaded.config))
     try:
         with RunDir.create(f"{config.name}-eval", at=at) as run_dir:

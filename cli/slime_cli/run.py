@@ -64,6 +64,7 @@ def train(settings: Settings, session: Session, at: Path | None) -> dict[str, An
     from slime_core.clusters.machine import resolve_machine
     from slime_core.report import RunDir
 
+    quiet_libraries()
     config = resolve_machine(settings.config)
     with RunDir.create(config.name, at=at) as run_dir:
         session.run_dir = run_dir
@@ -82,6 +83,13 @@ def train(settings: Settings, session: Session, at: Path | None) -> dict[str, An
         "metrics": seen.last.metrics if seen.last else {},
         "seconds": round(seconds, 3),
     }
+
+
+def quiet_libraries() -> None:
+    """Our line is the only one that moves: no progress bars of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 class Seen:
@@ -125,10 +133,17 @@ def reporting(settings: Settings, run_dir: RunDir, config: Any, session: Session
         report.start()
         yield report, seen
     except BaseException as error:
-        run_dir.write_info({"status": "failed", "error": getattr(error, "code", type(error).__name__)})
+        run_dir.write_info({"status": ended(error), "error": getattr(error, "code", type(error).__name__)})
         raise
     finally:
         report.finish()
+
+
+def ended(error: BaseException) -> str:
+    """What ``run.json`` says of a run that this stopped."""
+    if isinstance(error, Terminated):
+        return "terminated"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
 
 
 def about(settings: Settings, session: Session) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
         print_table(["state", "count"], [[name, count] for name, count in states.items()])
     if facts["routing"]:
         heading("routing")
-        names = list(dict.fromkeys(key for row in facts["routing"] for key in row))
+        names = list(dict.fromkeys(["hook", "task", "provider", *(key for row in facts["routing"] for key in row)]))
         print_table(names, [[row.get(name, "") for name in names] for row in facts["routing"]])
     for row in facts["samples"]:
         _print_sample(row)

@@ -168,10 +168,9 @@ def figures(report: StepReport, wall: float) -> list[str]:
     """The few figures of a step that fit on one line: reward, length, dropped, tokens a second, loss."""
     metrics = report.metrics
     parts = []
-    if "reward/mean" in metrics and metrics.get("reward/max") != metrics.get("reward/min"):
-        parts.append(f"reward {metrics['reward/mean']:.3f}")
-    elif "reward/mean" in metrics:
-        parts.append(f"reward {metrics['reward/mean']:.3f} (all equal)")
+    if "reward/mean" in metrics:
+        equal = metrics.get("reward/equal_groups", 0.0)
+        parts.append(f"reward {metrics['reward/mean']:.3f}" + (" (all groups equal)" if equal == 1.0 else ""))
     for key in ("loss", "train/loss"):
         if key in metrics:
             parts.append(f"loss {metrics[key]:.4f}")

@@ -65,7 +65,10 @@ class Report:
     def step(self, report: StepReport) -> None:
         """One finished step."""
         now = time.monotonic()
-        wall, self._mark, self._last = now - self._mark, now, report
+        wall = now - self._mark
+        if self._last is None or self._last.stage != report.stage:
+            wall = sum(report.seconds.values())  # setting up a stage is not part of its first step
+        self._mark, self._last = now, report
         self._each(lambda sink: sink.write(report))
         self._guard("live", lambda: self._live.step(report, wall))
 
