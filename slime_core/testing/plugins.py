@@ -1,0 +1,354 @@
+"""The contract suite of plugins: a name in, one finding a promise out. Nothing but CPU and fakes is needed.
+
+    from slime_core.testing.plugins import check_plugin
+
+    def test_the_plugin_keeps_its_contract():
+        assert [f for f in check_plugin("mine") if f.status == "fail"] == []
+
+`slime plugins check NAME` runs the same in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from slime_core.config.load import load_config, stages
+from slime_core.config.schema import Config, Task
+from slime_core.context import Context
+from slime_core.errors import SlimeError
+from slime_core.plugins.assemble import connect, load_plugins, option_models
+from slime_core.plugins.boundary import call_now
+from slime_core.plugins.load import Loaded, load_plugin, options_model
+from slime_core.protocols import Check
+from slime_core.rollout.pending import pending_group
+from slime_core.rollout.sampling import training_params
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
+from slime_core.types import Batch, Group, Prompt, Status
+
+if TYPE_CHECKING:
+    from slime_core.plugins.facade import Plugins
+
+TORCH_FREE = "torch"
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Finding:
+    """One promise of a plugin: kept, broken, or not its business.
+
+    Example:
+        Finding(name="rewards", status="fail", found="PLG59 mine.slime_reward returned 1 rewards, not 2", fix="...")
+    """
+
+    name: str
+    status: Literal["ok", "warn", "fail", "skip"]
+    found: str = ""
+    where: str = ""
+    fix: str = ""
+
+
+class Broken(Exception):
+    """A promise that is not kept."""
+
+    def __init__(self, found: str, fix: str = "", *, warn: bool = False) -> None:
+        super().__init__(found)
+        self.found, self.fix, self.warn = found, fix, warn
+
+
+def check_plugin(name: str) -> list[Finding]:
+    """Load one installed plugin and try every hook that it implements, against fakes.
+
+    A promise is a line: import, options, recipes, checks, command, prompts, generation, rewards, filter, names,
+    state. The first that fails at import ends the list. Hooks may be called with garbage on purpose: a wrong answer
+    of a model is a low reward and never an exception.
+    """
+    had_torch = TORCH_FREE in sys.modules
+    try:
+        loaded = load_plugin(name)
+    except SlimeError as error:
+        return [_failed("import", error)]
+    hooks = ", ".join(sorted(loaded.answers)) or "no hook"
+    findings = [Finding(name="import", status="ok", found=hooks)]
+    if not had_torch and TORCH_FREE in sys.modules:
+        fix = "import torch inside the functions that need it"
+        findings.append(Finding(name="light import", status="warn", found="importing it imports torch", fix=fix))
+    suite = _Suite(name, loaded)
+    return [*findings, *(_tried(promise, fn) for promise, fn in suite.promises())]
+
+
+def _tried(promise: str, fn: Callable[[], str | None]) -> Finding:
+    try:
+        found = fn()
+        return Finding(name=promise, status="skip" if found is None else "ok", found=found or "not implemented")
+    except Broken as broken:
+        return Finding(name=promise, status="warn" if broken.warn else "fail", found=broken.found, fix=broken.fix)
+    except SlimeError as error:
+        return _failed(promise, error)
+    except Exception as error:
+        return Finding(name=promise, status="fail", found=f"{type(error).__name__}: {error}")
+
+
+def _failed(promise: str, error: SlimeError) -> Finding:
+    found = f"{error.code} {error.what}" + (f" ({error.why})" if error.why else "")
+    return Finding(name=promise, status="fail", found=found, where=error.where, fix=error.fix)
+
+
+class _Suite:
+    def __init__(self, name: str, loaded: Loaded) -> None:
+        self.name, self.loaded = name, loaded
+        self._made: tuple[Plugins, Config] | None = None
+
+    def promises(self) -> Iterator[tuple[str, Callable[[], str | None]]]:
+        """Names and tries, in the order of a run."""
+        yield "options", self.options
+        yield "recipes", self.recipes
+        yield "checks", self.checks
+        yield "command", self.command
+        yield "prompts", self.prompts
+        yield "generation", self.generation
+        yield "rewards", self.rewards
+        yield "filter", self.filter
+        yield "names", self.names
+        yield "state", self.state
+
+    def options(self) -> str | None:
+        """Options are a model whose defaults stand on their own."""
+        model = options_model(self.loaded)
+        if model is None:
+            return None
+        missing = [key for key, info in model.model_fields.items() if info.is_required()]
+        if missing:
+            raise Broken(f"required: {', '.join(missing)}", "give every option a default", warn=True)
+        model()
+        if not model.model_config.get("frozen") or model.model_config.get("extra") != "forbid":
+            raise Broken(
+                "the model is not frozen, or takes unknown keys",
+                'class Options(BaseModel, extra="forbid", frozen=True)',
+                warn=True,
+            )
+        return ", ".join(model.model_fields) or "none"
+
+    def recipes(self) -> str | None:
+        """Every recipe loads, names this plugin, and routes."""
+        declared = self.loaded.answers.get("slime_recipes")
+        if declared is None:
+            return None
+        recipes = dict(call_now(declared, {}, about="its recipes"))
+        for name, path in recipes.items():
+            config = load_config(Path(path), models=option_models)
+            if self.name not in config.plugins:
+                raise Broken(f"recipe '{name}' does not name the plugin", f'write plugins = ["{self.name}"] in {path}')
+            load_plugins(config).close()
+        return ", ".join(recipes) or "none"
+
+    def checks(self) -> str | None:
+        """Rows of `slime doctor` are Checks."""
+        declared = self.loaded.answers.get("slime_checks")
+        if declared is None:
+            return None
+        rows = call_now(declared, {}, about="its checks")
+        if not isinstance(rows, list) or not all(isinstance(row, Check) for row in rows):
+            raise Broken(f"slime_checks returned {rows!r}", "return a list of slime_core.Check")
+        return ", ".join(row.name for row in rows) or "none"
+
+    def command(self) -> str | None:
+        """`slime NAME` is a click command."""
+        declared = self.loaded.answers.get("slime_command")
+        if declared is None:
+            return None
+        import click
+
+        command = call_now(declared, {}, about="its command")
+        if not isinstance(command, click.Command):
+            raise Broken(f"slime_command returned {command!r}", "return a click.Group")
+        return f"slime {self.name}"
+
+    def prompts(self) -> str | None:
+        """Rows are Prompts, the same each time, and their source has a state that JSON holds."""
+        if "slime_prompts" not in self.loaded.answers:
+            return None
+        plugins, config = self._run()
+        told = []
+        for task, evaluation in self._tasks(config):
+            source: Any = plugins.prompts(task, self._ctx(config, evaluation=evaluation))
+            if source is None:
+                continue
+            first, again = source.at(0), source.at(0)
+            if not isinstance(first, Prompt):
+                raise Broken(f"row 0 of task '{task.name}' is a {type(first).__name__}", "return slime_core.Prompt")
+            if first != again:
+                raise Broken(
+                    f"row 0 of task '{task.name}' differs when asked for twice", "rows are a function of position"
+                )
+            json.dumps(source.state())
+            told.append(f"{task.name}: {_count(source)}")
+        return "; ".join(told) or None
+
+    def generation(self) -> str | None:
+        """A generated group keeps its rollouts, and every token has a log-prob or mask 0."""
+        if "slime_generate" not in self.loaded.answers:
+            return None
+        plugins, config = self._run()
+        ctx = self._ctx(config)
+        group = self._group(config, ctx)
+        issued = list(group.rollouts)
+        done = asyncio.run(plugins.generate(group, ctx))
+        if sorted(done.rollouts) != sorted(issued):
+            raise Broken(
+                f"rollouts {sorted(done.rollouts)} came back, {sorted(issued)} were issued", "keep every rollout id"
+            )
+        for sample in done.samples:
+            lengths = {len(x) for x in (sample.loss_mask, sample.rollout_log_probs) if x is not None}
+            if lengths - {sample.response_length}:
+                raise Broken(f"lengths {lengths} for {sample.response_length} tokens", "use sample.append_response")
+        return f"{sum(s.response_length for s in done.samples)} tokens"
+
+    def rewards(self) -> str | None:
+        """Rewards of empty, random and labelled answers are finite, and the same when asked for twice."""
+        if not {"slime_reward", "slime_reward_types"} & set(self.loaded.answers):
+            return None
+        plugins, config = self._run()
+        ctx = self._ctx(config)
+        told = []
+        for text in ("", "\n<>{}", "ü 9e999", None):
+            values = []
+            for _ in range(2):
+                group = self._group(config, ctx)
+                for sample in group.samples:
+                    sample.response = str(sample.label) if text is None else text
+                    sample.append_response(ctx.tokenizer.encode(ascii(sample.response)), mask=0)
+                    sample.status = Status.COMPLETED
+                values.append([reward.value for reward in asyncio.run(self._rewards(plugins, group, ctx))])
+            if values[0] != values[1]:
+                raise Broken(
+                    f"{values[0]} and {values[1]} for the same answers", "derive draws from the sample's id", warn=True
+                )
+            told.append(f"{'label' if text is None else repr(text)} {values[0][0]:g}")
+        return ", ".join(told)
+
+    async def _rewards(self, plugins: Plugins, group: Group, ctx: Context) -> list[Any]:
+        if "slime_reward" in self.loaded.answers:
+            return await plugins.reward(group, ctx)
+        declared = call_now(self.loaded.answers["slime_reward_types"], {}, about="the run")
+        first = next(iter(declared))
+        return [await plugins.reward_by_type(first, sample, ctx) for sample in group.samples]
+
+    def filter(self) -> str | None:
+        """A verdict is a Drop or None."""
+        if "slime_filter" not in self.loaded.answers:
+            return None
+        plugins, config = self._run()
+        ctx = self._ctx(config)
+        group = self._group(config, ctx)
+        for sample in group.samples:
+            sample.reward = 0.0
+        verdict = asyncio.run(plugins.filter(group, ctx))
+        return "kept" if verdict is None else f"dropped: {verdict.reason}"
+
+    def names(self) -> str | None:
+        """Estimators answer one finite advantage a response token."""
+        declared = self.loaded.answers.get("slime_advantage")
+        if declared is None:
+            return None
+        plugins, config = self._run()
+        estimators = call_now(declared, {}, about="the run")
+        for estimator in estimators:
+            train = config.train.model_copy(update={"advantage_estimator": estimator.name, "loss_type": "policy_loss"})
+            batch = _batch()
+            scores = {role: _scores(role, len(batch.loss_mask)) for role in estimator.needs}
+            plugins.advantage(batch, scores, train)
+        return ", ".join(estimator.name for estimator in estimators)
+
+    def state(self) -> str | None:
+        """What goes into a checkpoint is JSON, and comes back equal."""
+        if "slime_state" not in self.loaded.answers:
+            return None
+        plugins, _ = self._run()
+        state = json.loads(json.dumps(plugins.state()))
+        plugins.load_state(state)
+        if json.loads(json.dumps(plugins.state())) != state:
+            raise Broken("the state differs after load(state())", "load everything that state() gives")
+        return ", ".join(state.get(self.name, {})) or "empty"
+
+    def _run(self) -> tuple[Plugins, Config]:
+        """The plugin in its default recipe's last stage, or alone."""
+        if self._made is None:
+            declared = self.loaded.answers.get("slime_recipes")
+            recipes = dict(call_now(declared, {}, about="its recipes")) if declared else {}
+            if "default" in recipes:
+                config = stages(load_config(Path(recipes["default"]), models=option_models))[-1]
+                self._made = load_plugins(config), config
+            else:
+                config = Config(plugins=(self.name,))
+                self._made = connect({self.name: load_plugin(self.name)}, [config]), config
+        return self._made
+
+    def _tasks(self, config: Config) -> list[tuple[Task, bool]]:
+        training = [(task, False) for task in config.data.tasks] or [(Task(name="default"), False)]
+        return [*training, *((task, True) for task in config.eval.eval_tasks)]
+
+    def _ctx(self, config: Config, *, evaluation: bool = False) -> Context:
+        engine = FakeEngine(vocab_size=len(ALPHABET))
+        engine.version = 0
+        sampling = replace(training_params(config), max_new_tokens=4)
+        return Context(
+            config=config, engine=engine, tokenizer=CharTokenizer(ALPHABET), sampling=sampling, evaluation=evaluation
+        )
+
+    def _group(self, config: Config, ctx: Context) -> Group:
+        """Two pending samples of the first row of the plugin's first task, or of an invented one."""
+        task = self._tasks(config)[0][0]
+        plugins, _ = self._run()
+        source: Any = plugins.prompts(task, ctx) if "slime_prompts" in self.loaded.answers else None
+        row = source.at(0) if source is not None else Prompt(id="", prompt="1+1=", label="2")
+        tokens = row.tokens or ctx.tokenizer.encode(ascii(str(row.prompt)))
+        return pending_group(replace(row, id="check/0", task=task.name, position=0, tokens=tokens), config, count=2)
+
+
+def _count(source: Any) -> str:
+    try:
+        return f"{len(source)} rows"
+    except TypeError:
+        return "endless"
+
+
+def _batch() -> Batch:
+    """Two groups of two samples with 1, 2, 1 and 3 response tokens."""
+    lengths = np.array([1, 2, 1, 3])
+    return Batch(
+        version=0,
+        sample_ids=[f"check/{i // 2}-{i % 2}" for i in range(4)],
+        tasks=["default"] * 4,
+        group=np.array([0, 0, 1, 1]),
+        rollout=np.arange(4),
+        reward=np.array([1.0, 0.0, 1.0, 1.0]),
+        tokens=np.ones(11, np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths + 1)]),
+        loss_mask=np.ones(7, np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(lengths)]),
+    )
+
+
+def _scores(role: str, count: int) -> dict[str, Any]:
+    name = "values" if role == "values" else "log_probs"
+    return {name: np.full(count, -0.5, np.float32)}
+
+
+def main(arguments: list[str]) -> int:
+    """``NAME FILE``: check a plugin and write its findings, as JSON, into a file (its own output goes elsewhere)."""
+    name, out = arguments
+    findings = check_plugin(name)
+    Path(out).write_text(json.dumps([asdict(finding) for finding in findings]))
+    return 4 if any(finding.status == "fail" for finding in findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
