@@ -147,12 +147,16 @@ def misfit(found: Fit, folder: Path) -> DataError:
     )
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of parameters by name.
+def torch_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """The dtype of parameters by name. Every CPU computes in bfloat16, if slowly; not every GPU does.
 
     Raises:
-        DataError: TOK48, a dtype that is not trained in.
+        DataError: TOK48, a dtype that is not trained in, or that the device lacks.
     """
+    if name == "bfloat16" and torch.device(device).type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DataError(
+            "this GPU has no bfloat16", code="TOK48", where="train.dtype", fix="set train.dtype=float32 or auto"
+        )
     if name not in DTYPES:
         raise DataError(
             f"models are built in {' or '.join(DTYPES)}, not in {name}",
@@ -168,7 +172,7 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
+    kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype, device), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
     with torch.device(device), no_init_weights():

@@ -164,6 +164,14 @@ def test_48_a_dtype_that_is_not_trained_in_names_the_key(folder, dtype):
     assert "train.dtype=float32" in caught.value.fix
 
 
+def test_48_a_gpu_without_bfloat16_names_the_fallback(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    with pytest.raises(DataError, match="no bfloat16") as caught:
+        ModelFolder.open(folder).build_model(dtype="bfloat16", device="cuda:0")
+    assert caught.value.code == "TOK48"
+    assert "train.dtype=float32" in caught.value.fix
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub cache of its own, and no network."""
