@@ -71,6 +71,15 @@ class Rows:
     first: int = 0  # slot of row 0 of a decode step
     segments: list[Segment] | None = None
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass, by shape
+    written: dict[int, torch.Tensor] = field(default_factory=dict)  # by number of heads
+
+    def places(self, kv_heads: int, length: int) -> torch.Tensor:
+        """N * Hkv: where each row's key of each head lies in a cache of [slots * Hkv * length] entries."""
+        if kv_heads not in self.written:
+            head = torch.arange(kv_heads, device=self.slots.device)
+            at = (self.slots[:, None] * kv_heads + head) * length + self.positions[:, None]
+            self.written[kv_heads] = at.view(-1)
+        return self.written[kv_heads]
 
     def position_ids(self) -> torch.Tensor:
         """N positions as a model may be asked about them: padding rows are at 0, where every table has an entry."""
@@ -104,17 +113,23 @@ def attend(
     value: torch.Tensor,
     form: Form,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    *,
+    only_write: bool = False,
+) -> torch.Tensor | None:
     """Write keys and values, attend: query [N, Hq, d], key [N, Hkv, d], value [N, Hkv, dv] -> [N, Hq, dv].
 
-    ``sinks`` [Hq] are logits of a column without a value.
+    ``sinks`` [Hq] are logits of a column without a value. With ``only_write`` nothing is computed.
     """
     keys, values = cache.keys[layer], cache.values[layer]
-    keys[rows.slots, :, rows.positions] = key.to(keys.dtype)
-    values[rows.slots, :, rows.positions] = value.to(values.dtype)
-    count, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    grouped = (query.to(keys.dtype) * form.scale).view(count, kv_heads, heads // kv_heads, dim)
+    count, kv_heads, dim = key.shape
+    at = rows.places(kv_heads, cache.length)
+    keys.view(-1, dim).index_copy_(0, at, key.reshape(-1, dim).to(keys.dtype))
+    values.view(-1, value.shape[2]).index_copy_(0, at, value.reshape(-1, value.shape[2]).to(values.dtype))
+    if only_write:
+        return None
+    heads = query.shape[1]
+    query = query.to(keys.dtype)
+    grouped = (query if form.scale == 1.0 else query * form.scale).view(count, kv_heads, heads // kv_heads, dim)
     sink = None if sinks is None else sinks.to(keys.dtype).view(1, kv_heads, heads // kv_heads, 1)
     if rows.segments is None:
         out = _decode(keys, values, rows, grouped, form, sink)

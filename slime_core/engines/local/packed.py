@@ -14,6 +14,7 @@ import torch
 
 from slime_core.engines.local.attention import Form, Rows, attend
 from slime_core.engines.local.cache import KVCache, LayerShape
+from slime_core.engines.local.rowcounts import Product
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +59,7 @@ class Board:
             form,
             sinks,
         )
+        assert out is not None
         return out[None]
 
     def _record(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,7 @@ class PackedPlan:
     def __init__(self, model: nn.Module, device: str) -> None:
         from transformers import AttentionInterface
 
-        if _moving_rope(getattr(model, "config", None)):
+        if moving_rope(getattr(model, "config", None)):
             raise Unfit("rotary frequencies depend on the longest sequence of a pass")
         AttentionInterface.register(ATTENTION, slot_attention)
         self._model: Any = model
@@ -138,6 +140,12 @@ class PackedPlan:
     def release(self) -> None:
         """Nothing is kept beside the parameters."""
 
+    def products(self) -> list[Product]:
+        """Every kind of linear layer."""
+        layers = [module for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
+        kinds = {(m.in_features, m.out_features, m.bias is None): m for m in layers}
+        return [Product(m.in_features, m.out_features, m.weight.dtype, m) for m in kinds.values()]
+
     def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
         self._board.rows, self._board.cache = rows, cache
@@ -155,7 +163,7 @@ class PackedPlan:
         return out.logits[0]  # type: ignore[no-any-return]
 
 
-def _moving_rope(config: Any) -> bool:
+def moving_rope(config: Any) -> bool:
     """Whether `dynamic` or `longrope` frequencies are in use, at any depth of the config."""
     text = getattr(config, "get_text_config", lambda: config)()
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

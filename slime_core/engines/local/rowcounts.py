@@ -9,11 +9,10 @@ multiples of a step that leaves no tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 REFERENCE = 64
 CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -42,49 +41,45 @@ class RowCounts:
         return -(-rows // self.most) * self.most
 
 
-def measure(model: nn.Module, threads: int) -> RowCounts:
+@dataclass(slots=True, frozen=True)
+class Product:
+    """One kind of matrix product of a model: [N, inputs] -> [N, outputs]."""
+
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    run: Callable[[torch.Tensor], torch.Tensor]
+
+
+def measure(products: Sequence[Product], threads: int) -> RowCounts:
     """Allowed counts for a model on the CPU."""
-    layers = _distinct(model)
-    widths = [layer.out_features for layer in layers]
-    dtype = layers[0].weight.dtype if layers else torch.float32
-    step = _step(widths, threads, VECTOR_BYTES // dtype.itemsize)
+    vector = VECTOR_BYTES // (products[0].dtype.itemsize if products else 4)
+    step = _step([product.outputs for product in products], threads, vector)
     counts = [count for count in CANDIDATES if count % step == 0]
-    for layer in layers:
-        counts = _agreeing(layer, counts)
+    for product in products:
+        counts = _agreeing(product, counts)
     return RowCounts(tuple(counts), counts[-1])
 
 
-def _distinct(model: nn.Module) -> list[nn.Linear]:
-    found: dict[tuple[int, int, bool], nn.Linear] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            found.setdefault((module.in_features, module.out_features, module.bias is not None), module)
-    return list(found.values())
-
-
 def _step(widths: Iterable[int], threads: int, vector: int) -> int:
-    """Rows after which every layer's output ends on a whole vector in every thread's share."""
+    """Rows after which every product's output ends on a whole vector in every thread's share."""
     for step in STEPS:
         if all(step * width % (threads * vector) == 0 for width in widths):
             return step
     return STEPS[-1]
 
 
-def _agreeing(layer: nn.Linear, counts: Sequence[int]) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    flops = 2 * layer.in_features * layer.out_features
+def _agreeing(product: Product, counts: Sequence[int]) -> list[int]:
+    flops = 2 * product.inputs * product.outputs
     counts = [count for count in counts if count <= REFERENCE or count * flops <= PROBE_FLOPS]
-    made = torch.randn(counts[-1], layer.in_features, generator=generator).to(layer.weight.dtype)
-    wanted = torch.cat([layer(_filled(made, begin)) for begin in range(0, len(made), REFERENCE)])
+    total = max(counts)
+    made = torch.randn(total, product.inputs, generator=torch.Generator().manual_seed(0)).to(product.dtype)
+    pieces = [made[begin : begin + REFERENCE] for begin in range(0, total, REFERENCE)]
+    pieces[-1] = torch.cat([pieces[-1], made[: REFERENCE - len(pieces[-1])]])
+    wanted = torch.cat([product.run(piece) for piece in pieces])[:total]
     kept = []
     for count in counts:
-        low, high = layer(made[:count]), layer(made[len(made) - count :])
-        if torch.equal(low, wanted[:count]) and torch.equal(high, wanted[len(made) - count : len(made)]):
+        low, high = product.run(made[:count]), product.run(made[total - count :])
+        if torch.equal(low, wanted[:count]) and torch.equal(high, wanted[total - count :]):
             kept.append(count)
     return kept
-
-
-def _filled(made: torch.Tensor, begin: int) -> torch.Tensor:
-    """REFERENCE rows from ``begin``, from the start again where they run out."""
-    rows = made[begin : begin + REFERENCE]
-    return rows if len(rows) == REFERENCE else torch.cat([rows, made[: REFERENCE - len(rows)]])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from slime_core.engines.local import rowcounts, verify
+from slime_core.engines.local import verify
 from slime_core.engines.local.attention import Rows, Segment, pack
 from slime_core.engines.local.cache import BLOCK, KVCache, up
 from slime_core.engines.local.packed import RescanPlan
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GPU_ROWS = 4096
 SCORE_ROWS = 512
 
 
@@ -42,7 +41,7 @@ class Served:
         self.context_len = context_len
         self.version = -1
         self.batch_invariant = device == "cpu"
-        self.counts = RowCounts(most=GPU_ROWS)
+        self.counts = RowCounts()
         self._twin: Twin | None = None
         self._plan: Any = None
         self._cache: KVCache | None = None
@@ -83,13 +82,11 @@ class Served:
             self._plan.refresh()
             return
         with torch.no_grad():
-            if self.device == "cpu":
-                self.counts = rowcounts.measure(self._twin.model, torch.get_num_threads())
-            found = verify.choose(self._twin.model, self.counts, self.context_len, self.device)
-        self._plan = found.plan
+            found = verify.choose(self._twin.model, self.context_len, self.device)
+        self._plan, self.counts = found.plan, found.counts
         self.batch_invariant = self.batch_invariant and found.batch_invariant
         for line in found.remarks:
-            log.warning("%s", line)
+            log.info("%s", line)
         self.allocate()
 
     def allocate(self) -> None:

@@ -29,7 +29,9 @@ class Twin:
 
         self.dtype, self.device = dtype, device
         name = str(dtype).removeprefix("torch.")
-        self.model = allocate(config, name, device, None, trust_remote_code).requires_grad_(False)
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa leaves out
+        attention = "eager" if capped else None
+        self.model = allocate(config, name, device, attention, trust_remote_code).requires_grad_(False)
         self.ready = False
         self._own: set[str] = set()  # parameters whose storage is ours and may be overwritten
         self._ties = self._tied_names()
@@ -133,5 +135,5 @@ def fingerprint(tensor: torch.Tensor) -> str:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     value = 0
     for begin in range(0, len(raw), CHUNK):
-        value = zlib.crc32(raw[begin : begin + CHUNK], value)
+        value = zlib.crc32(raw[begin : begin + CHUNK].data, value)
     return f"{value:08x}"

@@ -15,18 +15,20 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Rows, Segment, pack
-from slime_core.engines.local.cache import BLOCK, KVCache
+from slime_core.engines.local.cache import BLOCK, KVCache, up
+from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
+from slime_core.engines.local.rowcounts import RowCounts, measure
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from slime_core.engines.local.rowcounts import RowCounts
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 """Largest difference of logits, relative to the largest logit."""
 
 LENGTHS = (5, 11)
+GPU_ROWS = 4096
+"""Rows of one pass on a GPU, where any count will do."""
 
 
 @dataclass(slots=True)
@@ -34,37 +36,41 @@ class Found:
     """The plan, and what the log should say."""
 
     plan: Any
+    counts: RowCounts
     batch_invariant: bool = True
     remarks: list[str] = field(default_factory=list)
 
 
-def choose(model: nn.Module, counts: RowCounts, context_len: int, device: str) -> Found:
+def choose(model: nn.Module, context_len: int, device: str) -> Found:
     """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
     sequences = _probe(model, context_len, device)
     wanted = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
     kind = type(model).__name__
-    found = Found(plan=None)
-    makers: tuple[Callable[[], Any], ...] = (lambda: PackedPlan(model, device),)
+    remarks: list[str] = []
+    makers: tuple[Callable[[], Any], ...] = (
+        lambda: LeanPlan(model, up(context_len + 1, BLOCK)),
+        lambda: PackedPlan(model, device),
+    )
     for make in makers:
         before = getattr(getattr(model, "config", None), "_attn_implementation", None)
         try:
             plan = make()
+            counts = measure(plan.products(), torch.get_num_threads()) if device == "cpu" else RowCounts(most=GPU_ROWS)
             trial = _Trial(plan, counts, device)
             got = trial.together(sequences)
             _compare(got, wanted, next(model.parameters()).dtype)
-        except Unfit as reason:
-            found.remarks.append(f"{kind}: {reason}")
-            if before is not None:
+        except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
+            remarks.append(f"{kind}: {reason}")
+            if getattr(model.config, "_attn_implementation", None) != before:
                 model.set_attn_implementation(before)  # type: ignore[operator]
             continue
-        found.plan = plan
+        found = Found(plan=plan, counts=counts, remarks=remarks)
         if device == "cpu" and not trial.independent(sequences, got):
             found.batch_invariant = False
-            found.remarks.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
+            remarks.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
         return found
-    found.plan = RescanPlan(model)
-    found.remarks.append(f"{kind}: every token recomputes its whole sequence, which is slow")
-    return found
+    remarks.append(f"{kind}: every token recomputes its whole sequence, which is slow")
+    return Found(plan=RescanPlan(model), counts=RowCounts(), remarks=remarks)
 
 
 def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:
