@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from slime_cli.failure import Session, say
-from slime_cli.settings import PASSING, load_settings, load_words
 from slime_cli.tables import heading, print_table
+from slime_cli.words import PASSING
 
 
 @click.group("config")
@@ -24,6 +24,7 @@ def command() -> None:
 @click.pass_obj
 def show(session: Session, words: tuple[str, ...], stage: str | None, as_json: bool) -> None:
     """Print the resolved config as TOML: flag over recipe over plugin default over core default."""
+    from slime_cli.settings import load_words
     from slime_core.config.dump import redacted, to_toml
     from slime_core.config.load import split, stage_name, stages
     from slime_core.errors import ConfigError
@@ -56,7 +57,7 @@ def keys(prefix: str, plugins: tuple[str, ...], as_json: bool, markdown: bool) -
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
     from slime_core.errors import ConfigError, nearest
 
-    rows = [*core_rows(), *plugin_rows(plugins)]
+    rows = [*core_rows(), *(plugin_rows(plugins) if plugins else [])]
     chosen = [row for row in rows if _matches(row["key"], prefix)]
     if not chosen:
         raise ConfigError(
@@ -91,6 +92,7 @@ def keys(prefix: str, plugins: tuple[str, ...], as_json: bool, markdown: bool) -
 @click.pass_obj
 def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
     """Check keys, values, files, rules between keys, plugins and their routes; the exit code says where it failed."""
+    from slime_cli.settings import load_settings
     from slime_core.config.dump import fingerprint
     from slime_core.config.load import stage_name, stages
 
@@ -159,7 +161,7 @@ def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
             "default": "required" if info.is_required() else show(info.get_default(call_default_factory=True)),
             "text": info.description or "",
         }
-        for plugin, model in (option_models(names).items() if names else ())
+        for plugin, model in option_models(names).items()
         if model is not None
         for name, info in model.model_fields.items()
     ]

@@ -11,8 +11,8 @@ import click
 
 from slime_cli.failure import Session, say
 from slime_cli.run import drive, quiet_libraries, reporting, terminable
-from slime_cli.settings import PASSING, Settings, load_words
 from slime_cli.tables import cell, print_table
+from slime_cli.words import PASSING
 
 
 @click.command("eval", context_settings=PASSING, options_metavar="[OPTIONS]")
@@ -40,6 +40,7 @@ def evaluate(
     model: str, words: tuple[str, ...], session: Session, at: Path | None
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Metrics by set name, and the directory that holds them."""
+    from slime_cli.settings import Settings, load_words
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import split, stages
     from slime_core.errors import ConfigError

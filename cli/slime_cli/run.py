@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slime_cli.failure import Session, Terminated, say
-from slime_cli.settings import PASSING, Settings, load_settings
+from slime_cli.words import PASSING
 
 if TYPE_CHECKING:
+    from slime_cli.settings import Settings
     from slime_core.report import Report, RunDir
     from slime_core.types import StepReport
 
@@ -42,6 +43,8 @@ def command(
     session: Session, words: tuple[str, ...], run_dir: Path | None, dry_run: bool, as_json: bool, verbose: bool
 ) -> None:
     """Train. RECIPE is a TOML file, or PLUGIN/NAME; without one, the default recipe of the named plugin."""
+    from slime_cli.settings import load_settings
+
     session.verbose = session.verbose or verbose
     with terminable():
         settings = load_settings(words, session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_cli.failure import Session, say
 from slime_core.config.load import Loaded, Words, read, split
@@ -15,9 +15,6 @@ from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-
-PASSING: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-"""Click leaves flags that are keys of the config to us."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
