@@ -65,23 +65,23 @@ def show(name: str, as_json: bool) -> None:
     from slime_cli.plugin_probe import probe
 
     info = find(name)
-    facts = info.as_dict() | probe(name)
+    facts: dict[str, Any] = info.as_dict() | probe(name)
     if as_json:
         click.echo(json.dumps(facts, indent=1, sort_keys=True))
     else:
         heading(f"{info.name} {info.version}")
         pairs: dict[str, object] = {"distribution": info.requirement, "target": info.target}
         if "error" in facts:
-            error: Any = facts["error"]
+            error = facts["error"]
             pairs |= {"broken": f"{error['code']} {error['what']}", "fix": error["fix"]}
         else:
-            recipes: Any = facts["recipes"]
-            pairs |= {"code": facts["home"], "hooks": "\n".join(facts["hooks"]) or "none"}  # type: ignore[call-overload]
-            pairs |= {"recipes": "\n".join(f"{recipe}  {path}" for recipe, path in recipes.items()) or "none"}
+            recipes = [f"{recipe}  {path}" for recipe, path in facts["recipes"].items()]
+            pairs |= {"code": facts["home"], "hooks": "\n".join(facts["hooks"]) or "none"}
+            pairs |= {"recipes": "\n".join(recipes) or "none"}
         print_pairs(pairs)
         if facts.get("options"):
-            options: Any = facts["options"]
-            print_table(["Key", "Type", "Default", "Meaning"], [list(option.values()) for option in options])
+            rows = [[option[key] for key in ("key", "type", "default", "description")] for option in facts["options"]]
+            print_table(["Key", "Type", "Default", "Meaning"], rows)
     if "error" in facts:
         click.get_current_context().exit(BROKEN)
 

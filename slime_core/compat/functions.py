@@ -127,7 +127,7 @@ class Functions:
 
     def loss(self, inner: Loss) -> Loss:
         """``inner``, or what stands before it in any stage."""
-        if not any(_named(config, key) for config in self._configs for key in LOSSES.values()):
+        if not any(fn for config in self._configs for fn in self._losses(config.train).values()):
             return inner
         from slime_core.compat.losses import wrap
 

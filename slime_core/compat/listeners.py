@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
@@ -11,7 +11,7 @@ from slime_core.compat.owners import views
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import Session
 from slime_core.compat.steps import rollout_data, write_back
-from slime_core.types import Batch, Drop, Group, Sample as CoreSample, StepReport
+from slime_core.types import Batch, Drop, Group, Sample as CoreSample, Status, StepReport
 
 if TYPE_CHECKING:
     from slime_core.context import Context
@@ -104,9 +104,18 @@ def rollout_log(fn: Function, session: Session, step: Mapping[str, Sample]) -> F
 
 
 def evaluation_log(fn: Function, session: Session) -> Function:
-    """`slime_step_done` for an evaluation, by ``fn(rollout_id, args, data, extra_metrics)``."""
+    """Told of an evaluation, by ``fn(rollout_id, args, data, extra_metrics)`` with slime's data of each set."""
 
-    def tell(data: dict[str, Any], metrics: dict[str, float], ctx: Context) -> None:
+    def tell(sets: Mapping[str, list[Group]], metrics: dict[str, float], ctx: Context) -> None:
+        data = {name: _evaluated([s for g in groups for s in g.samples]) for name, groups in sets.items()}
         fn(ctx.version, session.args(ctx.config, ctx), data, metrics)
 
     return tell
+
+
+def _evaluated(samples: Sequence[CoreSample]) -> dict[str, Any]:
+    return {
+        "rewards": [sample.reward for sample in samples],
+        "truncated": [sample.status is Status.TRUNCATED for sample in samples],
+        "samples": [Sample.of(sample) for sample in samples],
+    }

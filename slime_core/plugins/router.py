@@ -144,6 +144,7 @@ class Router:
         for hook, info in HOOKS.items():
             if info.kind in ("vote", "tell"):
                 self.listeners(hook, config)
+        self._functions.evaluation_listeners(config)
         for name in {config.reward.rm_type, *(t.reward for t in route.tasks_of(config) if is_name(t.reward))} - {""}:
             self.named["slime_reward_types"].answer(name)
         self.estimator(config.train)

@@ -122,7 +122,7 @@ def test_slimes_modules_are_there_while_the_run_lives_and_gone_after(search, con
     plugins.close()
     assert not [name for name in sys.modules if name == "slime" or name.startswith("slime.")]
     with pytest.raises(ModuleNotFoundError):
-        import slime.utils.http_utils  # noqa: F401
+        import slime.utils.http_utils
 
 
 def test_functions_without_log_probs_get_the_engines_own_where_it_can_tell_them(by, connect, make_group):
@@ -141,4 +141,7 @@ async def fn(args, sample, sampling_params, evaluation=False):
     done = asyncio.run(plugins.generate(make_group(), ctx))
     import math
 
-    assert all(s.rollout_log_probs == pytest.approx([-math.log(ctx.engine.vocab_size)] * s.response_length) for s in done.samples)
+    assert all(
+        s.rollout_log_probs == pytest.approx([-math.log(ctx.engine.vocab_size)] * s.response_length)
+        for s in done.samples
+    )

@@ -1,0 +1,190 @@
+"""A function is found by module or file; what is wrong with the path, the file or the signature is said."""
+
+import asyncio
+
+import pytest
+
+from slime_core.compat.locate import locate
+from slime_core.config.schema import Config, RewardSection, RolloutSection
+from slime_core.errors import PluginError
+from slime_core.plugins import load_plugins
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("form", ["{folder}/mine.py:fn", "json:dumps", "json.dumps", "os.path:join", "os.path.join"])
+def test_files_and_modules_are_found_in_every_documented_form(write, tmp_path, form):
+    write("def fn(sample):\n    return 1\n")
+    assert callable(locate(form.format(folder=tmp_path), "reward.custom_rm_path"))
+
+
+def test_a_file_is_looked_for_in_the_current_folder(write, tmp_path, monkeypatch):
+    write("def fn(sample):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert locate("mine.py:fn", "key")(None) == 1
+
+
+def test_a_file_is_imported_once_and_may_import_its_neighbours(write):
+    write("VALUE = 3\n", "neighbour_of_mine.py")
+    path = write("import neighbour_of_mine\ndef one():\n    return neighbour_of_mine\ndef two():\n    return one()\n")
+    assert locate(f"{path}:one", "key")() is locate(f"{path}:two", "key")()
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "why", "fix"),
+    [
+        ("{folder}/mien.py:reward", "PLG51", "mine.py", "did you mean 'mine.py'?"),
+        ("{folder}/mine.py:rewards", "PLG51", "it defines: Judge, reward", "did you mean 'reward'?"),
+        ("no_such_package.part:reward", "PLG51", "neither installed nor in the current folder", "file.py:function"),
+        ("json:no_such_name", "PLG51", "it defines:", "define no_such_name there"),
+        ("reward", "PLG51", "", "pkg.mod:function"),
+    ],
+    ids=["file", "function of a file", "module", "function of a module", "no path at all"],
+)
+def test_what_cannot_be_found_lists_what_is_there(write, tmp_path, path, code, why, fix):
+    write("class Judge: pass\ndef reward(sample): pass\ndef _hidden(): pass\n")
+    with pytest.raises(PluginError) as caught:
+        locate(path.format(folder=tmp_path), "reward.custom_rm_path")
+    assert caught.value.code == code
+    assert "reward.custom_rm_path" in str(caught.value)
+    assert why in caught.value.why
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "line"),
+    [
+        ("import no_such_package\n", "module 'no_such_package' is missing", 1),
+        ("def broken(:\n", "SyntaxError", 1),
+        ("x = 1\nraise SystemExit(2)\n", "SystemExit", 2),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_with_its_line(write, source, what, line):
+    path = write(source)
+    with pytest.raises(PluginError) as caught:
+        locate(f"{path}:fn", "reward.custom_rm_path")
+    assert caught.value.code == "PLG50"
+    assert what in caught.value.what
+    assert caught.value.where.endswith(f"mine.py:{line}")
+
+
+@pytest.mark.parametrize(
+    ("key", "signature", "expected"),
+    [
+        ("custom_rm_path", "(args, sample, tokenizer)", "def fn(args, sample)"),
+        ("custom_generate_function_path", "(args, sample)", "def fn(args, sample, sampling_params)"),
+        ("dynamic_sampling_filter_path", "(args)", "def fn(args, samples)"),
+        ("rollout_function_path", "(args, rollout_id, data_buffer)", "evaluation=..."),
+        ("custom_reward_post_process_path", "(samples)", "def fn(args, samples)"),
+        ("custom_tis_function_path", "(args)", "pg_loss=..."),
+    ],
+)
+def test_a_signature_that_slime_could_not_call_is_refused_at_start(by, key, signature, expected):
+    with pytest.raises(PluginError) as caught:
+        load_plugins(by(f"def fn{signature}: pass\n", **{key: True}))
+    assert caught.value.code == "PLG53"
+    assert expected in caught.value.fix
+    assert "mine.py:1" in caught.value.where
+
+
+REWARDS = {
+    "plain": "def fn(sample):\n    return len(sample.label)\n",
+    "plain async": "async def fn(sample):\n    return len(sample.label)\n",
+    "plain with ctx": "def fn(sample, ctx):\n    return len(sample.label) if ctx.version == 2 else 0\n",
+    "args": "def fn(args, sample):\n    return len(sample.label) if args.n_samples_per_prompt == 8 else 0\n",
+    "args async": "async def fn(args, sample, **kwargs):\n    return len(sample.label)\n",
+    "returns a coroutine": "async def later(s):\n    return len(s.label)\ndef fn(args, sample, **kw):\n    return later(sample)\n",
+    "like the hook": "def fn(group, ctx):\n    return [len(s.label) for s in group.samples]\n",
+}
+
+
+@pytest.mark.parametrize("source", REWARDS.values(), ids=REWARDS.keys())
+def test_a_reward_function_may_have_any_documented_shape(by, connect, make_group, source):
+    plugins, ctx = connect(by(source, custom_rm_path=True))
+    assert [r.value for r in asyncio.run(plugins.reward(make_group(label="two"), ctx))] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_group_reward_sees_all_samples(by, connect, make_group, kind):
+    source = f"{kind} fn(args, samples, **kwargs):\n    return [i + len(samples) for i, s in enumerate(samples)]\n"
+    plugins, ctx = connect(by(source, custom_rm_path=True, group_rm=True))
+    assert [r.value for r in asyncio.run(plugins.reward(make_group(n=3), ctx))] == [3.0, 4.0, 5.0]
+
+
+def test_a_group_reward_of_another_length_is_refused(by, connect, make_group):
+    plugins, ctx = connect(by("def fn(args, samples):\n    return [1.0]\n", custom_rm_path=True, group_rm=True))
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.reward(make_group(n=3), ctx))
+    assert caught.value.code == "PLG59"
+
+
+def test_a_function_that_raises_is_told_with_its_own_line(by, connect, make_group):
+    plugins, ctx = connect(by("def fn(sample):\n    x = 1\n    return x / 0\n", custom_rm_path=True))
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.reward(make_group(), ctx))
+    assert caught.value.code == "PLG56"
+    assert "mine.py:3" in caught.value.where
+    assert "custom_rm_path" in caught.value.what
+
+
+def test_a_list_of_samples_is_fan_out_that_shares_its_rollout_and_is_judged_together(write, connect, make_group):
+    source = """
+import copy
+async def fn(args, sample, sampling_params):
+    made = []
+    for part in range(2):
+        one = copy.deepcopy(sample)
+        one.append_response([5 + part], log_probs=[-1.0])
+        one.status = sample.Status.COMPLETED
+        made.append(one)
+    return made
+"""
+    judge = "def fn(args, samples):\n    return [float(len(samples) + i) for i in range(len(samples))]\n"
+    config = Config(
+        rollout=RolloutSection(custom_generate_function_path=write(source, "gen.py") + ":fn"),
+        reward=RewardSection(custom_rm_path=write(judge, "judge.py") + ":fn"),
+    )
+    plugins, ctx = connect(config)
+    group = make_group()
+
+    async def both_hooks():
+        done = await plugins.generate(group, ctx)
+        return done, await plugins.reward(done, ctx)
+
+    done, rewards = asyncio.run(both_hooks())
+    assert done.rollouts == {10: [0, 1], 11: [2, 3]}
+    assert [s.response_tokens for s in done.samples] == [[5], [6], [5], [6]]
+    assert [r.value for r in rewards] == [2.0, 3.0, 2.0, 3.0]
+
+
+def test_a_generate_function_that_returns_no_sample_is_refused(by, connect, make_group):
+    plugins, ctx = connect(
+        by("async def fn(args, sample, sampling_params):\n    return None\n", custom_generate_function_path=True)
+    )
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.generate(make_group(), ctx))
+    assert "return the sample" in caught.value.what
+
+
+def test_generate_is_told_of_evaluation_where_it_asks(by, connect, make_group):
+    source = (
+        "async def fn(args, sample, sampling_params, evaluation=False):\n"
+        "    sample.metadata['evaluation'] = evaluation\n    sample.metadata['params'] = sampling_params\n    return sample\n"
+    )
+    plugins, ctx = connect(by(source, custom_generate_function_path=True), evaluation=True)
+    (sample, _) = asyncio.run(plugins.generate(make_group(), ctx)).samples
+    assert sample.metadata["evaluation"] is True
+    assert sample.metadata["params"]["max_new_tokens"] == 64
+    assert sample.metadata["params"]["top_k"] == -1
+
+
+def test_a_sync_generate_function_runs_beside_the_loop(by, connect, make_group):
+    source = (
+        "import threading\ndef fn(args, sample, sampling_params):\n"
+        "    sample.metadata['main'] = threading.current_thread() is threading.main_thread()\n"
+        "    sample.append_response([1], log_probs=[-1.0])\n    return sample\n"
+    )
+    plugins, ctx = connect(by(source, custom_generate_function_path=True))
+    samples = asyncio.run(plugins.generate(make_group(), ctx)).samples
+    assert [s.metadata["main"] for s in samples] == [False, False]
+    assert all(s.status == "completed" for s in samples)

@@ -1,0 +1,264 @@
+"""Filters, sample hooks, whole rollouts, data sources and log functions with slime's signatures."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from slime_core.config.schema import Config, Task
+from slime_core.errors import PluginError
+from slime_core.types import Drop, Status, StepReport
+
+pytestmark = pytest.mark.unit
+
+
+def scored(group, *rewards):
+    for sample, reward in zip(group.samples, rewards, strict=True):
+        sample.reward, sample.status = reward, Status.COMPLETED
+    return group
+
+
+OUTPUT = "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict"),
+    [
+        ("def fn(args, samples, **kw):\n    return True\n", None),
+        ("def fn(args, samples, **kw):\n    return False\n", Drop(reason="dynamic_filter")),
+        (
+            OUTPUT + "def fn(args, samples, **kw):\n    return DynamicFilterOutput(keep=False, reason='short')\n",
+            Drop(reason="short"),
+        ),
+        (OUTPUT + "async def fn(args, samples, **kw):\n    return DynamicFilterOutput(keep=True)\n", None),
+    ],
+    ids=["kept", "dropped", "with a reason", "async"],
+)
+def test_a_dynamic_filter_answers_with_a_bool_or_slimes_output(by, connect, make_group, source, verdict):
+    plugins, ctx = connect(by(source, dynamic_sampling_filter_path=True))
+    assert asyncio.run(plugins.filter(scored(make_group(), 1.0, 0.0), ctx)) == verdict
+
+
+@pytest.mark.parametrize(("rewards", "kept"), [((1.0, 0.0), True), ((1.0, 1.0), False)], ids=["spread", "tie"])
+def test_slimes_own_filter_is_served_under_its_own_path(connect, make_group, rewards, kept):
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    plugins, ctx = connect(Config(rollout={"dynamic_sampling_filter_path": path}))
+    verdict = asyncio.run(plugins.filter(scored(make_group(), *rewards), ctx))
+    assert (verdict is None) is kept
+    assert kept or verdict.reason == "zero_std_1.0"
+
+
+def test_a_dynamic_filter_that_answers_neither_is_refused(by, connect, make_group):
+    plugins, ctx = connect(by("def fn(args, samples):\n    return 'yes'\n", dynamic_sampling_filter_path=True))
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.filter(scored(make_group(), 1.0, 0.0), ctx))
+    assert "a bool or a DynamicFilterOutput" in caught.value.what
+
+
+def test_a_sample_filter_marks_samples_and_keeps_the_group(by, connect, make_group):
+    source = "def fn(args, data):\n    for group in data:\n        group[0].remove_sample = True\n"
+    plugins, ctx = connect(by(source, rollout_sample_filter_path=True))
+    group = scored(make_group(), 1.0, 0.0)
+    assert asyncio.run(plugins.filter(group, ctx)) is None
+    assert [s.remove_sample for s in group.samples] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [("return [buffer.pop(0)]", None), ("return []", Drop(reason="buffer_filter"))],
+    ids=["taken", "left"],
+)
+def test_a_buffer_filter_takes_the_group_or_drops_it(by, connect, make_group, body, verdict):
+    plugins, ctx = connect(
+        by(f"def fn(args, rollout_id, buffer, num_samples):\n    {body}\n", buffer_filter_path=True)
+    )
+    assert asyncio.run(plugins.filter(scored(make_group(), 1.0, 0.0), ctx)) == verdict
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def fn(args, sample):\n    sample.metadata['seen'] = True\n",
+        "async def fn(args, sample, *, rollout_id=None, evaluation=False):\n    sample.metadata['seen'] = rollout_id == 2\n    return sample\n",
+        "import copy\ndef fn(args, sample, **kw):\n    other = copy.deepcopy(sample)\n    other.metadata['seen'] = True\n    return other\n",
+    ],
+    ids=["changes it", "async with keywords", "replaces it"],
+)
+def test_sample_hooks_may_change_or_replace_a_sample(write, connect, make_group, source):
+    plugins, ctx = connect(Config(rollout={"rollout_sample_hook_path": (write(source) + ":fn",)}))
+    sample = make_group().samples[0]
+    asyncio.run(plugins.sample_done(sample, ctx))
+    assert sample.metadata == {"seen": True}
+
+
+def test_several_sample_hooks_are_called_in_order(write, connect, make_group):
+    path = write(
+        "def one(args, sample):\n    sample.response += 'a'\ndef two(args, sample):\n    sample.response += 'b'\n"
+    )
+    plugins, ctx = connect(Config(rollout={"rollout_sample_hook_path": (f"{path}:two", f"{path}:one")}))
+    sample = make_group().samples[0]
+    asyncio.run(plugins.sample_done(sample, ctx))
+    assert sample.response == "ba"
+
+
+def test_a_sample_hook_that_returns_something_else_is_refused(write, connect, make_group):
+    path = write("def fn(args, sample):\n    return 1\n")
+    plugins, ctx = connect(Config(rollout={"rollout_sample_hook_path": (f"{path}:fn",)}))
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.sample_done(make_group().samples[0], ctx))
+    assert "return the sample or None" in caught.value.what
+
+
+ROLLOUT = """
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.utils.async_utils import run
+
+
+async def _rollout(args, data_buffer):
+    state = GenerateState(args)
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    return [await generate_and_rm_group(args, group, state.sampling_params) for group in groups]
+
+
+def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
+    assert not evaluation and rollout_id == 2
+    return RolloutFnTrainOutput(samples=run(_rollout(args, data_buffer)), metrics={})
+
+
+async def reward(args, sample, **kwargs):
+    return {"score": float(sample.response_length), "other": 1}
+"""
+
+
+def rollout_config(write, source=ROLLOUT, fn="generate_rollout"):
+    path = write(source)
+    return Config(
+        rollout={"rollout_function_path": f"{path}:{fn}", "rollout_batch_size": 2, "rollout_max_response_len": 5},
+        reward={"custom_rm_path": f"{path}:reward", "reward_key": "score"},
+    )
+
+
+def test_a_rollout_function_makes_a_whole_step_by_slimes_own_tools(write, connect, make_group):
+    config = rollout_config(write)
+    plugins, ctx = connect(config)
+    assert plugins.replaces_rollout("default", config)
+    groups = [make_group(position=p) for p in (4, 5)]
+    done = asyncio.run(plugins.rollout(groups, ctx))
+    assert [g.id for g in done] == ["main/4", "main/5"]
+    assert [list(g.rollouts) for g in done] == [[8, 9], [10, 11]]
+    for sample in (s for g in done for s in g.samples):
+        assert sample.reward == sample.response_length > 0
+        assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
+        assert len(sample.rollout_log_probs) == len(sample.weight_versions) == sample.response_length
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("return data_buffer.get_samples(1)", "PLG59", "main/5"),
+        ("return data_buffer.get_samples(2)", "PLG56", "came back without a reward"),
+        ("return data_buffer.get_samples(3)", "PLG56", "rollout_batch_size"),
+        ("return 5", "PLG56", "return a list of groups"),
+    ],
+    ids=["a group is missing", "no reward", "asks for more", "no samples"],
+)
+def test_what_a_rollout_function_gets_wrong_is_said(write, connect, make_group, body, code, told):
+    source = (
+        f"def fn(args, rollout_id, data_buffer, evaluation=False):\n    {body}\ndef reward(sample):\n    return 1\n"
+    )
+    if code == "PLG59":
+        source = source.replace("return data", "groups = data").replace(
+            "\ndef reward", ("\n    for s in groups[0]:\n        s.reward = 1.0\n    return groups\ndef reward")
+        )
+    plugins, ctx = connect(rollout_config(write, source, "fn"))
+    with pytest.raises(PluginError) as caught:
+        asyncio.run(plugins.rollout([make_group(position=p) for p in (4, 5)], ctx))
+    assert caught.value.code == code
+    assert told in str(caught.value)
+
+
+def test_an_evaluation_function_is_asked_in_evaluation_alone(write, connect, make_group):
+    source = """
+from slime.rollout.base_types import RolloutFnEvalOutput
+def fn(args, rollout_id, data_buffer, evaluation=False):
+    assert evaluation
+    samples = [s for group in data_buffer.get_samples(1) for s in group]
+    for sample in samples:
+        sample.reward = 0.5
+    return RolloutFnEvalOutput(data={"set": {"rewards": [0.5], "truncated": [False], "samples": samples}})
+"""
+    config = Config(eval={"eval_function_path": write(source) + ":fn"})
+    plugins, ctx = connect(config, evaluation=True)
+    assert not plugins.replaces_rollout("default", config)
+    assert plugins.replaces_rollout("default", config, evaluation=True)
+    (done,) = asyncio.run(plugins.rollout([make_group()], ctx))
+    assert [s.reward for s in done.samples] == [0.5, 0.5]
+
+
+SOURCE = """
+from slime.utils.types import Sample
+class Source:
+    def __init__(self, args):
+        self.count, self.n = 0, args.n_samples_per_prompt
+    def get_samples(self, n):
+        groups = []
+        for _ in range(n):
+            groups.append([Sample(prompt=f"{self.count}+1=", label=str(self.count + 1)) for _ in range(self.n)])
+            self.count += 1
+        return groups
+    def __len__(self):
+        return 7
+"""
+
+
+def test_a_data_source_by_path_gives_rows_by_number(write, connect):
+    config = Config(rollout={"data_source_path": write(SOURCE) + ":Source"})
+    plugins, ctx = connect(config)
+    rows = plugins.prompts(Task(name="default"), ctx)
+    assert len(rows) == 7
+    assert (rows.at(2).prompt, rows.at(2).label) == ("2+1=", "3")
+    assert rows.at(0).label == "1"
+    assert rows.state()["source"].endswith("Source")
+
+
+def test_a_log_function_is_told_of_a_step_with_its_samples(write, connect, make_group):
+    from slime_core.trainers.batch import make_batch
+
+    source = "CALLS = []\ndef fn(rollout_id, args, samples, extra, seconds):\n    CALLS.append((rollout_id, [s.id for s in samples], extra, seconds))\n    return True\ndef reward(sample):\n    return 1.0\n"
+    path = write(source)
+    config = Config(
+        report={"custom_rollout_log_function_path": f"{path}:fn"}, reward={"custom_rm_path": f"{path}:reward"}
+    )
+    plugins, ctx = connect(config)
+    group = make_group()
+    for sample in group.samples:
+        sample.append_response([3], log_probs=[-1.0])
+    rewards = asyncio.run(plugins.reward(group, ctx))
+    for sample, reward in zip(group.samples, rewards, strict=True):
+        sample.reward = reward.value
+    batch = plugins.advantage(make_batch(2, "main", [group]), {}, config.train)
+    plugins.batch(batch, ctx)
+    report = StepReport(version=3, stage="main", step=2, of=5, metrics={"reward/mean": 1.0}, seconds={"rollout": 0.25})
+    plugins.step_done(report, ctx)
+    from slime_core.compat.locate import locate
+
+    calls = locate(f"{path}:fn", "key").__globals__["CALLS"]
+    assert calls == [(2, ["main/5-0", "main/5-1"], {"reward/mean": 1.0}, 0.25)]
+
+
+def test_an_evaluation_log_function_is_told_of_every_set(write, connect, make_group):
+    path = write(
+        "CALLS = []\ndef fn(rollout_id, args, data, metrics):\n    CALLS.append((rollout_id, data, metrics))\n"
+    )
+    plugins, ctx = connect(Config(report={"custom_eval_rollout_log_function_path": f"{path}:fn"}))
+    group = scored(make_group(), 1.0, 0.0)
+    group.samples[1].status = Status.TRUNCATED
+    plugins.evaluated({"held": [group]}, {"held/reward": 0.5}, replace(ctx, evaluation=True))
+    from slime_core.compat.locate import locate
+
+    ((version, data, metrics),) = locate(f"{path}:fn", "key").__globals__["CALLS"]
+    assert (version, metrics) == (2, {"held/reward": 0.5})
+    assert data["held"]["rewards"] == [1.0, 0.0]
+    assert data["held"]["truncated"] == [False, True]
+    assert [s.id for s in data["held"]["samples"]] == ["main/5-0", "main/5-1"]
