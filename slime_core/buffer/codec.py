@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict, fields as fields_of
 from itertools import groupby
 from typing import Any
 
@@ -18,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.types import Sample
+from slime_core.types import ArrayRef, Sample
 
 LENGTH = struct.Struct("<I")
 FORMAT = 1
-INTS = ("tokens",)
 FLOATS = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
 RUNS = ("loss_mask", "weight_versions")
+PLAIN = tuple(item.name for item in fields_of(Sample) if item.name not in ("tokens", *FLOATS, *RUNS))
+DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has its default is not written
 
 
 def encode(sample: Sample) -> list[bytes | memoryview]:
@@ -33,19 +35,13 @@ def encode(sample: Sample) -> list[bytes | memoryview]:
     Raises:
         PluginError: PLG57, a field that a plugin filled with something JSON cannot hold.
     """
-    fields = sample.to_dict()
-    arrays: list[tuple[str, NDArray[Any]]] = []
-    for name in INTS:
-        arrays.append((name, _ints(fields.pop(name))))
-    for name in FLOATS:
-        values = fields.pop(name)
-        if values is not None:
-            arrays.append((name, _floats(values)))
-    for name in RUNS:
-        fields[name] = _runs(fields[name])
+    arrays = [("tokens", _ints(sample.tokens))]
+    arrays += [(name, _floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
+    fields = {name: getattr(sample, name) for name in PLAIN if getattr(sample, name) != DEFAULTS[name]}
+    fields |= {name: _runs(values) for name in RUNS if (values := getattr(sample, name)) is not None}
     header = {"format": FORMAT, "fields": fields, "arrays": [[name, a.dtype.str, a.size] for name, a in arrays]}
     try:
-        text = json.dumps(header, separators=(",", ":")).encode("ascii")
+        text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise PluginError(
             f"sample {sample.id} cannot be stored: {error}",
@@ -74,9 +70,18 @@ def decode(body: bytes) -> Sample:
         fields[name] = array.tolist()
         place += array.nbytes
     for name in RUNS:
-        if fields[name] is not None:
+        if name in fields:
             fields[name] = [value for value, count in fields[name] for _ in range(count)]
     return Sample.from_dict(fields)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for, and we do."""
+    if isinstance(value, ArrayRef):
+        return asdict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
 def _ints(values: Sequence[int]) -> NDArray[Any]:
@@ -92,9 +97,7 @@ def _floats(values: Sequence[float]) -> NDArray[Any]:
     return narrow if np.array_equal(narrow.astype("<f8"), array, equal_nan=True) else array
 
 
-def _runs(values: Sequence[int] | None) -> list[list[int]] | None:
-    if values is None:
-        return None
+def _runs(values: Sequence[int]) -> list[list[int]]:
     return [[value, sum(1 for _ in run)] for value, run in groupby(values)]
 
 

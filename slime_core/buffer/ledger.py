@@ -4,16 +4,18 @@
                 |                    |
                 `------ drop --------'--> dropped(reason)
 
-A payload is durable before the commit that names it. Every call is one transaction on the ledger's own thread; the
-event loop never waits for the disk, and a call that is repeated changes nothing.
+A payload is durable before the commit that names it. Every call is one transaction on the ledger's own thread; groups
+that finish while the disk is busy share the next one. The event loop never waits for the disk, and a call that is
+repeated changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -58,6 +60,7 @@ class SqliteLedger:
         self._reasons: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._closed = False
+        self._waiting: deque[tuple[Group, Future[None]]] = deque()  # finished groups that no transaction has taken yet
         try:
             self._db = self._thread.submit(connect, self.path).result()
         except BaseException:
@@ -80,7 +83,10 @@ class SqliteLedger:
             StorageError: a sample of the group was dropped before; the disk failed.
             PluginError: PLG57, a field that JSON cannot hold.
         """
-        await self._call(self._finish, group)
+        done: Future[None] = Future()
+        self._waiting.append((group, done))
+        await self._call(self._finish_waiting)
+        await asyncio.wrap_future(done)
 
     async def drop(self, samples: Sequence[Sample], drop: Drop) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; what is dropped keeps its first reason.
@@ -119,7 +125,7 @@ class SqliteLedger:
         return await self._call(self._samples, list(ids))
 
     async def counts(self) -> Mapping[str, int]:
-        """See `protocols.Ledger`. ``issued`` is the last serial (rows are never deleted), the rest the triggers' tally."""
+        """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""
         return await self._call(self._counts)
 
     async def close(self) -> None:
@@ -171,7 +177,35 @@ class SqliteLedger:
                     (sample.id, sample.attempt, PENDING, position, sample.rollout_id),
                 )
 
-    def _finish(self, group: Group) -> None:
+    def _finish_waiting(self) -> None:
+        """Store every waiting group in one transaction; a group that cannot be stored fails alone."""
+        placed: list[tuple[Group, list[tuple[Sample, Place]]]] = []
+        answers: list[Future[None]] = []
+        while self._waiting:
+            group, done = self._waiting.popleft()
+            try:
+                placed.append((group, self._place(group)))
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                answers.append(done)
+        if not answers:
+            return
+        try:
+            self.segments.sync()
+            with self._transaction():
+                for group, samples in placed:
+                    self._finish(group, samples)
+        except Exception as error:
+            failure = sqlite_error(error, self.path) if isinstance(error, sqlite3.Error) else error
+            for done in answers:
+                done.set_exception(failure)
+        else:
+            for done in answers:
+                done.set_result(None)
+
+    def _place(self, group: Group) -> list[tuple[Sample, Place]]:
+        """Append the payloads of a group's samples that are not stored yet."""
         wanted = []
         for sample in group.samples:
             row = self._db.execute(
@@ -182,20 +216,20 @@ class SqliteLedger:
                 raise self._conflict(sample.id, "dropped", "finished")
             if state == PENDING:
                 wanted.append((sample, encode(sample)))
-        placed = [(sample, self.segments.append(parts)) for sample, parts in wanted]
-        self.segments.sync()
-        with self._transaction() as db:
-            for sample, place in placed:
-                db.execute(FINISH, _finished_row(sample, group.prompt.position, place))
-            kept = {(s.id, s.attempt) for s in group.samples}
-            # every id of the prompt's samples starts with PROMPT_ID- and '.' follows '-' in ASCII
-            issued = db.execute(
-                "SELECT serial, id, attempt FROM samples WHERE id >= ? AND id < ? AND state = 0",
-                (f"{group.prompt.id}-", f"{group.prompt.id}."),
-            ).fetchall()
-            for serial, name, attempt in issued:
-                if (name, attempt) not in kept:
-                    self._set_dropped(serial, REPLACED)
+        return [(sample, self.segments.append(parts)) for sample, parts in wanted]
+
+    def _finish(self, group: Group, placed: list[tuple[Sample, Place]]) -> None:
+        for sample, place in placed:
+            self._db.execute(FINISH, _finished_row(sample, group.prompt.position, place))
+        kept = {(s.id, s.attempt) for s in group.samples}
+        # every id of the prompt's samples starts with PROMPT_ID- and '.' follows '-' in ASCII
+        issued = self._db.execute(
+            "SELECT serial, id, attempt FROM samples WHERE id >= ? AND id < ? AND state = 0",
+            (f"{group.prompt.id}-", f"{group.prompt.id}."),
+        ).fetchall()
+        for serial, name, attempt in issued:
+            if (name, attempt) not in kept:
+                self._set_dropped(serial, REPLACED)
 
     def _drop(self, samples: list[Sample], reason: str) -> None:
         with self._transaction() as db:

@@ -347,6 +347,42 @@ def test_no_sample_can_be_deleted(use, tmp_path):
         query(tmp_path, "DELETE FROM samples")
 
 
+def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
+    groups = [sample_group(i) for i in range(20)]
+    groups[7].samples[0].metadata["x"] = object()
+    commits = []
+
+    async def body(ledger):
+        await ledger.issue(groups)
+        await ledger.drop(groups[3].samples, Drop(reason="x"))
+        await ledger._call(lambda: ledger._db.set_trace_callback(lambda text: commits.append(text == "COMMIT")))
+        answers = await asyncio.gather(*(ledger.finish(group) for group in groups), return_exceptions=True)
+        failed = {i: type(answer) for i, answer in enumerate(answers) if answer is not None}
+        assert failed == {3: StorageError, 7: PluginError}
+        stored = [i for i in range(20) if i not in failed]
+        back = await ledger.samples(ids_of(*(groups[i] for i in stored)))
+        assert [s.to_dict() for s in back] == [s.to_dict() for i in stored for s in groups[i].samples]
+        return dict(await ledger.counts())
+
+    assert use(body) == {"issued": 40, "trained": 0, "pending": 38, "dropped/x": 2}
+    assert 1 <= sum(commits) < 10
+
+
+def test_a_payload_is_durable_before_the_commit_that_names_it(use, monkeypatch):
+    events = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append("fsync"), sync(fd))[1])
+
+    async def body(ledger):
+        await ledger.finish(sample_group(0))
+        await ledger._call(lambda: ledger._db.set_trace_callback(events.append))
+        events.clear()
+        await ledger.finish(sample_group(1))
+        assert [e for e in events if e in ("fsync", "COMMIT")] == ["fsync", "COMMIT"]
+
+    use(body)
+
+
 def test_a_row_stays_under_300_bytes(use, tmp_path):
     groups = [sample_group(i) for i in range(400)]
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +133,16 @@ def test_two_writers_of_one_folder_never_share_a_file(tmp_path):
         assert all(stores[(number + 1) % 4].read(p) == bytes([number]) * 8 for p in mine)
     for store in stores:
         store.close()
+
+
+def test_a_writer_that_saw_an_old_listing_takes_no_file_of_another(tmp_path, monkeypatch):
+    first, second = Segments(tmp_path), Segments(tmp_path)
+    place = first.append([b"mine"])
+    monkeypatch.setattr(Path, "glob", lambda *args: iter(()))
+    assert second.append([b"yours"]).segment == place.segment + 1
+    assert first.read(place) == b"mine"
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
