@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_core.errors import StorageError, TrainerError
@@ -41,7 +41,7 @@ def write_shards(path: Path, shards: Mapping[str, torch.Tensor], of: Callable[[s
     if rank == 0:
         try:
             save_file(whole, str(path))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise StorageError(f"{path.name} cannot be written", where=str(path), why=str(error)) from error
 
 
@@ -65,13 +65,30 @@ def read_shards(path: Path, of: Callable[[str], torch.Tensor]) -> Tensors:
                         fix="resume with the model folder that the run started from",
                     )
                 found[name] = own_part(whole, parameter).clone()
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, TrainerError):
-            raise
+    except (OSError, SafetensorError) as error:
         raise StorageError(f"{path.name} cannot be read", where=str(path), why=str(error)) from error
-    except Exception as error:  # safetensors raises its own class
-        raise StorageError(f"{path.name} is damaged", where=str(path), why=str(error)) from error
     return found
+
+
+def write_folder(path: Path, hf: Any, whole: Tensors, tokenizer: Any) -> None:
+    """A Hugging Face folder: config, model.safetensors, tokenizer; tied tensors once. Prints nothing.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        hf.save_pretrained(str(path), state_dict=whole)
+        tokenizer.save_pretrained(str(path))
+    except OSError as error:
+        raise StorageError("the model folder cannot be written", where=str(path), why=str(error)) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -241,17 +241,24 @@ class Worker:
                 )
 
     def publish(self, version: int) -> WeightUpdate:
-        state = {name: tensor.detach() for name, tensor in self.policy.hf.state_dict().items()}
         if self.world == 1:
             shared = "shared" if self.dtype == torch.float32 else "tensors"
-            tensors = {name: local(tensor) for name, tensor in state.items()}
+            tensors = {name: local(tensor.detach()) for name, tensor in self.policy.hf.state_dict().items()}
             return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
+        return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self._whole())
+
+    def _whole(self) -> Tensors:
+        """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
+        owners = {name: id(p) for name, p in self.policy.hf.named_parameters(remove_duplicate=False)}
+        gathered: dict[Any, torch.Tensor] = {}
         whole: Tensors = {}
-        for name, tensor in state.items():
-            gathered = full(tensor)
-            if self.rank == 0:
-                whole[name] = gathered.cpu()
-        return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=whole)
+        for name, tensor in self.policy.hf.state_dict().items():
+            owner = owners.get(name, name)
+            if owner not in gathered:
+                one = full(tensor.detach())
+                gathered[owner] = one.cpu().contiguous() if self.rank == 0 else torch.empty(0)
+            whole[name] = gathered[owner]
+        return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
         mine = self.parameters()
@@ -288,16 +295,9 @@ class Worker:
         self._barrier()
 
     def export(self, path: Path) -> None:
-        hf = self.policy.hf
-        whole: Tensors = {}
-        for name, tensor in hf.state_dict().items():
-            gathered = full(tensor.detach())
-            if self.rank == 0:
-                whole[name] = gathered.cpu().contiguous()
+        whole = self._whole()
         if self.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            hf.save_pretrained(str(path), state_dict=whole)
-            self.folder.tokenizer().save_pretrained(str(path))
+            files.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
         self._barrier()
 
     def release(self, what: set[str]) -> None:

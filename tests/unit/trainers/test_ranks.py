@@ -1,0 +1,68 @@
+"""Ranks over gloo: several processes do what one does, idle ranks included, and fail together."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_main
+import torch
+from safetensors.torch import load_file
+
+from slime_core.testing import tiny_model
+from slime_core.threads import TorchThread
+
+pytestmark = pytest.mark.integration
+
+HERE = Path(__file__).parent
+WORLDS = [2, pytest.param(3, marks=pytest.mark.nightly)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    out, thread = tmp_path_factory.mktemp("one"), TorchThread(1)
+    for case in rank_main.CASES:
+        rank_main.run(case, folder, out, thread)
+    thread.close()
+    return out
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids="{}_ranks".format)
+def together(request, folder, tmp_path_factory):
+    out, world = tmp_path_factory.mktemp("many"), request.param
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    commands = [[sys.executable, str(HERE / "rank_main.py"), folder, out, str(r), str(world)] for r in range(world)]
+    ranks = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    return out
+
+
+@pytest.mark.parametrize("case", ["plain", "alone"])
+def test_several_ranks_score_and_train_as_one(alone, together, case):
+    one, many = (load_file(str(out / f"{case}.safetensors")) for out in (alone, together))
+    assert one.keys() == many.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(many[name], tensor, rtol=2e-4, atol=3e-6, msg=lambda t, name=name: f"{name}: {t}")
+
+
+@pytest.mark.parametrize(
+    "file", ["saved/moments.safetensors", "saved/parameters.safetensors", "final/model.safetensors"]
+)
+def test_several_ranks_write_the_files_of_one(alone, together, file):
+    one, many = (load_file(str(out / f"plain-{file}")) for out in (alone, together))
+    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in many.items()}
+
+
+def test_ranks_fail_together_and_name_the_sample(together):
+    errors = {file.read_text() for file in together.glob("broken-error-*")}
+    assert len(errors) == 1
+    (error,) = errors
+    assert "TRN95" in error
+    assert "main/0-0" in error
