@@ -13,7 +13,8 @@ from slime_core.compat.finder import Finder, refuse_real
 from slime_core.compat.locate import locate
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
-from slime_core.plugins.boundary import HookThreads
+from slime_core.errors import SlimeError
+from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.protocols import Estimator, Loss
 
@@ -48,6 +49,7 @@ class Functions:
         self._threads = HookThreads()
         self._finder: Finder | None = None
         self._located: dict[tuple[str, str], Function] = {}
+        self._guards: dict[tuple[str, str], Function] = {}
         self._answers: dict[tuple[str, str, str], Answer] = {}
         self._files: set[Path] = set()
         self._configs: list[Config] = []
@@ -114,7 +116,7 @@ class Functions:
             return inner
         from slime_core.compat.estimation import estimator
 
-        found = {name: self._locate(ESTIMATION[name], path) if path else None for name, path in paths.items()}
+        found = {name: self._guarded(ESTIMATION[name], path) if path else None for name, path in paths.items()}
         return estimator(
             inner,
             config,
@@ -175,7 +177,7 @@ class Functions:
 
     def _losses(self, train: Any) -> Mapping[str, Function | None]:
         return {
-            name: self._locate(key, path) if (path := str(getattr(train, key))) else None
+            name: self._guarded(key, path, "slime_loss") if (path := str(getattr(train, key))) else None
             for name, key in LOSSES.items()
         }
 
@@ -191,6 +193,23 @@ class Functions:
             file = inspect.getsourcefile(inspect.unwrap(fn))
             self._files |= {Path(file)} if file else set()
         return self._located[key, path]
+
+    def _guarded(self, key: str, path: str, hook: str = "slime_advantage") -> Function:
+        """A function of the training side, whose exceptions are told with its own place."""
+        if (key, path) not in self._guards:
+            fn = self._locate(key, path)
+            told = Answer(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)
+
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return fn(*args, **kwargs)
+                except SlimeError:
+                    raise
+                except (Exception, *ENDINGS) as error:
+                    raise failure(told, error, "a step") from error
+
+            self._guards[key, path] = guarded
+        return self._guards[key, path]
 
     def _check(self, fn: Function, key: str, path: str) -> None:
         name = key.rpartition(".")[2]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.compat.session import Session
+from slime_core.errors import PluginError
 from slime_core.protocols import Loss, Role
 from slime_core.types import Batch
 
@@ -139,7 +140,12 @@ def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> A
         value = reduce(probe)
         (share,) = torch.autograd.grad(value, probe)
     if not torch.isclose((share * probe).sum(), value.detach(), rtol=1e-3, atol=1e-5):
-        raise ValueError("the reducer is not linear in the loss, so it cannot be shared between micro-batches")
+        raise PluginError(
+            "the reducer of train.custom_pg_loss_reducer_function_path is not linear in the loss",
+            code="PLG57",
+            where="train.custom_pg_loss_reducer_function_path",
+            why="its share of every token must not depend on how a step is split into micro-batches",
+        )
     weight = columns[WEIGHT]
     scale = torch.where(weight > 0, share / (columns[DENOMINATOR] * weight.clamp_min(1e-30)), torch.zeros_like(weight))
     return pg * scale

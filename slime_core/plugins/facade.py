@@ -150,7 +150,15 @@ class Plugins:
         Raises:
             ConfigError: CFG04 no plugin registers it.
         """
-        return self._router.loss(name)
+        loss, answer = self._router.loss(name), self._router.named["slime_loss"].answer(name)
+        if answer.provider.source == "core":
+            return loss
+
+        def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
+            told = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
+            return call_now(told, {}, about="a micro-batch")  # type: ignore[no-any-return]
+
+        return replace(loss, fn=fn)
 
     def needs(self, train: Any) -> frozenset[Role]:
         """The roles that the estimator and the loss of this [train] section read."""

@@ -198,3 +198,14 @@ def test_names_that_nobody_registers_are_config_errors(load):
         load().estimator("nothing")
     with pytest.raises(ConfigError):
         load().loss("nothing")
+
+
+def test_a_plugins_loss_that_raises_is_told_with_plugin_and_line(load):
+    source = (
+        "from slime_core.protocols import Loss\ndef bad(log_probs, entropy, columns, train):\n    return 1 / 0\n"
+        "@slime_core.hookimpl\ndef slime_loss():\n    return [Loss(name='bad', fn=bad)]\n"
+    )
+    with pytest.raises(PluginError) as caught:
+        load(geo=source).loss("bad").fn(None, None, {}, TrainSection(loss_type="bad"))
+    assert caught.value.code == "PLG56"
+    assert "geo_plugin_module.py:4" in caught.value.where

@@ -1,0 +1,276 @@
+"""Reward post-processing, conversion, advantages, losses, corrections and reducers with slime's signatures.
+
+Losses are compared with slime's own scalars, worked out sample by sample, over any split into micro-batches.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.errors import PluginError
+from slime_core.trainers.pack import pack
+from slime_core.types import Batch
+
+pytestmark = pytest.mark.unit
+
+LENGTHS = (1, 2, 1, 3)
+
+
+def step(mask=None):
+    """Two groups of two samples with one prompt token each; rewards 1, 0, 2, 2."""
+    offsets = np.concatenate([[0], np.cumsum([n + 1 for n in LENGTHS])])
+    rng = np.random.default_rng(3)
+    return Batch(
+        version=2,
+        sample_ids=[f"main/{i // 2}-{i % 2}" for i in range(4)],
+        tasks=["default"] * 4,
+        group=np.array([0, 0, 1, 1]),
+        rollout=np.arange(4),
+        reward=np.array([1.0, 0.0, 2.0, 2.0]),
+        tokens=np.arange(11, dtype=np.int32),
+        offsets=offsets,
+        loss_mask=np.array([1, 1, 1, 1, 1, 0, 1] if mask is None else mask, np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(LENGTHS)]),
+        columns={"rollout_log_probs": rng.normal(-1, 0.3, 7).astype(np.float32)},
+    )
+
+
+def sections(by, source, **keys):
+    return by("import torch\n" + source, **keys)
+
+
+def advantages(plugins, config, batch=None, scores=None):
+    return plugins.advantage(batch or step(), scores or {}, config.train).columns
+
+
+def test_post_processed_rewards_take_the_place_of_group_normalisation(by, connect):
+    source = "def fn(args, samples):\n    raw = [s.reward for s in samples]\n    return raw, [2 * r - s.group_index for r, s in zip(raw, samples)]\n"
+    config = sections(by, source, custom_reward_post_process_path=True)
+    plugins, _ = connect(config)
+    assert advantages(plugins, config)["advantages"].tolist() == [2, 0, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "body", ["return [1.0], [1.0]", "return [0.0] * 4, [float('nan')] * 4"], ids=["length", "nan"]
+)
+def test_post_processed_rewards_are_checked(by, connect, body):
+    config = sections(by, f"def fn(args, samples):\n    {body}\n", custom_reward_post_process_path=True)
+    plugins, _ = connect(config)
+    with pytest.raises(PluginError) as caught:
+        advantages(plugins, config)
+    assert caught.value.code in ("PLG56", "PLG58")
+
+
+def test_an_advantage_function_reads_normalised_rewards_and_scores_and_sets_lists(by, connect):
+    """Group 0 has rewards 1 and 0: (1 - 0.5) / (sqrt(0.5) + 1e-6); group 1 ties."""
+    source = (
+        "def fn(args, data):\n"
+        "    data['advantages'] = [r * torch.ones(n) + kl for r, n, kl in zip(data['rewards'], data['response_lengths'], data['kl'])]\n"
+        "    data['returns'] = [lp * 2 for lp in data['log_probs']]\n"
+    )
+    config = sections(by, source, custom_advantage_function_path=True)
+    plugins, _ = connect(config)
+    assert plugins.needs(config.train) == {"policy"}
+    scores = {"policy": {"log_probs": np.full(7, -1.0, np.float32)}}
+    found = advantages(plugins, config, scores=scores)
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)
+    assert found["advantages"] == pytest.approx([high, -high, -high, 0, 0, 0, 0])
+    assert found["returns"].tolist() == [-2.0] * 7
+
+
+def test_an_advantage_function_that_sets_nothing_is_refused(by, connect):
+    config = sections(by, "def fn(args, data):\n    pass\n", custom_advantage_function_path=True)
+    plugins, _ = connect(config)
+    with pytest.raises(PluginError) as caught:
+        advantages(plugins, config, scores={"policy": {"log_probs": np.zeros(7, np.float32)}})
+    assert "rollout_data['advantages'] was not set" in caught.value.what
+
+
+CONVERT = (
+    "def fn(args, samples):\n"
+    "    return {'tokens': [s.tokens for s in samples], 'rewards': [5.0 * i for i, s in enumerate(samples)],\n"
+    "            'loss_masks': [[0] * s.response_length for s in samples]}\n"
+)
+
+
+def test_a_conversion_sets_rewards_and_masks(by, connect):
+    config = sections(by, CONVERT, custom_convert_samples_to_train_data_path=True)
+    plugins, _ = connect(config)
+    batch = step()
+    assert advantages(plugins, config, batch)["advantages"].tolist() == [0, 5, 5, 10, 15, 15, 15]
+    assert batch.loss_mask.tolist() == [0.0] * 7
+
+
+def test_a_conversion_may_not_touch_tokens(by, connect):
+    source = CONVERT.replace("s.tokens for", "s.tokens[::-1] for")
+    config = sections(by, source, custom_convert_samples_to_train_data_path=True)
+    plugins, _ = connect(config)
+    with pytest.raises(PluginError) as caught:
+        advantages(plugins, config)
+    assert "tokens" in caught.value.what
+
+
+def test_post_processing_of_the_steps_columns_may_change_masks_and_advantages(by, connect):
+    source = (
+        "def fn(args, rollout_id, data):\n    assert rollout_id == 2\n"
+        "    data['loss_masks'] = [m * 0 for m in data['loss_masks']]\n    data['advantages'][0] += 1\n"
+    )
+    config = sections(by, source, rollout_data_postprocess_path=True)
+    plugins, ctx = connect(config)
+    batch = plugins.advantage(step(), {}, config.train)
+    before = batch.columns["advantages"].copy()
+    plugins.batch(batch, ctx)
+    assert batch.loss_mask.tolist() == [0.0] * 7
+    assert (batch.columns["advantages"] - before).tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
+def trained(plugins, config, ctx, max_tokens, log_probs=None):
+    """The loss of one optimizer step as the trainer sums it, and its gradient by the log-probs."""
+    batch = plugins.advantage(step(), {}, config.train)
+    plugins.batch(batch, ctx)
+    loss = plugins.loss(config.train.loss_type)
+    assert all(name in batch.columns for name in loss.columns)
+    given = torch.tensor(batch.columns["rollout_log_probs"] + 0.1, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    (micros,) = pack(batch, max_tokens=max_tokens, aggregation=config.train.loss_aggregation)
+    for micro in micros:
+        columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
+        mine = given[torch.from_numpy(micro.response)]
+        values, metrics = loss.fn(mine, torch.zeros_like(mine), columns, config.train)
+        assert all(m.shape == mine.shape for m in metrics.values())
+        total = total + (values * torch.from_numpy(micro.weight)).sum()
+    total.backward()
+    return total.item(), given.grad, batch, given.detach()
+
+
+SPLITS = pytest.mark.parametrize("max_tokens", [100, 5, 1], ids=["one pack", "some", "one sample each"])
+
+
+@SPLITS
+@pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean"])
+def test_a_custom_losss_scalar_is_what_the_trainer_sums(by, connect, max_tokens, aggregation):
+    """Mean over the four rollouts of their means of log-prob squared, or the mean over the six trainable tokens."""
+    source = (
+        "def fn(args, batch, logits, sum_of_sample_mean):\n"
+        "    log_probs = torch.cat(batch['log_probs'])\n"
+        "    loss = sum_of_sample_mean(log_probs ** 2)\n    return loss, {'mine': log_probs.detach()}\n"
+    )
+    config = sections(by, source, custom_loss_function_path=True, loss_aggregation=aggregation)
+    plugins, ctx = connect(config)
+    total, grad, batch, x = trained(plugins, config, ctx, max_tokens)
+    mask = torch.from_numpy(batch.loss_mask).double()
+    parts = torch.split(x**2 * mask, LENGTHS)
+    masks = torch.split(mask, LENGTHS)
+    if aggregation == "rollout_mean":
+        expected = sum(p.sum() / m.sum() for p, m in zip(parts, masks, strict=True)) / 4
+        share = torch.cat([m / m.sum() for m in masks]) / 4
+    else:
+        expected, share = sum(p.sum() for p in parts) / 6, mask / 6
+    assert total == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(grad, 2 * x * share, rtol=1e-5)
+
+
+def test_a_custom_loss_that_reaches_for_logits_is_told_what_there_is(by, connect):
+    source = "def fn(args, batch, logits, sum_of_sample_mean):\n    return logits.sum(), {}\n"
+    config = sections(by, source, custom_loss_function_path=True)
+    plugins, ctx = connect(config)
+    with pytest.raises(PluginError) as caught:
+        trained(plugins, config, ctx, 100)
+    assert "batch['log_probs']" in caught.value.what
+    assert "mine.py:3" in caught.value.where
+
+
+@SPLITS
+def test_a_constant_divisor_reducer_makes_the_loss_of_dr_grpo(by, connect, max_tokens):
+    """Sum over trainable tokens of -A, over 4 rollouts and the constant 10; ratio 1, so d loss / d log-prob = -A/40."""
+    source = (
+        "def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    assert not calculate_per_token_loss and sum(response_lengths) == sum(len(m) for m in loss_masks)\n"
+        "    def reduce(values):\n"
+        "        return sum((v * m).sum() for v, m in zip(values.split(response_lengths), loss_masks)) / 10\n"
+        "    return reduce\n"
+    )
+    config = sections(by, source, custom_pg_loss_reducer_function_path=True)
+    plugins, ctx = connect(config)
+    total, grad, batch, _ = trained(plugins, config, ctx, max_tokens)
+    weighted = torch.from_numpy(batch.columns["advantages"] * batch.loss_mask).double()
+    assert total == pytest.approx(-weighted.sum().item() / 40, abs=1e-7)
+    assert torch.allclose(grad, -weighted / 40, atol=1e-7)
+
+
+@SPLITS
+def test_a_reducer_leaves_kl_and_entropy_to_the_usual_one(by, connect, max_tokens):
+    source = (
+        "def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    return lambda values: values.sum() * 0\n"
+    )
+    config = sections(by, source, custom_pg_loss_reducer_function_path=True, entropy_coef=0.5)
+    plugins, ctx = connect(config)
+    batch = plugins.advantage(step(), {}, config.train)
+    plugins.batch(batch, ctx)
+    loss = plugins.loss("policy_loss")
+    total = 0.0
+    for micro in pack(batch, max_tokens=max_tokens)[0]:
+        columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
+        values, _ = loss.fn(torch.zeros(len(micro.response)), torch.ones(len(micro.response)), columns, config.train)
+        total += float((values * torch.from_numpy(micro.weight)).sum())
+    assert total == pytest.approx(-0.5)
+
+
+def test_a_reducer_that_is_not_linear_is_refused(by, connect):
+    source = (
+        "def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    return lambda values: (values ** 2).sum() + 1\n"
+    )
+    config = sections(by, source, custom_pg_loss_reducer_function_path=True)
+    plugins, ctx = connect(config)
+    with pytest.raises(PluginError) as caught:
+        trained(plugins, config, ctx, 100)
+    assert "not linear" in caught.value.what
+
+
+@SPLITS
+def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone(by, connect, max_tokens):
+    """Weight 3 everywhere, second sample masked away: its rollout still counts among the four."""
+    source = (
+        "def fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kw):\n"
+        "    assert total_lengths == [n + 1 for n in response_lengths]\n"
+        "    ratio = torch.cat([t - r for t, r in zip(train_log_probs, rollout_log_probs)])\n"
+        "    masks = [m * (n != 2) for m, n in zip(loss_masks, response_lengths)]\n"
+        "    return pg_loss * 3, masks, {'ratio': ratio, 'scalar': ratio.sum()}\n"
+    )
+    config = sections(by, source, custom_tis_function_path=True)
+    plugins, ctx = connect(config)
+    assert plugins.needs(config.train) == {"policy"}
+    scores = {"policy": {"log_probs": step().columns["rollout_log_probs"] + np.float32(0.1)}}
+    batch = plugins.advantage(step(), scores, config.train)
+    plugins.batch(batch, ctx)
+    loss = plugins.loss("policy_loss")
+    total, ratio = 0.0, 0.0
+    for micro in pack(batch, max_tokens=max_tokens)[0]:
+        columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
+        values, metrics = loss.fn(columns["policy"].clone().requires_grad_(), None, columns, config.train)
+        total += float((values * torch.from_numpy(micro.weight)).sum().detach())
+        ratio += float((metrics["tis/ratio"] * torch.from_numpy(micro.weight)).sum())
+        assert "tis/scalar" not in metrics
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)
+    assert total == pytest.approx(3 * -high / 4, rel=1e-5)
+    assert ratio == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "custom_reward_post_process_path",
+        "custom_advantage_function_path",
+        "custom_convert_samples_to_train_data_path",
+    ],
+)
+def test_a_function_before_training_that_raises_is_told_with_its_line(by, connect, key):
+    config = sections(by, "def fn(args, data):\n    return [][1]\n", **{key: True})
+    plugins, _ = connect(config)
+    with pytest.raises(PluginError) as caught:
+        advantages(plugins, config, scores={"policy": {"log_probs": np.zeros(7, np.float32)}})
+    assert caught.value.code == "PLG56"
+    assert "mine.py:3" in caught.value.where
+    assert key in caught.value.what
