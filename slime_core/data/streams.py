@@ -279,6 +279,7 @@ class Stream:
             "cursor": self.cursor,
             "prompts": self.prompts,
             "dropped": dict(self.dropped),
+            "ended": self.ended,
             "fingerprint": self.supply.fingerprint(),
         }
 
@@ -299,6 +300,7 @@ class Stream:
             )
         self.cursor, self.prompts = int(state["cursor"]), int(state["prompts"])
         self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
+        self.ended = bool(state["ended"])
 
     def _index(self, epoch: int, place: int, count: int) -> int:
         if self._key_of_epoch is None:

@@ -198,6 +198,23 @@ def test_an_endless_source_that_ends_gives_fewer(source):
     assert found.next(5) == []
 
 
+def test_a_source_that_has_ended_stays_so_after_a_restore(source):
+    class ByTask:
+        def prompts(self, task, ctx):
+            return {"short": Endless(2), "b": Squares(7), "c": Squares(9)}[task.name]
+
+    tasks = ({"name": "short", "weight": 5.0}, {"name": "b"}, {"name": "c"})
+
+    def fresh():
+        return source(tasks=tasks, plugins=ByTask())
+
+    first = fresh()
+    first.next(30)
+    again = fresh()
+    again.restore(first.state())
+    assert [(p.task, p.label) for p in again.next(60)] == [(p.task, p.label) for p in first.next(60)]
+
+
 def test_a_resumed_plugin_source_must_be_the_same(source, refused):
     state = source(plugins=with_source(Squares(5))).state()
     error = refused("DAT29", source(plugins=with_source(Squares(6))).restore, state)
