@@ -106,7 +106,7 @@ class Session:
             raise Refused(400, "send one of text and input_ids")
         given_prompt: Any = text if ids is None else ids
         many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
-        prompts = [self._tokens(one) for one in (given_prompt if many else [given_prompt])]
+        prompts = [self._tokens(one, text is not None) for one in (given_prompt if many else [given_prompt])]
         given = payload.get("sampling_params") or {}
         params = given if isinstance(given, list) else [given] * len(prompts)
         answers = await asyncio.gather(
@@ -114,11 +114,11 @@ class Session:
         )
         return answers if many else answers[0]
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def _tokens(self, prompt: Any, is_text: bool) -> list[int]:
         ctx = self._context()
-        if isinstance(prompt, str):
+        if is_text and isinstance(prompt, str):
             return [int(token) for token in ctx.tokenizer.encode(prompt, add_special_tokens=False)]
-        if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+        if not is_text and isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
             return prompt
         raise Refused(400, "a prompt is a text or a list of token ids")
 

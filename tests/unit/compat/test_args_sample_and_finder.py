@@ -1,0 +1,174 @@
+"""slime's args, its Sample, and the modules that stand for its own."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.compat.args import flat
+from slime_core.compat.finder import SERVED, Finder, real_slime
+from slime_core.compat.sample import Sample
+from slime_core.compat.session import Session
+from slime_core.config.schema import SECTIONS, Config, EvalSection, RolloutSection, TrainSection
+from slime_core.types import Sample as CoreSample, Status
+
+pytestmark = pytest.mark.unit
+
+
+def args_of(**sections):
+    return Session().args(Config(**sections))
+
+
+def test_every_core_key_is_there_under_its_own_name():
+    args = args_of()
+    names = [name for section in SECTIONS for name in type(getattr(Config(), section)).model_fields]
+    assert len(names) == len(set(names)) > 100
+    assert all(hasattr(args, name) and name in args for name in names)
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "value"),
+    [
+        ({}, "rollout_max_context_len", None),
+        ({}, "rm_type", None),
+        ({}, "rollout_stop", None),
+        ({"rollout": RolloutSection(rollout_stop=("a",))}, "rollout_stop", ["a"]),
+        ({}, "rollout_top_k", -1),
+        ({"rollout": RolloutSection(rollout_top_k=5)}, "rollout_top_k", 5),
+        ({"train": TrainSection(eps_clip=0.3)}, "eps_clip_high", 0.3),
+        ({"rollout": RolloutSection(rollout_max_response_len=9)}, "eval_max_response_len", 9),
+        ({"eval": EvalSection(eval_max_response_len=3)}, "eval_max_response_len", 3),
+        ({"seed": 11}, "rollout_seed", 11),
+        ({}, "partial_rollout", False),
+        ({"train": TrainSection(kl_loss_coef=0.1)}, "use_kl_loss", True),
+        ({"train": TrainSection(loss_aggregation="token_mean")}, "calculate_per_token_loss", True),
+    ],
+)
+def test_keys_mean_what_they_mean_in_slime(sections, name, value):
+    assert getattr(args_of(**sections), name) == value
+
+
+def test_args_cannot_be_changed_and_a_copy_can():
+    args = args_of()
+    with pytest.raises(AttributeError, match=r"copy\.copy\(args\)"):
+        args.lr = 1.0
+    for made in (copy.copy(args), copy.deepcopy(args)):
+        made.lr = 1.0
+        assert made.lr == 1.0
+    assert args.lr == TrainSection().lr
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_nearest():
+    args = args_of()
+    assert getattr(args, "my_own_flag", 3) == 3
+    assert not hasattr(args, "my_own_flag")
+    assert "my_own_flag" not in args
+    with pytest.raises(AttributeError, match="did you mean 'rollout_temperature'"):
+        args.rollout_temprature  # noqa: B018
+
+
+def test_flat_is_a_function_of_the_config_alone():
+    assert flat(Config()) == flat(Config())
+
+
+def test_a_slime_sample_is_a_sample_with_room_for_more():
+    sample = Sample(prompt="1+1=", tool_calls=2)
+    assert isinstance(sample, CoreSample)
+    assert (sample.prompt, sample.tool_calls, sample.status) == ("1+1=", 2, Sample.Status.PENDING)
+    sample.anything = [1]
+    assert "anything" not in sample.to_dict()
+    assert CoreSample.from_dict(sample.to_dict()).prompt == "1+1="
+    assert Sample.from_dict({**sample.to_dict(), "anything": 3}).anything == 3
+    assert copy.deepcopy(sample).anything == [1]
+
+
+def test_response_tokens_are_appended_as_slime_does():
+    sample = Sample(tokens=[1])
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "4"}
+    sample.append_response_tokens(None, tokens=[2, 3], log_probs=[-1.0, -2.0], meta_info=meta, text="ab")
+    sample.append_response_tokens(None, tokens=[4], trainable=False)
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 3, 4], [1, 1, 0], [-1.0, -2.0, 0.0])
+    assert (sample.weight_versions, sample.status, sample.response) == ([4, 4, -1], Status.TRUNCATED, "ab")
+    assert sample.effective_response_length == 2
+    with pytest.raises(ValueError, match="without log-probs"):
+        sample.append_response_tokens(None, tokens=[5])
+
+
+@pytest.mark.parametrize(("reward", "key", "value"), [(2, None, 2.0), ({"a": 1, "b": 3}, "b", 3.0), (2.0, "b", 2.0)])
+def test_the_reward_that_trains(reward, key, value):
+    class Args:
+        reward_key = key
+
+    assert Sample(reward=reward).get_reward_value(Args()) == value
+
+
+@pytest.fixture
+def finder():
+    finder = Finder.install()
+    yield finder
+    finder.remove()
+
+
+@pytest.mark.parametrize("name", [name for name, home in SERVED.items() if home])
+def test_every_served_module_can_be_imported_and_says_where_it_comes_from(finder, name):
+    module = __import__(name, fromlist=["x"])
+    assert "slime_core" in module.__doc__
+
+
+def test_a_module_that_is_not_served_names_those_that_are(finder):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"slime\.backends of THUDM/slime is not served.*slime\.utils\.types"
+    ):
+        import slime.backends  # noqa: F401
+
+
+def test_two_runs_share_the_modules_until_the_last_is_over(finder):
+    import slime.utils.types
+
+    other = Finder.install()
+    other.remove()
+    assert sys.modules["slime.utils.types"] is slime.utils.types
+    finder.remove()
+    assert "slime.utils.types" not in sys.modules
+
+
+REAL = """
+import sys
+sys.path.insert(0, {folder!r})
+from slime_core.config.schema import Config, RewardSection
+from slime_core.errors import PluginError
+from slime_core.plugins import load_plugins
+try:
+    load_plugins(Config(reward=RewardSection(custom_rm_path={path!r})))
+    print("loaded")
+except PluginError as error:
+    print(error.code, error.fix)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("from slime.utils.types import Sample\ndef fn(sample): return 1\n", "PLG50 pip uninstall slime"),
+        ("def fn(sample): return 1\n", "loaded"),
+    ],
+    ids=["a function that imports it", "a function that does not"],
+)
+def test_a_real_slime_is_not_shadowed_and_its_functions_are_refused(tmp_path, write, source, answer):
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/utils/__init__.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "slime/utils/types.py").write_text("class Sample: pass\n")
+    code = REAL.format(folder=str(tmp_path), path=write(source) + ":fn")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(answer)
+
+
+def test_a_bare_folder_named_slime_is_no_obstacle(tmp_path, monkeypatch, finder):
+    (tmp_path / "slime").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert real_slime() is None
+    from slime.utils.types import Sample as Served
+
+    assert Served is Sample

@@ -1,0 +1,247 @@
+"""The door before the engine: SGLang's shape over plain HTTP, loopback only, opened on first use."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from slime_core.compat.http import HttpError, get, post
+from slime_core.compat.session import Session
+from slime_core.config.schema import Config
+from slime_core.context import Context
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def ask(connect):
+    """POST payloads to a door before an engine; script and config as in ``connect``."""
+    _, ctx = connect(Config(), {"1+1=": "2", "x": "<eos>y"})
+
+    def ask(*payloads, method=post):
+        session = Session()
+
+        async def run():
+            args = session.args(ctx.config, ctx)
+            url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+            try:
+                return [await method(url + "/generate", payload, max_retries=0) for payload in payloads]
+            finally:
+                session.close()
+
+        return asyncio.run(run())
+
+    ask.ctx = ctx
+    return ask
+
+
+def test_ids_or_text_give_the_same_answer_in_sglangs_shape(ask, tokenizer):
+    ids = tokenizer.encode("1+1=", add_special_tokens=False)
+    params = {"max_new_tokens": 8, "sampling_seed": 3}
+    by_ids, by_text = ask(
+        {"input_ids": ids, "sampling_params": params, "return_logprob": True},
+        {"text": "1+1=", "sampling_params": params, "return_logprob": True},
+    )
+    two = tokenizer.encode("2", add_special_tokens=False)[0]
+    meta = by_ids["meta_info"]
+    assert by_ids["text"] == "2"
+    assert by_ids["output_ids"] == [two, 1]
+    assert meta["output_token_logprobs"] == [[-0.5, two, None], [-0.5, 1, None]]
+    assert meta["finish_reason"] == {"type": "stop"}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (4, 2, "2")
+    for answer in (by_ids, by_text):
+        del answer["meta_info"]["id"]
+    assert by_ids == by_text
+
+
+def test_without_return_logprob_there_are_none_and_length_is_told(ask):
+    (answer,) = ask({"text": "1+1=", "sampling_params": {"max_new_tokens": 1}})
+    assert "output_token_logprobs" not in answer["meta_info"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+
+
+def test_the_stop_text_stays_where_it_is_asked_for(ask):
+    plain, whole, skipped = ask(
+        {"text": "1+1=", "sampling_params": {}},
+        {"text": "1+1=", "sampling_params": {"no_stop_trim": True, "skip_special_tokens": False}},
+        {"text": "1+1=", "sampling_params": {"no_stop_trim": True}},
+    )
+    assert (plain["text"], whole["text"], skipped["text"]) == ("2", "2<eos>", "2")
+
+
+def test_a_list_of_prompts_gets_a_list_of_answers(ask):
+    (answers,) = ask({"text": ["1+1=", "1+1="], "sampling_params": {"max_new_tokens": 4}})
+    assert [answer["text"] for answer in answers] == ["2", "2"]
+
+
+def test_sampling_parameters_reach_the_engine_in_its_own_words(ask):
+    ask(
+        {
+            "text": "1+1=",
+            "sampling_params": {"temperature": 0.5, "top_k": -1, "stop": "y", "stop_token_ids": [4], "n": 1},
+        }
+    )
+    params = ask.ctx.engine.requests[-1].params
+    assert (params.temperature, params.top_k, params.stop, params.stop_token_ids) == (0.5, 0, ("y",), (4,))
+    assert params.max_new_tokens == 128
+
+
+def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
+    ids = tokenizer.encode("1+1=", add_special_tokens=False)
+    (answer,) = ask(
+        {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    )
+    scored = answer["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in scored] == ids
+    assert scored[0][0] is None
+    assert all(entry[0] < 0 for entry in scored[1:])
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "told"),
+    [
+        ({}, 400, "one of text and input_ids"),
+        ({"text": "a", "input_ids": [1]}, 400, "one of text and input_ids"),
+        ({"input_ids": "abc"}, 400, "list of token ids"),
+        ({"input_ids": []}, 400, "list of token ids"),
+        ({"text": "1+1=", "sampling_params": {"repetition_penalty": 1.2}}, 400, "repetition_penalty=1.2"),
+        ({"text": "1+1=", "sampling_params": {"json_schema": "{}"}}, 400, "json_schema"),
+        ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
+        ({"text": "1+1=", "stream": True}, 400, "stream"),
+        ([1], 400, "no JSON object"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):
+    with pytest.raises(HttpError) as caught:
+        ask(payload)
+    assert caught.value.status == status
+    assert told in str(caught.value)
+
+
+def raw(port, request):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+BODY = b'{"text": "1+1="}'
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n", 200),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 404),
+        (b"POST /generate HTTP/1.1\r\nhost: evil.example\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY), 403),
+        (
+            b"POST /generate HTTP/1.1\r\norigin: http://evil.example\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(BODY), BODY),
+            403,
+        ),
+        (b"POST /generate HTTP/1.1\r\ncontent-length: 999999999999\r\n\r\n", 413),
+        (b"POST /generate HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", 411),
+        (b"POST /generate HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\n{,}", 400),
+        (b"GET /generate HTTP/1.1\r\nconnection: close\r\n\r\n", 405),
+    ],
+    ids=["health", "unknown path", "other host", "web page", "too large", "no length", "no JSON", "GET"],
+)
+def test_the_door_speaks_http_and_keeps_strangers_out(connect, request_, status):
+    _, ctx = connect(Config(), {"1+1=": "2"})
+    session = Session()
+
+    async def run():
+        port = session.port(ctx)
+        try:
+            return await asyncio.to_thread(raw, port, request_)
+        finally:
+            session.close()
+
+    found, body = asyncio.run(run())
+    assert found == status
+    assert status == 200 or body["error"]["message"]
+
+
+def test_one_connection_may_ask_again_and_again(connect):
+    _, ctx = connect(Config(), {"1+1=": "2"})
+    session = Session()
+    request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+    async def run():
+        port = session.port(ctx)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        answers = []
+        for _ in range(3):
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.startswith(b"content-length"))
+            answers.append(json.loads(await reader.readexactly(length))["text"])
+        writer.close()
+        await writer.wait_closed()
+        session.close()
+        return answers
+
+    assert asyncio.run(run()) == ["2", "2", "2"]
+
+
+def test_the_door_opens_when_its_address_is_read_and_closes_with_the_run(connect):
+    _, ctx = connect(Config())
+    session = Session()
+
+    async def run():
+        args = session.args(ctx.config, ctx)
+        assert session.args(ctx.config).sglang_router_port is None  # no engine, no door
+        port = args.sglang_router_port
+        assert args.sglang_router_port == port
+        assert await get(f"http://127.0.0.1:{port}/health_generate") == {"status": "ok"}
+        session.close()
+        with pytest.raises(ConnectionRefusedError):
+            await get(f"http://127.0.0.1:{port}/health", max_retries=0)
+
+    asyncio.run(run())
+
+
+def test_the_door_is_bound_to_the_loopback_alone(connect):
+    _, ctx = connect(Config())
+    session = Session()
+
+    async def run():
+        session.port(ctx)
+        bound = session._door[0]._socket.getsockname()[0]
+        session.close()
+        return bound
+
+    assert asyncio.run(run()) == "127.0.0.1"
+
+
+def test_a_context_without_an_engine_has_no_door():
+    assert Session().port(Context(config=Config())) is None
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "generate", "http:///x"])
+def test_the_client_refuses_what_is_no_http_address(url):
+    with pytest.raises(ValueError, match="no http address"):
+        asyncio.run(post(url, {}))
+
+
+def test_the_client_reads_chunked_answers(connect):
+    async def run():
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(
+                b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\n{"a"\r\n4;x=y\r\n: 1}\r\n0\r\n\r\n'
+            )
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await get(f"http://127.0.0.1:{port}/x?y=1")
+
+    assert asyncio.run(run()) == {"a": 1}
