@@ -23,7 +23,7 @@ from slime_core.errors import ConfigError
 MAX_BYTES = 1 << 20
 """A recipe is text that a person writes; anything longer is not one."""
 
-_ENV = re.compile(r"\$(\$?)\{([^}]*)\}")
+_ENV = re.compile(r"(\$\$\{)|\$\{([^}]*)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 _PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
@@ -94,7 +94,7 @@ def resolve_env(data: Mapping[str, Any], origins: Origins) -> tuple[dict[str, An
         def one(match: re.Match[str]) -> str:
             escaped, name = match[1], match[2]
             if escaped:
-                return match[0][1:]
+                return "${"
             if _NAME.fullmatch(name) is None:
                 problems.append(_bad_name(name, path))
                 return ""

@@ -145,6 +145,17 @@ def test_numbers_that_are_not_finite_are_refused(recipe, refused, literal, text,
     assert error.where == f"recipe.toml:{line}"
 
 
+def test_every_number_that_is_not_finite_is_named_before_types_are_judged(recipe, refused):
+    error = refused(recipe("[train]\nlr = 'x'\nclip_grad = nan\n[plugin.a]\nb = inf\n"))
+    assert error.what == "2 problems in the configuration"
+    assert error.where == "recipe.toml:3, recipe.toml:5"
+
+
+def test_open_spaces_refuse_numbers_that_are_not_finite_on_the_command_line(recipe, refused):
+    error = refused(recipe(), "plugin.any.ratio=inf")
+    assert (error.code, error.where) == ("CFG15", "command line: plugin.any.ratio")
+
+
 @pytest.mark.parametrize("literal", ["nan", "inf", "-inf", "1e400"])
 def test_flags_refuse_numbers_that_are_not_finite(recipe, refused, literal):
     error = refused(recipe(), f"--lr={literal}")
