@@ -185,9 +185,10 @@ class Collector:
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
         issued = {group.prompt.position: group for group in groups}
-        for group in await self._plugins.rollout(groups, ctx):
+        done = await self._plugins.rollout(groups, ctx)
+        for group in done:
             check_group(group, issued[group.prompt.position], self._vocab_size)
-            await self._keep(group)
+        await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
         try:

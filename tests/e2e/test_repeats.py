@@ -1,11 +1,12 @@
 """The same recipe and seed twice: identical samples, metrics and final weights, bit for bit."""
 
+import asyncio
 import hashlib
 import json
-import sqlite3
 
 import pytest
 
+from slime_core.buffer.ledger import SqliteLedger
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system
@@ -54,16 +55,23 @@ def _run(slime, work, name, *args):
     done = slime("run", "twice.toml", "--run-dir", name, *args, cwd=work)
     assert done.returncode == 0, done.stderr
     run = work / name
-    with sqlite3.connect(run / "ledger.sqlite") as db:
-        tables = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
-        assert tables
-    segments = sorted((run / "segments").glob("*"))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
-        "samples": [hashlib.sha256(path.read_bytes()).hexdigest() for path in segments],
+        "samples": asyncio.run(_samples(run)),
         "metrics": [_untimed(line) for line in metrics],
         "weights": hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest(),
     }
+
+
+async def _samples(run):
+    """Every step's samples, in the order in which it trained on them."""
+    ledger = SqliteLedger(run)
+    try:
+        steps = [await ledger.samples(await ledger.composition(version)) for version in range(1, 5)]
+    finally:
+        await ledger.close()
+    assert all(steps)
+    return [[sample.to_dict() for sample in step] for step in steps]
 
 
 def _untimed(value):
