@@ -120,12 +120,15 @@ def _told(finding: dict[str, str]) -> str:
 
 @plugins.command("hooks")
 @click.argument("hook", required=False)
+@click.option("--markdown", is_flag=True, help="As docs/plugins.md has them.")
 @AS_JSON
-def hooks_(hook: str | None, as_json: bool) -> None:
+def hooks_(hook: str | None, markdown: bool, as_json: bool) -> None:
     """Every hook that a plugin may implement; HOOK alone with its example."""
     rows = hook_rows(hook)
     if as_json:
         click.echo(json.dumps({"hooks": rows}, indent=1, sort_keys=True))
+    elif markdown:
+        click.echo("\n\n".join(_hook_section(row) for row in rows))
     elif hook is None:
         print_table(["Hook", "Kind", "Async", "Replaces"], [_hook_cells(row) for row in rows])
         click.echo("  One with its example: slime plugins hooks NAME")
@@ -164,6 +167,15 @@ def hook_rows(hook: str | None = None) -> list[dict[str, Any]]:
         for name, info in hookspecs.HOOKS.items()
         if hook in (None, name)
     ]
+
+
+def _hook_section(row: dict[str, Any]) -> str:
+    """A heading, the kind, the sentence, and the example as a block of code."""
+    sentence, _, example = row["text"].partition("\n\n")
+    kind = ", ".join([row["kind"], *(["may be async"] if row["may_await"] else [])])
+    replaces = f" In place of slime's `{'`, `'.join(row['replaces'])}`." if row["replaces"] else ""
+    told = " ".join(sentence.split())
+    return f"### `{row['signature']}`\n\n*{kind}.* {told}{replaces}\n\n```python\n{example.rstrip()}\n```"
 
 
 def _hook_cells(row: dict[str, Any]) -> list[object]:

@@ -1,0 +1,76 @@
+"""The example in every hook's text is a plugin that loads, and its sentence says what it may do."""
+
+import asyncio
+import dataclasses
+import inspect
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import click
+import numpy as np
+import pydantic
+import pytest
+
+import slime_core
+from slime_core import hookspecs
+from slime_core.hookspecs import HOOKS
+from slime_core.plugins.load import answers_of
+from slime_core.plugins.provider import Provider
+from slime_core.types import Group, Prompt, Reward, Sample, SamplingParams, Status
+
+pytestmark = pytest.mark.unit
+
+NAMES = {
+    "slime_core": slime_core,
+    "np": np,
+    "pydantic": pydantic,
+    "click": click,
+    "asyncio": asyncio,
+    "dataclasses": dataclasses,
+    "Path": Path,
+    "torch": SimpleNamespace(),
+    "__file__": __file__,
+    "curriculum": SimpleNamespace(),
+    "MyBridge": SimpleNamespace,
+    "MySink": SimpleNamespace,
+    **{kind.__name__: kind for kind in (Group, Prompt, Reward, Sample, SamplingParams, Status)},
+    **{name: getattr(slime_core, name) for name in ("Check", "CheckResult", "Drop", "Estimator", "Loss")},
+}
+
+
+def example(hook):
+    return inspect.getdoc(getattr(hookspecs, hook)).partition("\n\n")[2]
+
+
+def plugin_of(hook):
+    module = ModuleType("example")
+    vars(module).update(NAMES)
+    exec(compile(example(hook), f"<example of {hook}>", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_example_of_every_hook_is_a_plugin_that_loads(hook):
+    provider = Provider(name="example", origin="docs", source="plugin")
+    assert set(answers_of(provider, plugin_of(hook))) == {hook}
+
+
+@pytest.mark.parametrize("hook", [hook for hook, info in HOOKS.items() if info.may_await])
+def test_a_hook_that_may_be_async_says_so(hook):
+    text = inspect.getdoc(getattr(hookspecs, hook)).partition("\n\n")[0]
+    assert "may be async" in text
+
+
+def test_every_spec_is_in_the_table_and_the_other_way_round():
+    specs = {name for name in dir(hookspecs) if name.startswith("slime_")}
+    assert specs == set(HOOKS)
+
+
+def test_the_examples_that_answer_from_values_do_what_they_say(group):
+    reward = vars(plugin_of("slime_reward"))["slime_reward"]
+    group.samples[0].response = "2"
+    assert reward(group, None) == [1.0, 0.0]
+    drop = vars(plugin_of("slime_filter"))["slime_filter"]
+    for sample in group.samples:
+        sample.reward = 1.0
+    assert drop(group, None).reason == "zero_std"
