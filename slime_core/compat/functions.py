@@ -165,6 +165,7 @@ class Functions:
     def _note(self, config: Config) -> None:
         if not any(known is config for known in self._configs):
             self._configs.append(config)
+            self._session.args(config)  # an unreadable custom_config_path shows at the start
 
     def _config_of(self, train: Any) -> Config:
         for config in reversed(self._configs):

@@ -11,6 +11,8 @@ from slime_core.compat.finder import SERVED, Finder, real_slime
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.config.schema import SECTIONS, Config, EvalSection, RolloutSection, TrainSection
+from slime_core.errors import ConfigError
+from slime_core.plugins import load_plugins
 from slime_core.types import Sample as CoreSample, Status
 
 pytestmark = pytest.mark.unit
@@ -66,6 +68,41 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest():
     assert "my_own_flag" not in args
     with pytest.raises(AttributeError, match="did you mean 'rollout_temperature'"):
         args.rollout_temprature  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("more.toml", "max_turns = 3\ntools = ['a']"),
+        ("more.json", '{"max_turns": 3, "tools": ["a"]}'),
+        ("more.yaml", "max_turns: 3\ntools: [a]"),
+    ],
+    ids=["toml", "json", "yaml"],
+)
+def test_a_file_of_more_keys_is_read_into_args(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    args = args_of(rollout=RolloutSection(custom_config_path=str(tmp_path / name)))
+    assert (args.max_turns, args.tools, args.lr) == (3, ["a"], TrainSection().lr)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("more.toml", None, "CFG05"),
+        ("more.toml", "x = = 1", "CFG06"),
+        ("more.yaml", "x: [", "CFG06"),
+        ("more.json", "[1]", "CFG06"),
+        ("more.txt", "x", "CFG06"),
+        ("more.toml", "lr = 1.0", "CFG07"),
+    ],
+    ids=["missing", "bad toml", "bad yaml", "a list", "another kind", "a core key"],
+)
+def test_a_file_of_more_keys_that_cannot_be_used_is_refused_at_start(tmp_path, name, text, code):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_plugins(Config(rollout=RolloutSection(custom_config_path=str(tmp_path / name))))
+    assert caught.value.code == code
 
 
 def test_flat_is_a_function_of_the_config_alone():
