@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 from slime_core.errors import DataError
 
@@ -35,9 +35,7 @@ def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, An
     where = f"{file}:{line}"
     text = _decode(raw, where, offset)
     try:
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int
-        )
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_int)
     except json.JSONDecodeError as error:
         raise DataError(
             f"line {line} is not JSON: {error.msg}", code="DAT19", where=f"{where}:{error.colno}", fix=HINT
@@ -72,7 +70,13 @@ def check_value(value: Any, where: str, depth: int = 0) -> None:
             check_value(item, where, depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise DataError(f"a value is {value}", code="DAT31", where=where, fix=HINT)
+            raise DataError(
+                f"a value is {value}",
+                code="DAT31",
+                where=where,
+                why="NaN, Infinity and numbers beyond float64 are no JSON",
+                fix=HINT,
+            )
     elif value is not None and not isinstance(value, (str, int)):
         raise DataError(
             f"a value is a {type(value).__name__}, which JSON has no word for",
@@ -122,17 +126,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise _Refused("DAT31", f"the key {twice!r} occurs twice in an object")
     return found
-
-
-def _constant(name: str) -> NoReturn:
-    raise _Refused("DAT31", f"{name} is no JSON number")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise _Refused("DAT31", f"the number {text[:32]} is beyond float64")
-    return value
 
 
 def _int(text: str) -> int:

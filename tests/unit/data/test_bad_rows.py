@@ -91,11 +91,13 @@ def test_20_bytes_that_are_no_text_show_their_offset(write, source, refused, lin
     assert "iconv" in error.fix
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_20_utf16_is_recognised(tmp_path, source, refused, encoding):
+@pytest.mark.parametrize(("encoding", "place"), [("utf-16", "rows.jsonl:1, byte 0"), ("utf-16-be", "byte 0")])
+def test_20_utf16_is_recognised(tmp_path, source, refused, encoding, place):
     path = tmp_path / "rows.jsonl"
     path.write_bytes((json.dumps(GOOD) + "\n").encode(encoding))
-    assert "UTF-16" in refused("DAT20", source, path).fix
+    error = refused("DAT20", source, path, max_bad_rows=0 if encoding == "utf-16-be" else 99)
+    assert "iconv -f UTF-16" in error.fix
+    assert error.where.endswith(place)
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path, source):
