@@ -32,7 +32,10 @@ def join(rank: int, world: int, device: str, rendezvous: str | Path | None) -> D
                 fix="one process holds trainers of one world size",
             )
     else:
-        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+        backend = "gloo"
+        if torch.device(device).type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
     return init_device_mesh(torch.device(device).type, (world,))
 
