@@ -47,7 +47,7 @@ def read_recipe(path: Path) -> Recipe:
 
     Raises:
         ConfigError: CFG05 no such file, 06 not TOML, 07 a key twice, 08 too large, 09 an unset variable, 11 another
-            schema version, 15 a number that is not finite.
+            schema version.
     """
     shown = _short(path)
     text = _text(path, shown)
@@ -59,7 +59,7 @@ def read_recipe(path: Path) -> Recipe:
     origins = Origins({key: f"{shown}:{line}" for key, line in lines.items()} or {(): shown})
     check_version(written, origins)
     data, problems, secrets = resolve_env(written, origins)
-    raise_all([origins.place(p) for p in [*problems, *not_finite(data)]])
+    raise_all(problems)
     return Recipe(data=data, path=path.absolute(), origins=origins, secrets=secrets, written=written)
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from slime_core.config.fields import SPACES, Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
-from slime_core.config.values import show, typed
+from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
@@ -240,23 +240,7 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
         )
     if is_sequence(annotation) and not is_model(element(annotation)) and len(word.values) > 1:
         return [typed(value, element(annotation)) for value in word.values]
-    value = typed(word.values[0], annotation)
-    if path[0] == "stage" and len(path) == 2:
-        return value
-    if _unfit(value, annotation):
-        return Problem(
-            code="CFG02",
-            what=f"{name} = {show(value, str(path[-1]))} has the wrong type",
-            where=place,
-            why=f"{name} takes {describe(annotation)}",
-            fix=f"give {describe(annotation)}: --{str(path[-1]).replace('_', '-')} VALUE",
-        )
-    return value
-
-
-def _unfit(value: Any, annotation: Any) -> bool:
-    """Whether a word stayed text although the key takes no text."""
-    return isinstance(value, str) and unwrap(annotation) in (bool, int, float)
+    return typed(word.values[0], annotation)
 
 
 def _written(word: Word) -> str:

@@ -77,6 +77,12 @@ def test_lines_by_hand():
     assert lines[("s", 1, "n", "m")] == 14
 
 
+@pytest.mark.parametrize("text", ['x = """a\\""""\ny = 1\n', "x = '''a''''\ny = 1\n", 'x = """\na""b"""""\n\ny = 1\n'])
+def test_quotes_at_the_end_of_a_long_string_belong_to_it(text):
+    assert "y" in tomllib.loads(text)
+    assert key_lines(text)[("y",)] == text.count("\n")
+
+
 def test_a_full_config_survives_the_file(recipe):
     config = load_config(
         recipe(

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_core.config.fields import core_keys, section_model
-from slime_core.config.load import load_config, read
+from slime_core.config.load import load_config, read, split
 from slime_core.config.schema import SECTIONS
 
 pytestmark = pytest.mark.unit
@@ -135,6 +135,7 @@ def test_key_names_are_unique_over_all_sections():
         pytest.param(["--rollout-stop-token-ids", "1", "2"], "rollout.rollout_stop_token_ids", (1, 2), id="integers"),
         pytest.param(["--name", "true"], "name", "true", id="text that looks like a bool"),
         pytest.param(["--wandb-group", "nan"], "report.wandb_group", "nan", id="text that looks like nan"),
+        pytest.param(["--wandb-group", "[1]"], "report.wandb_group", "[1]", id="text that looks like an array"),
         pytest.param(["--seed", "7"], "seed", 7, id="top key"),
         pytest.param(
             ["--apply-chat-template-kwargs", '{"enable_thinking": false}'],
@@ -186,6 +187,13 @@ def test_wrong_flags_are_refused_where_they_stand(recipe, refused, flags, code, 
     assert what in error.what
     assert fix in error.fix
     assert error.where.startswith("command line: ")
+
+
+def test_a_recipe_may_follow_a_flag_that_takes_no_value():
+    for flag in ("--no-colocate", "--colocate"):
+        words = split([flag, "rm_math/default", "--seed", "1"])
+        assert words.recipe == "rm_math/default"
+        assert [word.name for word in words.overrides] == ["colocate", "seed"]
 
 
 def test_a_flag_stands_before_the_recipe_and_the_recipe_before_the_default(recipe):
