@@ -112,6 +112,7 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
             counts = collector.pop_counts()
             collector.admit(version)
             metrics |= rollout_metrics(groups, version - 1, counts.drops, counts.issued)
+            metrics |= {f"data/{name}": float(count) for name, count in source.counts().items()}
             done = StepReport(
                 version=version, stage=ctx.stage, step=step, of=steps, metrics=metrics, seconds=clock.seconds
             )

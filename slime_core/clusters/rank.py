@@ -15,13 +15,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from slime_core.clusters.local import open_folder
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError, SlimeError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.weights.folder import ModelFolder
 
 
 def main() -> None:
@@ -55,15 +55,10 @@ def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
             why=f"fingerprints {plugins.fingerprint()} and {hello['fingerprint']}",
             fix="install the same plugin versions for every process",
         )
-    folder = ModelFolder.open(
-        config.rollout.hf_checkpoint,
-        trust_remote_code=config.rollout.trust_remote_code,
-        init_weights=config.rollout.init_weights,
-    )
     return FsdpTrainer(
         config,
         plugins,
-        folder,
+        open_folder(config),
         thread=thread,
         rank=hello["rank"],
         world=hello["world"],
