@@ -21,7 +21,7 @@ from slime_core.types import Group, Prompt
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import Serving
     from slime_core.report import Report
 
 
@@ -79,7 +79,7 @@ async def evaluate(config: Config, plugins: Plugins, report: Report) -> dict[str
         return await evaluator.run(0)
 
 
-def _context(config: Config, parts: Parts, report: Report) -> Context:
+def _context(config: Config, parts: Serving, report: Report) -> Context:
     return Context(
         config=config,
         engine=parts.engines,

@@ -23,7 +23,7 @@ from slime_core.context import Context
 from slime_core.data.source import open_source
 from slime_core.errors import StorageError
 from slime_core.evaluate import Evaluator
-from slime_core.report.metrics import rollout_metrics
+from slime_core.report.metrics import batch_metrics, rollout_metrics
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params
 from slime_core.trainers.batch import make_batch
@@ -87,6 +87,11 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
         version=version,
         stage=stage_name(config),
     )
+
+    def tell(done: StepReport) -> None:
+        report.step(done)
+        plugins.step_done(done, ctx)
+
     steps = config.rollout.num_rollout
     source = open_source(config, plugins, parts.tokenizer, ctx)
     evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
@@ -113,12 +118,12 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
             collector.admit(version)
             metrics |= rollout_metrics(groups, version - 1, counts.drops, counts.issued)
             metrics |= {f"data/{name}": float(count) for name, count in source.counts().items()}
-            done = StepReport(
-                version=version, stage=ctx.stage, step=step, of=steps, metrics=metrics, seconds=clock.seconds
-            )
             report.samples(version, groups)
-            report.step(done)
-            plugins.step_done(done, ctx)
+            tell(
+                StepReport(
+                    version=version, stage=ctx.stage, step=step, of=steps, metrics=metrics, seconds=clock.seconds
+                )
+            )
             if step + 1 == steps or (config.eval.eval_interval and (step + 1) % config.eval.eval_interval == 0):
                 await evaluator.run(version)
     return version
@@ -137,7 +142,7 @@ async def train_on(
         batch = plugins.advantage(batch, columns, train)
         plugins.batch(batch, ctx)
         with clock.part("train"):
-            metrics = await parts.trainer.step(batch)
+            metrics = await parts.trainer.step(batch) | batch_metrics(batch)
     await parts.ledger.trained(version + 1)
     return metrics
 

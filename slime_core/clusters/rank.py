@@ -77,7 +77,9 @@ async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
         return await getattr(trainer, method)(Path(args[0]))
     if method in ("release", "reacquire"):
         return await getattr(trainer, method)(set(args[0]))
-    return await {"step": trainer.step, "publish": trainer.publish}[method](*args)
+    if method == "step":
+        return await trainer.step(args[0])
+    return await trainer.publish(args[0])
 
 
 def _answer(sock: socket.socket, work: Any) -> Any:
