@@ -106,6 +106,14 @@ def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:
     ids = [int(token) for token in ctx.tokenizer.encode(sample.label, add_special_tokens=False)]
     end = ctx.tokenizer.eos_token_id
     ids += [int(end)] if end is not None and ids[-1:] != [end] else []
+    limit = ctx.config.rollout.rollout_max_context_len
+    if limit and len(sample.tokens) + len(ids) > limit:
+        raise DataError(
+            f"sample {sample.id} has {len(sample.tokens)} prompt and {len(ids)} label tokens, more than {limit}",
+            code="DAT26",
+            where=group.prompt.where or f"prompt '{group.id}'",
+            fix="raise rollout.rollout_max_context_len, or shorten the row",
+        )
     sample.append_response(ids, log_probs=[0.0] * len(ids), text=sample.label)
     sample.status, sample.reward = Status.COMPLETED, 0.0
 

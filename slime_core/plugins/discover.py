@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
@@ -35,11 +36,7 @@ class PluginInfo:
 
 def available() -> list[PluginInfo]:
     """Every installed plugin, by name; of two with one name both are listed, each naming the other."""
-    found = [
-        (entry.name, entry.value, entry.dist.metadata["Name"], entry.dist.version)
-        for entry in metadata.entry_points(group=GROUP)
-        if entry.dist is not None
-    ]
+    found = set(_entries())
     return [
         PluginInfo(
             name=name,
@@ -48,8 +45,52 @@ def available() -> list[PluginInfo]:
             target=target,
             conflicts=tuple(sorted({d for n, _, d, _ in found if n == name and d != dist})),
         )
-        for name, target, dist, version in sorted(set(found))
+        for name, target, dist, version in sorted(found)
     ]
+
+
+def _entries() -> Iterator[tuple[str, str, str, str]]:
+    """Name, target, distribution and version of each entry point of ours.
+
+    Read line by line, because one distribution whose metadata is damaged, whoever's it is, makes
+    ``importlib.metadata.entry_points`` fail for all.
+    """
+    for dist in metadata.distributions():
+        text = _text_of(dist)
+        if GROUP not in text:
+            continue
+        name, version = _identity(dist)
+        if _is_shadowed(name, text):
+            continue
+        section = ""
+        for line in map(str.strip, text.splitlines()):
+            key, equals, value = line.partition("=")
+            if line.startswith("["):
+                section = line.strip("[]").strip()
+            elif section == GROUP and equals and not line.startswith(("#", ";")):
+                yield key.strip(), value.strip(), name, version
+
+
+def _text_of(dist: metadata.Distribution) -> str:
+    try:
+        return dist.read_text("entry_points.txt") or ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _identity(dist: metadata.Distribution) -> tuple[str, str]:
+    try:
+        return dist.metadata["Name"] or "unknown", dist.metadata["Version"] or "unknown"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "unknown", "unknown"
+
+
+def _is_shadowed(name: str, text: str) -> bool:
+    """Whether another copy of the distribution comes first on the path, so that this one is not what is imported."""
+    try:
+        return _text_of(metadata.distribution(name)) != text
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def find(name: str) -> PluginInfo:

@@ -53,9 +53,8 @@ def load_plugin(name: str) -> Loaded:
 
 
 def _import(info: PluginInfo) -> Any:
-    entry = next(e for e in metadata.entry_points(group=GROUP, name=info.name) if e.value == info.target)
     try:
-        target = entry.load()
+        target = metadata.EntryPoint(info.name, info.target, GROUP).load()
         return target() if inspect.isclass(target) else target
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise PluginError(

@@ -44,7 +44,7 @@ def work(tmp_path):
     (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "more.toml").write_text("clip_at = 2.0\n")
-    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "model", hidden=16, layers=1)
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
                 "--n-samples-per-prompt",
                 "4",
             ),
-            *("--rollout-max-response-len", "6", "--lr", "1e-3", "--cpu-threads", "1", "--run-dir", name),
+            *("--rollout-max-response-len", "4", "--lr", "1e-3", "--cpu-threads", "1", "--run-dir", name),
             *(word for flag, value in flags.items() for word in (f"--{flag}", value)),
             cwd=work,
         )
@@ -85,7 +85,7 @@ def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
     assert steps[0] == steps[1]
     assert all(step["tis/ratio"] > 0 for step in steps[0])
     logged = [line.split() for line in (work / "log.txt").read_text().splitlines()]
-    assert [row[:2] for row in logged] == [["0", "16"], ["1", "16"]] * 2
+    assert [row[:2] for row in logged] == [["0", "8"], ["1", "8"]] * 2
     weights = [(work / name / "final" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert weights[0] == weights[1]
     assert weights[0] != (work / "model" / "model.safetensors").read_bytes()

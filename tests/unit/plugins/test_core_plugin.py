@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.config.schema import Config, RewardSection, TrainSection
+from slime_core.config.schema import Config, RewardSection, RolloutSection, TrainSection
 from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types import Batch, Group, Prompt, Sample, Status
 
@@ -64,6 +64,15 @@ def test_a_supervised_stage_refuses_a_row_without_a_text(load, group, ctx, label
     with pytest.raises(DataError) as caught:
         asyncio.run(load().rollout([group], used))
     assert "data.label_key" in caught.value.fix
+
+
+def test_a_supervised_row_beyond_the_context_is_refused_with_both_lengths(load, group, ctx):
+    ctx.tokenizer.eos_token_id = 0
+    config = Config(train=TrainSection(loss_type="sft_loss"), rollout=RolloutSection(rollout_max_context_len=5))
+    with pytest.raises(DataError) as caught:
+        asyncio.run(load().rollout([group], replace(ctx, config=config)))
+    assert caught.value.code == "DAT26"
+    assert "4 prompt and 2 label tokens" in caught.value.what
 
 
 def test_grpo_centres_and_divides_in_the_group():

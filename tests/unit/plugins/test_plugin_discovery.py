@@ -54,3 +54,57 @@ def test_an_unknown_name_gets_the_nearest_and_a_pip_hint(install_plugin):
     assert "did you mean 'kernelbench'?" in caught.value.fix
     assert "pip install slime-kernelbnch" in caught.value.fix
     assert "kernelbench" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("entry_points", "meta"),
+    [
+        (b"[slime.plugins]\njunk line\n", b"Metadata-Version: 2.1\nName: a\nVersion: 1\n"),
+        (b"[slime.plugins]\nx = y\n\xff\xfe", b"Metadata-Version: 2.1\nName: a\nVersion: 1\n"),
+        (b"no section = x\n[slime.plugins", b""),
+        (b"[console_scripts]\nbroken\n", None),
+    ],
+    ids=["no equals sign", "no UTF-8", "no metadata", "another group"],
+)
+def test_a_distribution_with_damaged_metadata_hides_no_other(install_plugin, entry_points, meta):
+    site = install_plugin("geo", "")
+    broken = site / "damaged-1.dist-info"
+    broken.mkdir()
+    (broken / "entry_points.txt").write_bytes(entry_points)
+    if meta is not None:
+        (broken / "METADATA").write_bytes(meta)
+    assert "geo" in [info.name for info in available()]
+    assert find("geo").distribution == "dist-geo"
+
+
+def test_a_plugin_without_a_name_or_version_in_its_metadata_is_listed_as_unknown(install_plugin):
+    site = install_plugin("geo", "")
+    (site / "dist_geo-1.0.dist-info" / "METADATA").unlink()
+    assert find("geo").requirement == "unknown==unknown"
+
+
+@pytest.mark.parametrize("target", ["not a module!", "no_such_module_anywhere", "json:nothing", ""])
+def test_a_target_that_is_none_is_a_load_error_of_that_plugin(install_plugin, target):
+    from slime_core.plugins import load_plugin
+
+    site = install_plugin("geo", "")
+    (site / "dist_geo-1.0.dist-info" / "entry_points.txt").write_text(f"[slime.plugins]\ngeo = {target}\n")
+    with pytest.raises(PluginError) as caught:
+        load_plugin("geo")
+    assert caught.value.code == "PLG50"
+    assert "geo" in caught.value.what
+
+
+def test_a_copy_further_down_the_path_is_not_listed(install_plugin, tmp_path, monkeypatch):
+    import shutil
+
+    site = install_plugin("geo", "", version="2.0")
+    other = tmp_path / "older"
+    shutil.copytree(site, other)
+    (other / "dist_geo-2.0.dist-info").rename(other / "dist_geo-1.0.dist-info")
+    meta = other / "dist_geo-1.0.dist-info" / "METADATA"
+    meta.write_text(meta.read_text().replace("2.0", "1.0"))
+    (other / "dist_geo-1.0.dist-info" / "entry_points.txt").write_text("[slime.plugins]\ngeo = older_module\n")
+    monkeypatch.syspath_prepend(str(other))
+    monkeypatch.syspath_prepend(str(site))
+    assert [info.version for info in available() if info.name == "geo"] == ["2.0"]
