@@ -19,7 +19,7 @@ from slime_core.errors import ConfigError, SlimeError
 if TYPE_CHECKING:
     from slime_core.report.rundir import RunDir
 
-INTERRUPTED, TERMINATED, CLOSED_PIPE = 130, 143, 141
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class Terminated(BaseException):
@@ -48,10 +48,6 @@ def report_failure(error: BaseException, session: Session) -> int:
     if isinstance(error, Terminated):
         say(f"terminated{_kept(session)}")
         return TERMINATED
-    if isinstance(error, BrokenPipeError):
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE
     if isinstance(error, click.ClickException):
         return _told(_usage(error), error, session)
     if isinstance(error, SlimeError):

@@ -90,6 +90,7 @@ class WandbSink:
             dir=str(run_dir),
             config=dict(config),
             mode=None if "WANDB_MODE" in os.environ or known else "offline",
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True),  # no argv: it may hold secrets
         )
 
     def write(self, report: StepReport) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,7 @@ def test_durations(seconds, text):
 
 def test_wandb_works_offline(run_dir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--api-key", "canary-in-argv"])
     sink = WandbSink("slime-test")
     stream = io.StringIO()
     report = Report(run_dir, Config(name="demo"), [sink], PlainLines(stream))
@@ -233,3 +234,5 @@ def test_wandb_works_offline(run_dir, monkeypatch):
     report.finish()
     assert "failed" not in stream.getvalue()
     assert list(run_dir.path.glob("wandb/offline-run-*/*.wandb"))
+    written = [file for file in run_dir.path.rglob("*") if file.is_file()]
+    assert not [file for file in written if b"canary-in-argv" in file.read_bytes()]
