@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,6 @@ from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
 from slime_core.report.live import PlainLines, RichLine, duration, make_live
-from slime_core.report.sinks import WandbSink
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit
@@ -108,8 +109,10 @@ def test_the_resolved_config_is_written_and_loads_again(run_dir):
 def test_no_secret_reaches_any_file_or_sink(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "canary-from-environment")
     recipe = tmp_path / "r.toml"
+    login = "me:canary-in-url"
     recipe.write_text(
-        '[plugin.judge]\napi_key = "canary-pasted"\nurl = "http://me:canary-in-url@host/"\naccess = "${JUDGE_TOKEN}"\n'
+        f'[plugin.judge]\napi_key = "canary-pasted"\nurl = "http://{login}@judge.example/"\n'
+        'access = "${JUDGE_TOKEN}"\n'
     )
     loaded = read(recipe)
     sink = Keeping()
@@ -222,17 +225,32 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_wandb_works_offline(run_dir, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--api-key", "canary-in-argv"])
-    sink = WandbSink("slime-test")
-    stream = io.StringIO()
-    report = Report(run_dir, Config(name="demo"), [sink], PlainLines(stream))
+WANDB = """
+import io, sys
+from pathlib import Path
+from slime_core.config.schema import Config
+from slime_core.report import Report, RunDir
+from slime_core.report.live import PlainLines
+from slime_core.report.sinks import WandbSink
+from slime_core.types import StepReport
+
+stream = io.StringIO()
+with RunDir.create("demo", at=Path(sys.argv[1])) as run_dir:
+    report = Report(run_dir, Config(name="demo"), [WandbSink("slime-test")], PlainLines(stream))
     report.start()
-    report.step(step(1, **{"reward/mean": 0.5}))
+    report.step(StepReport(version=1, stage="main", step=0, of=1, metrics={"reward/mean": 0.5}, seconds={}))
     report.evaluation("held", 1, {"reward/mean": 0.25})
     report.finish()
-    assert "failed" not in stream.getvalue()
-    assert list(run_dir.path.glob("wandb/offline-run-*/*.wandb"))
-    written = [file for file in run_dir.path.rglob("*") if file.is_file()]
+print(stream.getvalue())
+"""
+
+
+def test_wandb_works_offline_says_nothing_and_gets_no_command_line(tmp_path):
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    command = [sys.executable, "-c", WANDB, tmp_path / "run", "--api-key", "canary-in-argv"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "failed" not in done.stdout
+    assert done.stderr == ""
+    assert list(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in written if b"canary-in-argv" in file.read_bytes()]
