@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.cache import BLOCK, KVCache, up
+from slime_core.engines.local.rowcounts import tailless
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,12 @@ PIECE = 256
 
 QUERY_BLOCK = 128
 """Prompt rows that share one L."""
+
+GATHER = 3
+"""What a far row costs, in times of what it would cost among all."""
+
+FAR_COST = 1500
+"""What having far rows costs beside, in columns of one row."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +76,8 @@ class Rows:
     longest: int  # columns that attention needs
     scratch: int  # position of rows that stand for no sequence
     first: int = 0  # slot of row 0 of a decode step
+    short: int = 0  # columns that are computed for all rows of a decode step
+    far: torch.Tensor | None = None  # rows of a decode step that need ``longest`` columns, where few do
     segments: list[Segment] | None = None
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass, by shape
     written: dict[int, torch.Tensor] = field(default_factory=dict)  # by number of heads
@@ -104,6 +113,21 @@ def pack(segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, 
     return Rows(made[0], made[1], made[2], longest, cache.scratch, segments=segments)
 
 
+def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[np.int64] | None]:
+    """For active rows at ``positions`` among ``slots``: columns for all, columns for the far rows, and which they are.
+
+    The far rows' keys are gathered, which costs about as much again as computing with them.
+    """
+    need = -(-(positions + 1) // BLOCK) * BLOCK
+    longest = int(need.max(initial=BLOCK))
+    best, short = slots * longest, longest
+    for length in range(BLOCK, longest, BLOCK):
+        cost = slots * length + GATHER * int((need > length).sum()) * longest + FAR_COST
+        if cost < best:
+            best, short = cost, length
+    return short, longest, np.flatnonzero(need > short) if short < longest else None
+
+
 def attend(
     cache: KVCache,
     layer: int,
@@ -128,8 +152,8 @@ def attend(
     if only_write:
         return None
     heads = query.shape[1]
-    query = query.to(keys.dtype)
-    grouped = (query if form.scale == 1.0 else query * form.scale).view(count, kv_heads, heads // kv_heads, dim)
+    scaled = query.to(keys.dtype) if form.scale == 1.0 else query.to(keys.dtype) * form.scale
+    grouped = scaled.view(count, kv_heads, heads // kv_heads, dim)
     sink = None if sinks is None else sinks.to(keys.dtype).view(1, kv_heads, heads // kv_heads, 1)
     if rows.segments is None:
         out = _decode(keys, values, rows, grouped, form, sink)
@@ -141,14 +165,32 @@ def attend(
 def _decode(
     keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    count, kv_heads, group, _ = query.shape
-    length = rows.longest
+    count = query.shape[0]
     slots = slice(rows.first, rows.first + count)
-    k = keys[slots].flatten(0, 1)[:, :length]
-    v = values[slots].flatten(0, 1)[:, :length]
+    mask = _mask(rows, 0, count, rows.short, form.window)
+    out = _side_by_side(keys[slots], values[slots], query, mask, form, sink, rows.short)
+    if rows.far is not None:
+        mask = _mask(rows, 0, count, rows.longest, form.window)[rows.far]
+        own = rows.far + rows.first
+        k, v = (tensor[:, :, : rows.longest].index_select(0, own) for tensor in (keys, values))
+        out[rows.far] = _side_by_side(k, v, query[rows.far], mask, form, sink, rows.longest)
+    return out
+
+
+def _side_by_side(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query: torch.Tensor,
+    mask: torch.Tensor,
+    form: Form,
+    sink: torch.Tensor | None,
+    length: int,
+) -> torch.Tensor:
+    """Row i attends to keys[i, :, :length]."""
+    count, kv_heads, group, _ = query.shape
+    k, v = keys.flatten(0, 1)[:, :length], values.flatten(0, 1)[:, :length]
     scores = torch.bmm(query.flatten(0, 1), k.transpose(1, 2)).view(count, kv_heads, group, length)
-    mask = _mask(rows, 0, count, length, form.window)[:, None, None]
-    weights = _weights(scores, mask, form, sink).view(count * kv_heads, group, length)
+    weights = _weights(scores, mask[:, None, None], form, sink).view(count * kv_heads, group, length)
     return _sum(weights, v).view(count, kv_heads, group, -1)
 
 
@@ -199,14 +241,24 @@ def _joined(
 
 def _weights(scores: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None) -> torch.Tensor:
     if form.softcap:
-        scores = torch.tanh(scores / form.softcap) * form.softcap
-    scores = scores + mask
+        scores = _capped(scores, form.softcap)
+    scores = scores.add_(mask)
     if sink is None:
         return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
     column = sink.expand(*scores.shape[:-1], BLOCK).clone()
     column[..., 1:] = -torch.inf  # keeps rows a multiple of the vector width
     joined = torch.softmax(torch.cat([column, scores], -1), -1, dtype=torch.float32)
     return joined[..., BLOCK:].to(scores.dtype)
+
+
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(scores / cap), padded to a size at which no thread's share ends inside a vector."""
+    flat = (scores / cap).view(-1)
+    size = flat.numel()
+    while flat.device.type == "cpu" and not tailless(size, torch.get_num_threads(), flat.itemsize):
+        size += BLOCK
+    padded = torch.nn.functional.pad(flat, (0, size - flat.numel())) if size > flat.numel() else flat
+    return padded.tanh_()[: flat.numel()].view(scores.shape).mul_(cap)
 
 
 def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

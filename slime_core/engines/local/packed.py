@@ -8,16 +8,13 @@ raises :class:`Unfit`, and the engine falls back to recomputing whole prefixes.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from slime_core.engines.local.attention import Form, Rows, attend
 from slime_core.engines.local.cache import KVCache, LayerShape
 from slime_core.engines.local.rowcounts import Product
-
-if TYPE_CHECKING:
-    from torch import nn
 
 ATTENTION = "slime_slots"
 HARMLESS = frozenset(
@@ -107,17 +104,20 @@ class PackedPlan:
     """
 
     name = "packed"
+    hidden_widths = False  # elementwise kernels run over sizes that no linear layer tells of (fused experts)
 
-    def __init__(self, model: nn.Module, device: str) -> None:
+    def __init__(self, model: Any, device: str) -> None:
         from transformers import AttentionInterface
 
         if moving_rope(getattr(model, "config", None)):
             raise Unfit("rotary frequencies depend on the longest sequence of a pass")
+        if getattr(model.config.get_text_config(), "attention_chunk_size", None):
+            raise Unfit("attention is in chunks, which it is not told of")
         AttentionInterface.register(ATTENTION, slot_attention)
-        self._model: Any = model
+        self._model = model
         self._board = Board()
         for module in model.modules():
-            module.slime_board = self._board  # type: ignore[assignment]
+            module.slime_board = self._board
         try:
             self._model.set_attn_implementation(ATTENTION)
             if hasattr(self._model, "set_experts_implementation") and device == "cpu":
@@ -125,6 +125,7 @@ class PackedPlan:
         except (ValueError, KeyError, ImportError, AttributeError) as error:
             raise Unfit(str(error)) from error
         accepts = inspect.signature(self._model.forward).parameters
+        self.hidden_widths = any(parameter.ndim > 2 for parameter in model.parameters())
         if "position_ids" not in accepts:
             raise Unfit("forward takes no position_ids")
         self._keeps = "logits_to_keep" in accepts
@@ -142,9 +143,17 @@ class PackedPlan:
 
     def products(self) -> list[Product]:
         """Every kind of linear layer."""
-        layers = [module for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
-        kinds = {(m.in_features, m.out_features, m.bias is None): m for m in layers}
-        return [Product(m.in_features, m.out_features, m.weight.dtype, m) for m in kinds.values()]
+        kinds: dict[tuple[int, int, bool], Product] = {}
+        for module in self._model.modules():
+            if isinstance(module, torch.nn.Linear):
+                inputs, outputs = module.in_features, module.out_features
+            elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer, its weight transposed
+                inputs, outputs = module.weight.shape
+            else:
+                continue
+            product = Product(inputs, outputs, module.weight.dtype, module, True)
+            kinds.setdefault((inputs, outputs, module.bias is None), product)
+        return list(kinds.values())
 
     def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
@@ -177,8 +186,8 @@ class RescanPlan:
     name = "rescan"
     shapes: tuple[LayerShape, ...] = ()
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any) -> None:
+        self._model = model
 
     def refresh(self) -> None:
         """Nothing is kept beside the parameters."""
@@ -188,4 +197,5 @@ class RescanPlan:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] ids of one sequence -> [T, V]."""
-        return self._model(input_ids=tokens[None], use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
+        out = self._model(input_ids=tokens[None], use_cache=False, return_dict=True)
+        return out.logits[0]  # type: ignore[no-any-return]

@@ -2,26 +2,31 @@
 
 Matrix products block their sums by their shape: below 16 rows other kernels run, and with two threads and long sums
 (896 and more were seen) the blocks change with the number of rows too. So the counts are measured, once, on the
-model's own linear layers with this process's threads: those that agree bit for bit with REFERENCE rows are allowed,
-and a pass is padded to one of them. Elementwise kernels round the tail of a thread's share differently, so counts are
-multiples of a step that leaves no tail.
+model's own products with this process's threads: those that agree bit for bit with REFERENCE rows are allowed, and a
+pass is padded to one of them. Elementwise kernels treat the tail of each thread's share with other code, which rounds
+an exp or tanh differently, so a count is also one that leaves no tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 REFERENCE = 64
-CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-STEPS = (16, 32, 64)
+CANDIDATES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
 PROBE_FLOPS = 2e10
 """A candidate that would cost more to measure than this is left out."""
 
 VECTOR_BYTES = 128
 """Two AVX-512 vectors: what one turn of an elementwise loop takes."""
+
+GRAIN = 32768
+"""Elements for which torch adds a thread to an elementwise kernel."""
+
+GRAINS = (2048, GRAIN)
+"""The first is that of exp, tanh and the like."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,24 +54,27 @@ class Product:
     outputs: int
     dtype: torch.dtype
     run: Callable[[torch.Tensor], torch.Tensor]
+    bent: bool  # an elementwise function may follow over all of [N, outputs]
 
 
 def measure(products: Sequence[Product], threads: int) -> RowCounts:
     """Allowed counts for a model on the CPU."""
-    vector = VECTOR_BYTES // (products[0].dtype.itemsize if products else 4)
-    step = _step([product.outputs for product in products], threads, vector)
-    counts = [count for count in CANDIDATES if count % step == 0]
+    counts = [
+        count
+        for count in CANDIDATES
+        if all(tailless(count * p.outputs, threads, p.dtype.itemsize) for p in products if p.bent)
+    ]
+    counts = sorted({*counts, REFERENCE})
     for product in products:
         counts = _agreeing(product, counts)
     return RowCounts(tuple(counts), counts[-1])
 
 
-def _step(widths: Iterable[int], threads: int, vector: int) -> int:
-    """Rows after which every product's output ends on a whole vector in every thread's share."""
-    for step in STEPS:
-        if all(step * width % (threads * vector) == 0 for width in widths):
-            return step
-    return STEPS[-1]
+def tailless(size: int, threads: int, itemsize: int) -> bool:
+    """Whether every thread's share of an elementwise kernel over ``size`` elements is whole vectors."""
+    vector = VECTOR_BYTES // itemsize
+    shares = [-(-size // min(threads, -(-size // grain))) for grain in GRAINS]
+    return size % vector == 0 and all(share % vector == 0 for share in shares)
 
 
 def _agreeing(product: Product, counts: Sequence[int]) -> list[int]:

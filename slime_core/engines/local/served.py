@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from slime_core.engines.local import verify
-from slime_core.engines.local.attention import Rows, Segment, pack
+from slime_core.engines.local.attention import Rows, Segment, pack, reach
 from slime_core.engines.local.cache import BLOCK, KVCache, up
 from slime_core.engines.local.packed import RescanPlan
 from slime_core.engines.local.rowcounts import RowCounts
@@ -86,7 +86,9 @@ class Served:
         self._plan, self.counts = found.plan, found.counts
         self.batch_invariant = self.batch_invariant and found.batch_invariant
         for line in found.remarks:
-            log.info("%s", line)
+            log.info("%s; running it as %s", line, found.plan.name)
+        for line in found.warnings:
+            log.warning("%s", line)
         self.allocate()
 
     def allocate(self) -> None:
@@ -134,14 +136,17 @@ class Served:
             at = slice(first, min(first + self.counts.most, count))
             active = slots.active[at]
             positions = np.where(active, slots.position[at], cache.scratch)
-            reached = int(slots.position[at][active].max(initial=0))
+            live = np.flatnonzero(active)
+            short, longest, far = reach(slots.position[at][live], len(active))
             rows = Rows(
                 tokens=self._to(slots.token[at]),
                 positions=self._to(positions),
                 slots=self._to(np.arange(at.start, at.stop)),
-                longest=up(reached + 1, BLOCK),
+                longest=longest,
                 scratch=cache.scratch,
                 first=first,
+                short=short,
+                far=None if far is None else self._to(live[far]),
             )
             parts.append(self._plan.forward(rows, cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -168,9 +173,9 @@ class Served:
         )
 
     def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
-        out = None
+        out: torch.Tensor | None = None
         for slot in np.flatnonzero(slots.active[:count]):
-            last = self._plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
+            last: torch.Tensor = self._plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
             out = last.new_zeros(count, len(last)) if out is None else out
             out[slot] = last
         assert out is not None

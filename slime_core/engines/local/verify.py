@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 """Largest difference of logits, relative to the largest logit."""
 
-LENGTHS = (5, 11)
+LENGTHS = (5, 11, 40)
+LONGEST = 512
+"""A sliding window up to this is exceeded by the last sequence."""
+
 GPU_ROWS = 4096
 """Rows of one pass on a GPU, where any count will do."""
 
@@ -39,6 +42,7 @@ class Found:
     counts: RowCounts
     batch_invariant: bool = True
     remarks: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def choose(model: nn.Module, context_len: int, device: str) -> Found:
@@ -46,45 +50,54 @@ def choose(model: nn.Module, context_len: int, device: str) -> Found:
     sequences = _probe(model, context_len, device)
     wanted = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
     kind = type(model).__name__
-    remarks: list[str] = []
+    before = getattr(model.config, "_attn_implementation", None)
+    found = Found(plan=None, counts=RowCounts())
     makers: tuple[Callable[[], Any], ...] = (
         lambda: LeanPlan(model, up(context_len + 1, BLOCK)),
         lambda: PackedPlan(model, device),
     )
     for make in makers:
-        before = getattr(getattr(model, "config", None), "_attn_implementation", None)
         try:
-            plan = make()
-            counts = measure(plan.products(), torch.get_num_threads()) if device == "cpu" else RowCounts(most=GPU_ROWS)
-            trial = _Trial(plan, counts, device)
-            got = trial.together(sequences)
-            _compare(got, wanted, next(model.parameters()).dtype)
+            _try(make(), found, sequences, wanted, device)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
-            remarks.append(f"{kind}: {reason}")
+            found.remarks.append(f"{kind}: {reason}")
             if getattr(model.config, "_attn_implementation", None) != before:
                 model.set_attn_implementation(before)  # type: ignore[operator]
             continue
-        found = Found(plan=plan, counts=counts, remarks=remarks)
-        if device == "cpu" and not trial.independent(sequences, got):
-            found.batch_invariant = False
-            remarks.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
+        if not found.batch_invariant:
+            found.warnings.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
         return found
-    remarks.append(f"{kind}: every token recomputes its whole sequence, which is slow")
-    return Found(plan=RescanPlan(model), counts=RowCounts(), remarks=remarks)
+    found.plan, found.counts, found.batch_invariant = RescanPlan(model), RowCounts(), device == "cpu"
+    found.warnings.append(f"{kind}: every token recomputes its whole sequence, which is slow")
+    return found
+
+
+def _try(plan: Any, found: Found, sequences: list[torch.Tensor], wanted: list[torch.Tensor], device: str) -> None:
+    threads = torch.get_num_threads()
+    counts = measure(plan.products(), threads) if device == "cpu" else RowCounts(most=GPU_ROWS)
+    trial = _Trial(plan, counts, device, max(map(len, sequences)))
+    got = trial.together(sequences)
+    _compare(got, wanted)
+    found.plan, found.counts = plan, counts
+    if device == "cpu":
+        settled = threads <= 2 or not plan.hidden_widths
+        found.batch_invariant = settled and trial.independent(sequences, got)
 
 
 def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:
-    vocab = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     draws = np.random.default_rng(0)
+    window = getattr(config, "sliding_window", None) or 0
+    lengths = (*LENGTHS[:-1], max(LENGTHS[-1], window + 8 if window <= LONGEST else 0))
     return [
-        torch.from_numpy(draws.integers(0, vocab, max(2, min(length, context_len)))).to(device) for length in LENGTHS
+        torch.from_numpy(draws.integers(0, config.vocab_size, max(2, min(n, context_len)))).to(device) for n in lengths
     ]
 
 
-def _compare(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+def _compare(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     for mine, own in zip(got, wanted, strict=True):
         worst = float((mine.float() - own).abs().max())
-        bound = TOLERANCE[dtype] * max(1e-3, float(own.abs().max()))
+        bound = TOLERANCE[mine.dtype] * max(1e-3, float(own.abs().max()))
         if not worst <= bound:
             raise Unfit(f"packed logits differ from the model's own by {worst:.3g}, more than {bound:.3g}")
 
@@ -92,10 +105,10 @@ def _compare(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.d
 class _Trial:
     """A small cache and the two kinds of passes."""
 
-    def __init__(self, plan: Any, counts: RowCounts, device: str) -> None:
+    def __init__(self, plan: Any, counts: RowCounts, device: str, longest: int) -> None:
         self._plan, self._counts, self._device = plan, counts, device
         self._rows = counts.pad(len(LENGTHS))
-        self._cache = KVCache(plan.shapes, self._rows, BLOCK - 1, torch.float32, device)
+        self._cache = KVCache(plan.shapes, self._rows, longest, torch.float32, device)
 
     def together(self, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
         """Both sequences in one prefill and one decode step."""
@@ -126,11 +139,13 @@ class _Trial:
         positions = torch.full((self._rows,), self._cache.scratch)
         for slot, ids in seats.items():
             tokens[slot], positions[slot] = ids[-1], len(ids) - 1
+        longest = up(max(map(len, seats.values())), BLOCK)
         rows = Rows(
             tokens=tokens.to(self._device),
             positions=positions.to(self._device),
             slots=torch.arange(self._rows, device=self._device),
-            longest=BLOCK,
+            longest=longest,
+            short=longest,
             scratch=self._cache.scratch,
         )
         return self._plan.forward(rows, self._cache, logits=True)  # type: ignore[no-any-return]

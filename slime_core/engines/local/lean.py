@@ -1,0 +1,235 @@
+"""Packed rows in, logits out, for Llama, Mistral, Qwen2 and Qwen3: the family's arithmetic with little Python a layer.
+
+    x -> norm -> [q k v] -> (head norms) -> rotate -> write, attend -> + x -> norm -> [gate up] -> silu * -> + x
+
+Products run over copies of the weights, joined and transposed once at every load, while the model is small; above
+FUSE_BYTES over the module's own tensors. Nothing here is trusted: the engine compares the logits with the module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from slime_core.engines.local.attention import Form, Rows, attend
+from slime_core.engines.local.cache import KVCache, LayerShape
+from slime_core.engines.local.packed import Unfit, moving_rope
+from slime_core.engines.local.rowcounts import GRAIN, Product
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+FUSE_BYTES = 1 << 30
+"""Parameters that take more are not copied."""
+
+
+class Matrix:
+    """Linear layers over the same input, as one product: [N, in] -> [N, sum of out]."""
+
+    def __init__(self, layers: Sequence[nn.Linear], *, fused: bool) -> None:
+        self._layers = list(layers)
+        self._fused = fused
+        self._weight = torch.empty(0)  # in, out
+        self._bias: torch.Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copy what the layers hold now."""
+        if not self._fused:
+            return
+        width = sum(layer.out_features for layer in self._layers)
+        like = self._layers[0].weight
+        if self._weight.shape != (like.shape[1], width):
+            self._weight = torch.empty(like.shape[1], width, dtype=like.dtype, device=like.device)
+        torch.cat([layer.weight.t() for layer in self._layers], 1, out=self._weight)
+        biases = [layer.bias for layer in self._layers]
+        if any(bias is not None for bias in biases):
+            self._bias = torch.cat(
+                [like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in self._layers]
+            )
+
+    def release(self) -> None:
+        """Drop the copies."""
+        self._weight, self._bias = torch.empty(0), None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._fused:
+            parts = [F.linear(x, layer.weight, layer.bias) for layer in self._layers]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self._bias is not None:
+            return torch.addmm(self._bias, x, self._weight)
+        return torch.mm(x, self._weight)
+
+    def added(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``base`` + product."""
+        if self._fused and self._bias is None:
+            return torch.addmm(base, x, self._weight)
+        return base + self(x)
+
+    def products(self) -> list[Product]:
+        """For measuring how many rows they may have."""
+        first = self._layers[0]
+        width = sum(layer.out_features for layer in self._layers)
+        made = [Product(first.in_features, width, first.weight.dtype, self, False)]
+        if self._fused and len(self._layers) == 1:
+            made.append(Product(first.in_features, width, first.weight.dtype, self._onto, False))
+        return made
+
+    def _onto(self, x: torch.Tensor) -> torch.Tensor:
+        return self.added(x.sum(-1, keepdim=True).expand(-1, self._layers[0].out_features).contiguous(), x)
+
+
+class _Layer:
+    """One decoder layer's matrices and vectors."""
+
+    def __init__(self, layer: Any, *, fused: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.module = layer
+        self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], fused=fused)
+        self.out = Matrix([attention.o_proj], fused=fused)
+        self.gate_up = Matrix([mlp.gate_proj, mlp.up_proj], fused=fused)
+        self.down = Matrix([mlp.down_proj], fused=fused)
+        self.head_norms = hasattr(attention, "q_norm")
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm] if self.head_norms else []
+        self.eps = [torch.tensor(norm.variance_epsilon, device=norm.weight.device) for norm in norms]
+        whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
+        self.window = int(getattr(attention, "sliding_window", whole) or 0)
+        self.heads = torch.empty(0)  # [Hq + Hkv, d]: the head norms' weights, queries scaled
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.qkv, self.out, self.gate_up, self.down]
+
+    def refresh(self, heads: int, kv_heads: int, scale: float) -> None:
+        for matrix in self.matrices:
+            matrix.refresh()
+        if self.head_norms:
+            attention = self.module.self_attn
+            query = (attention.q_norm.weight * scale).expand(heads, -1)
+            self.heads = torch.cat([query, attention.k_norm.weight.expand(kv_heads, -1)])
+
+
+class LeanPlan:
+    """The family's forward pass.
+
+    Raises:
+        Unfit: another family, or an option of it that is not written here.
+    """
+
+    name = "lean"
+    hidden_widths = False
+
+    def __init__(self, model: Any, length: int) -> None:
+        self._model = model
+        config = model.config
+        _check(type(model).__name__, config)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        fused = size <= FUSE_BYTES
+        self._layers = [_Layer(layer, fused=fused) for layer in self._model.model.layers]
+        self._head = Matrix([self._model.lm_head], fused=fused)
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = self._model.model.layers[0].self_attn.head_dim
+        self._scale = float(self._model.model.layers[0].self_attn.scaling)
+        self._length = length
+        norm = self._model.model.norm
+        self._eps = torch.tensor(norm.variance_epsilon, device=norm.weight.device)
+        self._cos = self._sin = torch.empty(0)
+        self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
+        self._forms = [
+            Form(scale=1.0 if layer.head_norms else self._scale, window=layer.window) for layer in self._layers
+        ]
+        self.refresh()
+
+    def products(self) -> list[Product]:
+        """Every product of a pass."""
+        first = self._layers[0]
+        return [made for matrix in (*first.matrices, self._head) for made in matrix.products()]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Follow the parameters."""
+        for layer in self._layers:
+            layer.refresh(self._heads, self._kv_heads, self._scale)
+        self._head.refresh()
+        if not self._cos.numel():
+            self._cos, self._sin = self._rotations()
+
+    def release(self) -> None:
+        """Drop every copy."""
+        for layer in self._layers:
+            layer.heads = torch.empty(0)
+            for matrix in layer.matrices:
+                matrix.release()
+        self._head.release()
+
+    def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
+        """One pass; the logits [N, V] of every row, or None where they are not wanted."""
+        body = self._model.model
+        x = F.embedding(rows.tokens, body.embed_tokens.weight)
+        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
+        for index, layer in enumerate(self._layers):
+            normed = _norm(x, layer.module.input_layernorm.weight, layer.eps[0])
+            query, key, value = self._project(layer, normed, cos, sin)
+            only_cache = not logits and index == len(self._layers) - 1
+            mixed = attend(cache, index, rows, query, key, value, self._forms[index], only_write=only_cache)
+            if mixed is None:
+                return None
+            x = layer.out.added(x, mixed.view(len(rows), -1))
+            normed = _norm(x, layer.module.post_attention_layernorm.weight, layer.eps[1])
+            x = layer.down.added(x, _gated(layer.gate_up(normed)))
+        return self._head(_norm(x, body.norm.weight, self._eps))
+
+    def _project(
+        self, layer: _Layer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        turned = self._heads + self._kv_heads
+        qkv = layer.qkv(normed).view(len(normed), turned + self._kv_heads, self._dim)
+        both, value = qkv[:, :turned], qkv[:, turned:]
+        if layer.head_norms:
+            both = _norm(both, layer.heads, layer.eps[2])
+        both = (both * cos).addcmul_(both.roll(self._dim // 2, -1), sin)
+        return both[:, : self._heads], both[:, self._heads :], value
+
+    def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[length, 1, d] each; the sine's first half negated, so that a roll stands for rotate-half."""
+        like = self._model.model.embed_tokens.weight
+        positions = torch.arange(self._length, device=like.device)[None]
+        cos, sin = self._model.model.rotary_emb(like.new_zeros(1, 1), positions)
+        if cos.shape[-1] != self._dim:
+            raise Unfit("only a part of each head is rotated")
+        half = self._dim // 2
+        sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        return cos[0][:, None].contiguous(), sin[:, None].contiguous()
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; five kernels where F.rms_norm has a dozen calls."""
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), None, float(eps)) * weight
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+def _gated(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [N, 2 * I]; on one thread a block, so that no thread's share ends inside a row."""
+    half = both.shape[-1] // 2
+    if both.device.type != "cpu" or torch.get_num_threads() <= 2 or both.numel() // 2 <= GRAIN:
+        return F.silu(both[:, :half]).mul_(both[:, half:])
+    out = both.new_empty(len(both), half)
+    for begin in range(0, len(both), max(1, GRAIN // half)):
+        part = both[begin : begin + max(1, GRAIN // half)]
+        torch.mul(F.silu(part[:, :half]), part[:, half:], out=out[begin : begin + len(part)])
+    return out
+
+
+def _check(kind: str, config: Any) -> None:
+    if kind not in FAMILIES:
+        raise Unfit(f"there is no lean plan for {kind}")
+    if config.hidden_act != "silu":
+        raise Unfit(f"the activation is {config.hidden_act}")
+    if moving_rope(config):
+        raise Unfit("rotary frequencies depend on the longest sequence of a pass")
