@@ -168,16 +168,15 @@ def _forget(table: dict[str, Any], path: KeyPath) -> None:
 
 
 def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Set a nested key; where the recipe has no table on the way, the schema will say so."""
     current: Any = data
     for part in path[:-1]:
-        if isinstance(current, list) and isinstance(part, int):
+        if isinstance(current, dict):
+            current = current.setdefault(part, {})
+        elif isinstance(current, list) and isinstance(part, int):
             current = current[part]
-        else:
-            inner = current.get(part)
-            if not isinstance(inner, (dict, list)):
-                inner = current[part] = {}
-            current = inner
-    current[path[-1]] = value
+    if isinstance(current, dict):
+        current[path[-1]] = value
 
 
 def _get(data: Any, path: KeyPath) -> Any:

@@ -189,6 +189,13 @@ def test_wrong_flags_are_refused_where_they_stand(recipe, refused, flags, code, 
     assert error.where.startswith("command line: ")
 
 
+@pytest.mark.parametrize("text", ["[[train]]\nlr = 1.0\n", "train = 3\n", "train = []\n"])
+def test_a_flag_into_a_table_that_is_none_leaves_the_error_to_the_recipe(recipe, refused, text):
+    error = refused(recipe(text), "--lr", "0.5")
+    assert (error.code, error.where) == ("CFG02", "recipe.toml:1")
+    assert error.what.startswith("train = ")
+
+
 def test_a_recipe_may_follow_a_flag_that_takes_no_value():
     for flag in ("--no-colocate", "--colocate"):
         words = split([flag, "rm_math/default", "--seed", "1"])
