@@ -1,6 +1,7 @@
 """The plugin `rm_math`: options, rows, reward and recipe, through slime's hooks alone.
 
-Tasks: ``arithmetic`` holds the problems to train on, ``arithmetic_heldout`` those that no stage ever trains on.
+Tasks: ``arithmetic`` holds the problems to train on, ``arithmetic_pupil`` the same problems with a careless pupil's
+answers (for a warm-up), ``arithmetic_heldout`` the problems that no stage ever trains on.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from slime_core import ConfigError, Context, Reward, Sample, hookimpl
 from slime_core.types import Group
 from slime_rm_math.grading import exact_match
-from slime_rm_math.problems import OPERATIONS, Operation, Problems
+from slime_rm_math.problems import OPERATIONS, Kind, Operation, Problems
+from slime_rm_math.pupil import Demonstrations
 
 slime_api = 1
-TRAIN, HELDOUT = "arithmetic", "arithmetic_heldout"
+TRAIN, PUPIL, HELDOUT = "arithmetic", "arithmetic_pupil", "arithmetic_heldout"
 
 
 class Options(BaseModel):
@@ -27,6 +29,11 @@ class Options(BaseModel):
 
     digits: int = Field(2, ge=1, le=3, description="Operands have up to this many digits.")
     operations: tuple[Operation, ...] = Field(OPERATIONS, min_length=1, description="Any of + and -.")
+    negative: bool = Field(False, description="Whether a - b may be below zero.")
+    ones_first: bool = Field(
+        False, description="Answers are written ones first, as columns are worked out: 58 for 85."
+    )
+    carry_lost: float = Field(0.65, ge=0, le=1, description="How often the pupil of arithmetic_pupil loses a carry.")
     heldout: float = Field(0.1, gt=0, lt=1, description="Share of problems that are never trained on.")
     heldout_rows: int = Field(500, ge=1, description="Held-out problems that an evaluation asks, at most.")
     split_seed: int = Field(0, ge=0, description="Another number, another split; the run's seed does not move it.")
@@ -45,16 +52,23 @@ def slime_recipes() -> Mapping[str, Path]:
 
 
 @hookimpl
-def slime_prompts(task: str, ctx: Context) -> Problems:
-    """The problems of a task: ``default`` is the same as ``arithmetic``."""
+def slime_prompts(task: str, ctx: Context) -> Problems | Demonstrations:
+    """The rows of a task; ``default`` is the same as ``arithmetic``."""
     options: Options = ctx.options
-    shared = options.model_dump(include={"digits", "operations", "heldout", "split_seed"})
-    if task in (TRAIN, "default"):
-        return Problems(**shared, side="train")
+    kind = Kind(**options.model_dump(include={"digits", "operations", "negative", "heldout", "split_seed"}))
     if task == HELDOUT:
-        return Problems(**shared, side="heldout", limit=options.heldout_rows)
+        return Problems(kind, side="heldout", ones_first=options.ones_first, limit=options.heldout_rows)
+    problems = Problems(kind, side="train", ones_first=options.ones_first)
+    if task in (TRAIN, "default"):
+        return problems
+    if task == PUPIL:
+        return Demonstrations(
+            problems, carry_lost=options.carry_lost, seed=options.split_seed, ones_first=options.ones_first
+        )
     raise ConfigError(
-        f"rm_math has no task '{task}'", where="data.tasks or eval.eval_tasks", fix=f"use {TRAIN} or {HELDOUT}"
+        f"rm_math has no task '{task}'",
+        where="data.tasks or eval.eval_tasks",
+        fix=f"use {TRAIN}, {PUPIL} or {HELDOUT}",
     )
 
 

@@ -6,7 +6,6 @@ Every problem ``a op b`` lies on one side for ever, decided by a hash of the uno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +17,12 @@ from slime_core import Prompt
 Operation = Literal["+", "-"]
 OPERATIONS: tuple[Operation, ...] = ("+", "-")
 OPERAND_BITS = 20
+SHIFT, MASK, ONE = np.uint64(OPERAND_BITS), np.uint64((1 << OPERAND_BITS) - 1), np.uint64(1)
 
 
 @dataclass(slots=True, frozen=True)
 class Problem:
-    """One problem. Example: ``Problem(12, "-", 30)`` has the text ``12-30=`` and the answer ``-18``."""
+    """One problem. Example: ``Problem(12, "-", 30)`` has the text ``12-30=`` and the value -18."""
 
     a: int
     op: Operation
@@ -34,41 +34,37 @@ class Problem:
         return f"{self.a}{self.op}{self.b}="
 
     @property
-    def answer(self) -> str:
-        """What it should say, in plain decimal digits with a minus where negative."""
-        return str(self.a + self.b if self.op == "+" else self.a - self.b)
+    def value(self) -> int:
+        """The right answer."""
+        return self.a + self.b if self.op == "+" else self.a - self.b
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Kind:
+    """Which problems there are, and which of them are held out."""
+
+    digits: int = 2  # operands have up to this many
+    operations: tuple[Operation, ...] = OPERATIONS
+    negative: bool = False  # whether a - b may be below zero
+    heldout: float = 0.1  # share
+    split_seed: int = 0
 
 
 class Problems:
     """The rows of one side of the split, in an order that is a hash of each problem.
 
     Example:
-        rows = Problems(digits=2, operations=("+",), heldout=0.1, split_seed=0, side="train")
-        rows.at(0).prompt      # "61+7="
+        rows = Problems(Kind(digits=2), side="train", ones_first=True)
+        rows.at(0)      # Prompt(prompt="61+7=", label="86", ...)
     """
 
     def __init__(
-        self,
-        *,
-        digits: int,
-        operations: Sequence[Operation],
-        heldout: float,
-        split_seed: int,
-        side: Literal["train", "heldout"],
-        limit: int | None = None,
+        self, kind: Kind, *, side: Literal["train", "heldout"], ones_first: bool = False, limit: int | None = None
     ) -> None:
-        codes = all_codes(digits, operations)
-        keep = held_out(codes, heldout, split_seed) == (side == "heldout")
-        codes = codes[keep]
-        self._codes = codes[np.argsort(mix(codes, split_seed + 1), kind="stable")][:limit]
-        self._recipe = {
-            "digits": digits,
-            "operations": list(operations),
-            "heldout": heldout,
-            "split_seed": split_seed,
-            "side": side,
-            "rows": len(self._codes),
-        }
+        codes = all_codes(kind)
+        codes = codes[held_out(codes, kind.heldout, kind.split_seed) == (side == "heldout")]
+        self._codes = codes[np.argsort(mix(codes, kind.split_seed + 1), kind="stable")][:limit]
+        self._kind, self._side, self._ones_first = kind, side, ones_first
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -80,11 +76,27 @@ class Problems:
     def at(self, position: int) -> Prompt:
         """The row at ``position``; the core sets its id and tokens."""
         problem = self.problem(position)
-        return Prompt(id="", position=position, prompt=problem.text, label=problem.answer)
+        label = written(problem.value, self._ones_first)
+        return Prompt(id="", position=position, prompt=problem.text, label=label)
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
-        return dict(self._recipe)
+        kind = self._kind
+        return {
+            "digits": kind.digits,
+            "operations": list(kind.operations),
+            "negative": kind.negative,
+            "heldout": kind.heldout,
+            "split_seed": kind.split_seed,
+            "side": self._side,
+            "ones_first": self._ones_first,
+            "rows": len(self._codes),
+        }
+
+
+def written(value: int, ones_first: bool) -> str:
+    """A number as it is written: ``42``, ``-18``; ones first, as columns are worked out: ``24``, ``81-``."""
+    return str(value)[::-1] if ones_first else str(value)
 
 
 def encode(problem: Problem) -> int:
@@ -99,23 +111,28 @@ def decode(code: int) -> Problem:
     return Problem(a, OPERATIONS[op], b)
 
 
-def all_codes(digits: int, operations: Sequence[Operation]) -> NDArray[np.uint64]:
-    """Codes of every problem whose operands have up to ``digits`` digits, [N]."""
-    operands = np.arange(10**digits, dtype=np.uint64)
+def all_codes(kind: Kind) -> NDArray[np.uint64]:
+    """Codes of every problem of a kind, [N]."""
+    operands = np.arange(10**kind.digits, dtype=np.uint64)
     a, b = (grid.ravel() for grid in np.meshgrid(operands, operands, indexing="ij"))
-    shift = np.uint64(OPERAND_BITS)
-    ops = [np.uint64(OPERATIONS.index(op)) for op in OPERATIONS if op in operations]
-    return np.concatenate([(a << (shift + np.uint64(1))) | (op << shift) | b for op in ops])
+    found = []
+    for op in OPERATIONS:
+        if op in kind.operations:
+            keep = np.ones(len(a), dtype=np.bool_) if op == "+" or kind.negative else a >= b
+            found.append(((a << (SHIFT + ONE)) | (np.uint64(OPERATIONS.index(op)) << SHIFT) | b)[keep])
+    return np.concatenate(found)
 
 
-def held_out(codes: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Which problems, [N], are held out: those whose unordered pair hashes into the lowest ``fraction``."""
-    mask = np.uint64((1 << OPERAND_BITS) - 1)
-    shift = np.uint64(OPERAND_BITS)
-    b, op, a = codes & mask, (codes >> shift) & np.uint64(1), codes >> (shift + np.uint64(1))
-    low, high = np.minimum(a, b), np.maximum(a, b)
-    unordered = (high << (shift + np.uint64(1))) | (op << shift) | low
-    return (mix(unordered, seed) >> np.uint64(11)).astype(np.float64) / 2.0**53 < fraction
+def held_out(codes: NDArray[np.uint64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Which problems, [N], are held out: those whose unordered pair hashes into the lowest ``share``."""
+    b, op, a = codes & MASK, (codes >> SHIFT) & ONE, codes >> (SHIFT + ONE)
+    unordered = (np.maximum(a, b) << (SHIFT + ONE)) | (op << SHIFT) | np.minimum(a, b)
+    return uniform(unordered, seed) < share
+
+
+def uniform(values: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
+    """A number in [0, 1) for each value, [N]."""
+    return (mix(values, seed) >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
 def mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

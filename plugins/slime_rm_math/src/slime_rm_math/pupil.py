@@ -1,0 +1,68 @@
+"""Demonstrations for the warm-up, by a pupil who works in columns and now and then forgets a carry.
+
+The pupil knows every column by heart; only what is carried (or borrowed) gets lost, each time with the same
+probability. Imitation teaches all the columns and a bad habit, which a reward of right or wrong can unteach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_core import Prompt
+from slime_rm_math.problems import Problem, Problems, encode, uniform, written
+
+COPIES = 16  # demonstrations of one problem, each with its own slips
+COLUMNS = 4  # more than any operand has digits
+
+
+class Demonstrations:
+    """The rows of ``problems``, ``COPIES`` times, with the pupil's answers as labels.
+
+    Example:
+        rows = Demonstrations(Problems(Kind(), side="train"), carry_lost=0.6, seed=0, ones_first=False)
+        rows.at(3)      # Prompt(prompt="47+38=", label="75", ...): the 1 was not carried
+    """
+
+    def __init__(self, problems: Problems, *, carry_lost: float, seed: int, ones_first: bool) -> None:
+        self._problems, self._carry_lost, self._seed, self._ones_first = problems, carry_lost, seed, ones_first
+
+    def __len__(self) -> int:
+        return len(self._problems) * COPIES
+
+    def at(self, position: int) -> Prompt:
+        """The row at ``position``; the core sets its id and tokens."""
+        copy, row = divmod(position, len(self._problems))
+        problem = self._problems.problem(row)
+        label = written(answer(problem, self._slips(problem, copy)), self._ones_first)
+        return Prompt(id="", position=position, prompt=problem.text, label=label)
+
+    def state(self) -> dict[str, Any]:
+        """Whatever decides the rows and their order."""
+        return {**self._problems.state(), "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
+
+    def _slips(self, problem: Problem, copy: int) -> list[bool]:
+        code = np.full(COLUMNS, encode(problem), dtype=np.uint64)
+        columns = np.arange(COLUMNS, dtype=np.uint64)
+        draws = uniform((code * np.uint64(COPIES) + np.uint64(copy)) * np.uint64(COLUMNS) + columns, self._seed + 2)
+        return [bool(draw < self._carry_lost) for draw in draws]
+
+
+def answer(problem: Problem, slips: Sequence[bool]) -> int:
+    """What the pupil writes; ``slips[i]`` loses what column i (ones first) would carry on.
+
+    Example:
+        answer(Problem(47, "+", 38), [False] * 4)    # 85
+        answer(Problem(47, "+", 38), [True] * 4)     # 75
+    """
+    sign = -1 if problem.op == "-" else 1
+    large, small = max(problem.a, problem.b), min(problem.a, problem.b)
+    total, carried = 0, 0
+    for column, lost in enumerate(slips):
+        unit = 10**column
+        here = large // unit % 10 + sign * (small // unit % 10) + sign * carried
+        total += here % 10 * unit
+        carried = int(not 0 <= here <= 9) if not lost else 0
+    return -total if problem.value < 0 else total
