@@ -245,3 +245,29 @@ def test_the_client_reads_chunked_answers(connect):
             return await get(f"http://127.0.0.1:{port}/x?y=1")
 
     assert asyncio.run(run()) == {"a": 1}
+
+
+@pytest.mark.parametrize(("status", "asked"), [(503, 2), (404, 1)], ids=["the server's fault", "the client's"])
+def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
+    monkeypatch.setattr("slime_core.compat.http.RETRY_SECONDS", 0.0)
+    seen = []
+
+    async def run():
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            seen.append(status if not seen else 200)
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\n{}" % seen[-1])
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await get(f"http://127.0.0.1:{port}/", max_retries=3)
+
+    if status < 500:
+        with pytest.raises(HttpError):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == {}
+    assert len(seen) == asked

@@ -180,22 +180,25 @@ def test_a_custom_loss_that_reaches_for_logits_is_told_what_there_is(by, connect
     assert "mine.py:3" in caught.value.where
 
 
+REDUCER = """
+def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    assert sum(response_lengths) == sum(len(m) for m in loss_masks)
+    def reduce(values):
+        return sum((v * m).sum() for v, m in zip(values.split(response_lengths), loss_masks)) / 10
+    return reduce
+"""
+
+
 @SPLITS
-def test_a_constant_divisor_reducer_makes_the_loss_of_dr_grpo(by, connect, max_tokens):
-    """Sum over trainable tokens of -A, over 4 rollouts and the constant 10; ratio 1, so d loss / d log-prob = -A/40."""
-    source = (
-        "def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
-        "    assert not calculate_per_token_loss and sum(response_lengths) == sum(len(m) for m in loss_masks)\n"
-        "    def reduce(values):\n"
-        "        return sum((v * m).sum() for v, m in zip(values.split(response_lengths), loss_masks)) / 10\n"
-        "    return reduce\n"
-    )
-    config = sections(by, source, custom_pg_loss_reducer_function_path=True)
+@pytest.mark.parametrize(("aggregation", "denominator"), [("rollout_mean", 4), ("token_mean", 6)])
+def test_a_constant_divisor_reducer_makes_the_loss_of_dr_grpo(by, connect, max_tokens, aggregation, denominator):
+    """Sum over trainable tokens of -A, over the constant 10 and the step's 4 rollouts or 6 tokens; the ratio is 1."""
+    config = sections(by, REDUCER, custom_pg_loss_reducer_function_path=True, loss_aggregation=aggregation)
     plugins, ctx = connect(config)
     total, grad, batch, _ = trained(plugins, config, ctx, max_tokens)
     weighted = torch.from_numpy(batch.columns["advantages"] * batch.loss_mask).double()
-    assert total == pytest.approx(-weighted.sum().item() / 40, abs=1e-7)
-    assert torch.allclose(grad, -weighted / 40, atol=1e-7)
+    assert total == pytest.approx(-weighted.sum().item() / (10 * denominator), abs=1e-7)
+    assert torch.allclose(grad, -weighted / (10 * denominator), atol=1e-7)
 
 
 @SPLITS

@@ -187,12 +187,21 @@ def test_the_supervised_loss_is_the_negative_log_prob(load):
     assert loss.tolist() == [1.5, 0.25]
 
 
-def test_a_group_that_a_rollout_lost_is_named(load, group, ctx):
-    plugins = load(geo="@slime_core.hookimpl\ndef slime_rollout(groups, ctx):\n    return []\n")
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("[]", "missing: main/3"),
+        ("groups * 2", "came twice"),
+        ("[*groups, slime_core.Group(prompt=slime_core.Prompt(id='x'), samples=[], rollouts={})]", "never issued"),
+    ],
+    ids=["lost", "doubled", "invented"],
+)
+def test_a_rollout_returns_every_group_once(load, group, ctx, answer, why):
+    plugins = load(geo=f"@slime_core.hookimpl\ndef slime_rollout(groups, ctx):\n    return {answer}\n")
     with pytest.raises(PluginError) as caught:
         asyncio.run(plugins.rollout([group], ctx))
     assert caught.value.code == "PLG59"
-    assert "main/3" in caught.value.why
+    assert why in caught.value.why
 
 
 def test_the_whole_rollout_keeps_the_given_order_over_tasks(load, ctx):
