@@ -168,8 +168,8 @@ def figures(report: StepReport, wall: float) -> list[str]:
     """The few figures of a step that fit on one line: reward, length, dropped, tokens a second, loss."""
     metrics = report.metrics
     parts = []
-    if "reward/mean" in metrics:
-        equal = metrics.get("reward/equal_groups", 0.0)
+    equal = metrics.get("reward/equal_groups")
+    if "reward/mean" in metrics and (equal is not None or metrics.get("reward/min") != metrics.get("reward/max")):
         parts.append(f"reward {metrics['reward/mean']:.3f}" + (" (all groups equal)" if equal == 1.0 else ""))
     for key in ("loss", "train/loss"):
         if key in metrics:

@@ -12,7 +12,7 @@ import pytest
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
-from slime_core.report.live import PlainLines, RichLine, duration, make_live
+from slime_core.report.live import PlainLines, RichLine, duration, figures, make_live
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit
@@ -193,6 +193,25 @@ def test_a_plain_line_has_reward_length_speed_and_time_left():
     metrics |= {"tokens/response": 100.0, "rollout/dropped_samples": 2.0, "truncated_ratio": 0.25}
     live.step(step(1, **metrics), 2.0)
     assert stream.getvalue() == ("main step 1/2  reward 0.500  len 7  truncated 25%  dropped 2  tok/s 50  eta 4s\n")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        pytest.param({"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0}, [], id="a supervised step"),
+        pytest.param(
+            {"reward/mean": 0.0, "reward/equal_groups": 1.0}, ["reward 0.000 (all groups equal)"], id="equal"
+        ),
+        pytest.param({"reward/mean": 0.25, "reward/equal_groups": 0.5}, ["reward 0.250"], id="mixed"),
+        pytest.param(
+            {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "loss": 2.0},
+            ["reward 0.500", "loss 2.0000"],
+            id="loss",
+        ),
+    ],
+)
+def test_a_step_shows_the_reward_that_says_something(metrics, text):
+    assert figures(step(1, **metrics), 0.0) == text
 
 
 def test_a_terminal_gets_a_live_line_and_notes_above_it():
