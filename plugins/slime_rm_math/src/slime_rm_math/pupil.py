@@ -41,7 +41,8 @@ class Demonstrations:
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
-        return {**self._problems.state(), "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
+        own = {"ones_first": self._ones_first, "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
+        return {**self._problems.state(), **own}
 
     def _slips(self, problem: Problem, copy: int) -> list[bool]:
         code = np.full(COLUMNS, encode(problem), dtype=np.uint64)
