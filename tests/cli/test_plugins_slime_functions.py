@@ -71,7 +71,7 @@ def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
                 "--num-rollout",
                 "2",
                 "--rollout-batch-size",
-                "4",
+                "2",
                 "--n-samples-per-prompt",
                 "4",
             ),
@@ -101,7 +101,7 @@ def test_a_generate_function_that_raises_stops_the_run_with_its_line(slime, work
             "--custom-rm-path",
             f"{SHAPES}/tool_shape.py:reward_func",
         ),
-        *("--num-rollout", "1", "--cpu-threads", "1", "--run-dir", "out"),
+        *("--num-rollout", "1", "--cpu-threads", "1", "--run-dir", "out", "--rollout-batch-size", "1"),
         cwd=work,
     )
     assert done.returncode == 4
