@@ -13,10 +13,10 @@ from slime_core.context import Context
 from slime_core.data.source import EvalSet, eval_sets
 from slime_core.errors import ConfigError
 from slime_core.report.metrics import evaluation_metrics
-from slime_core.rollout.check import check_group
+from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.sampling import evaluation_params
-from slime_core.types import Group, Prompt
+from slime_core.types import Group
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -36,25 +36,31 @@ class Evaluator:
 
     async def run(self, version: int) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report."""
-        results = {}
+        ctx = replace(self._ctx, version=version)
+        results: dict[str, dict[str, float]] = {}
+        done: dict[str, list[Group]] = {}
         for eval_set in self.sets:
             start = time.monotonic()
-            groups = await self._generate(eval_set, version)
+            done[eval_set.name] = groups = await self._generate(eval_set, ctx)
             metrics = evaluation_metrics(groups) | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
             self._report.evaluation(eval_set.name, version, metrics)
+        flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
+        self._plugins.evaluated(done, flat, ctx)
         return results
 
-    async def _generate(self, eval_set: EvalSet, version: int) -> list[Group]:
-        ctx = replace(self._ctx, version=version)
+    async def _generate(self, eval_set: EvalSet, ctx: Context) -> list[Group]:
         count = eval_set.task.n_samples_per_prompt or ctx.config.eval.n_samples_per_eval_prompt
-        return list(await asyncio.gather(*(self._one(prompt, count, ctx) for prompt in eval_set.prompts)))
+        issued = [pending_group(prompt, ctx.config, count=count) for prompt in eval_set.prompts]
+        if self._plugins.replaces_rollout(eval_set.task.name, ctx.config, evaluation=True):
+            return await self._plugins.rollout(issued, ctx)
+        return list(await asyncio.gather(*(self._one(group, ctx) for group in issued)))
 
-    async def _one(self, prompt: Prompt, count: int, ctx: Context) -> Group:
-        ctx = replace(ctx, sampling=self._plugins.sampling(prompt, ctx))
-        issued = pending_group(prompt, ctx.config, count=count)
+    async def _one(self, issued: Group, ctx: Context) -> Group:
+        ctx = replace(ctx, sampling=self._plugins.sampling(issued.prompt, ctx))
+        ids = issued_ids(issued)
         group = await self._plugins.generate(issued, ctx)
-        check_group(group, issued, self._vocab_size)
+        check_group(group, ids, self._vocab_size)
         for sample in group.samples:
             await self._plugins.sample_done(sample, ctx)
         for sample, reward in zip(group.samples, await self._plugins.reward(group, ctx), strict=True):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import click
 
 from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
-from slime_core.hookspecs import GROUP
 
 
 def plugin_command(name: str) -> click.Command | None:
@@ -16,9 +13,10 @@ def plugin_command(name: str) -> click.Command | None:
     Raises:
         PluginError: the plugin does not load, or brings no command.
     """
-    if not metadata.entry_points(group=GROUP, name=name):
+    from slime_core.plugins import available, load_plugin
+
+    if name not in {info.name for info in available()}:
         return None
-    from slime_core.plugins import load_plugin
     from slime_core.plugins.boundary import call_now
 
     loaded = load_plugin(name)
@@ -44,7 +42,9 @@ def plugin_command(name: str) -> click.Command | None:
 
 def no_command(name: str, known: list[str]) -> SlimeError:
     """The error for a word that is neither a command nor a plugin."""
-    plugins = [entry.name for entry in metadata.entry_points(group=GROUP)]
+    from slime_core.plugins import available
+
+    plugins = [info.name for info in available()]
     near = nearest(name, [*known, *plugins])
     guess = f"   slime {near.split(chr(39))[1]}" if near else ""
     return ConfigError(

@@ -57,13 +57,8 @@ def incomplete(config: Config) -> list[Problem]:
 
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
-    train, rollout, evaluation = config.train, config.rollout, config.eval
+    train, evaluation = config.train, config.eval
     found = []
-    if train.loss_type == "policy_loss" and train.advantage_estimator == "grpo" and rollout.n_samples_per_prompt == 1:
-        found.append(
-            "advantage_estimator = grpo with n_samples_per_prompt = 1: a group of one has no mean of others to be "
-            "compared with, so its reward is used as it is, without std normalisation"
-        )
     if train.kl_loss_coef > 0 and train.kl_loss_type == "k1":
         found.append("kl_loss_type = k1 has no gradient towards the reference in expectation; k3 is the usual choice")
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
@@ -159,7 +154,17 @@ def _sampling(config: Config) -> Iterator[Problem]:
             ["rollout.rollout_temperature", "rollout.n_samples_per_prompt"],
             code="CFG03",
             why="greedy samples of one prompt are all equal, so a group teaches nothing",
-            fix="set rollout_temperature above 0, or n_samples_per_prompt to 1",
+            fix="set rollout_temperature above 0",
+        )
+    own_way = rollout.rollout_function_path or config.train.custom_advantage_function_path
+    train = config.train
+    learns_by_group = train.loss_type == "policy_loss" and train.advantage_estimator == "grpo" and not own_way
+    if learns_by_group and rollout.n_samples_per_prompt == 1 and not config.data.tasks:
+        yield _conflict(
+            "advantage_estimator = grpo with n_samples_per_prompt = 1",
+            ["rollout.n_samples_per_prompt", "train.advantage_estimator"],
+            why="a reward is compared with the others of its group; alone, every advantage is 0 and nothing is learnt",
+            fix="set n_samples_per_prompt to 2 or more",
         )
     if config.reward.group_rm and not config.reward.custom_rm_path:
         yield _conflict(

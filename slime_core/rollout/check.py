@@ -6,6 +6,7 @@ What is checked here is what training relies on: lengths that agree, ids inside 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from slime_core.errors import EngineError
 from slime_core.types import Group, Sample
@@ -13,8 +14,15 @@ from slime_core.types import Group, Sample
 SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 
 
-def check_group(group: Group, issued: Group, vocab_size: int) -> None:
+def issued_ids(group: Group) -> dict[int, str]:
+    """Rollout id to sample id of a pending group; taken before plugins may change the group in place."""
+    return {rollout: group.samples[indices[0]].id for rollout, indices in group.rollouts.items()}
+
+
+def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> None:
     """Check every sample and the rollout table of a group, and name fan-out siblings after the sample issued for them.
+
+    ``issued`` is :func:`issued_ids` of the group as it was handed out.
 
     Raises:
         EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit.
@@ -27,19 +35,18 @@ def check_group(group: Group, issued: Group, vocab_size: int) -> None:
             where=f"group {group.id}",
             fix="every sample belongs to exactly one rollout id of Group.rollouts",
         )
-    if set(group.rollouts) != set(issued.rollouts):
+    if set(group.rollouts) != set(issued):
         raise EngineError(
-            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued.rollouts)}",
+            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued)}",
             code="ENG82",
             where=f"group {group.id}",
             fix="keep every rollout id; a rollout that failed keeps its sample with status FAILED",
         )
     for rollout, indices in group.rollouts.items():
-        base = issued.samples[issued.rollouts[rollout][0]]
         for k, index in enumerate(indices):
             sample = group.samples[index]
-            sample.id = f"{base.id}.{k}" if k else base.id
-            sample.rollout_id, sample.group_index, sample.task = rollout, base.group_index, base.task
+            sample.id = f"{issued[rollout]}.{k}" if k else issued[rollout]
+            sample.rollout_id, sample.group_index, sample.task = rollout, group.prompt.position, group.prompt.task
             _check_sample(sample, vocab_size)
 
 

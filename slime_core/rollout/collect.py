@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, Protocol, Self
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.rollout.check import check_group
+from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.score import score_group
 from slime_core.types import Drop, Group, Prompt, Sample
@@ -184,7 +184,7 @@ class Collector:
             self._changed.set()
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
-        issued = {group.prompt.position: group for group in groups}
+        issued = {group.prompt.position: issued_ids(group) for group in groups}
         done = await self._plugins.rollout(groups, ctx)
         for group in done:
             check_group(group, issued[group.prompt.position], self._vocab_size)
@@ -192,9 +192,10 @@ class Collector:
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
         try:
+            ids = issued_ids(group)
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
             done = await self._plugins.generate(group, group_ctx)
-            check_group(done, group, self._vocab_size)
+            check_group(done, ids, self._vocab_size)
             scored = await score_group(done, self._plugins, group_ctx)
         except PluginError:
             if ctx.config.rollout.on_plugin_error == "fail":

@@ -5,6 +5,7 @@ import pytest
 from slime_core.config import rules
 from slime_core.config.load import load_config, read
 from slime_core.config.problems import Origins
+from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -70,7 +71,7 @@ pytestmark = pytest.mark.unit
             ["--rollout-temperature=0"],
             "CFG03",
             "rollout_temperature = 0",
-            "n_samples_per_prompt to 1",
+            "rollout_temperature above 0",
             id="greedy group",
         ),
         pytest.param(["--group-rm"], "CFG04", "group_rm is set", "--custom-rm-path", id="group_rm without function"),
@@ -169,10 +170,17 @@ def test_tasks_with_their_own_sample_counts_leave_divisibility_to_the_run(recipe
     load_config(recipe(text))
 
 
-def test_a_group_of_one_is_a_notice_not_an_error(recipe):
-    (notice,) = read(recipe(), ["--n-samples-per-prompt=1"]).notices
-    assert notice.startswith("notice:")
-    assert "group of one" in notice
+def test_grpo_over_groups_of_one_is_refused_because_it_learns_nothing(recipe):
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(), ["--n-samples-per-prompt=1"])
+    assert caught.value.code == "CFG04"
+    assert "every advantage is 0" in caught.value.why
+    assert "n_samples_per_prompt to 2" in caught.value.fix
+
+
+@pytest.mark.parametrize("flag", ["--loss-type=sft_loss", "--advantage-estimator=mine"])
+def test_other_losses_and_estimators_may_have_groups_of_one(recipe, flag):
+    load_config(recipe(), ["--n-samples-per-prompt=1", flag])
 
 
 @pytest.mark.parametrize(

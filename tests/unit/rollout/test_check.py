@@ -7,7 +7,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.errors import EngineError
-from slime_core.rollout.check import check_group
+from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.pending import pending_group
 from slime_core.types import Group, Prompt, Sample, Status
 
@@ -38,7 +38,7 @@ def test_pending_samples_have_ids_that_follow_from_the_position_alone():
 def test_a_good_group_passes_and_gets_its_defaults():
     group = _filled()
     group.samples[0].loss_mask, group.samples[0].weight_versions = None, []
-    check_group(group, _issued(), VOCAB)
+    check_group(group, issued_ids(_issued()), VOCAB)
     assert group.samples[0].loss_mask == [1, 1]
     assert group.samples[0].weight_versions == [-1, -1]
 
@@ -47,9 +47,19 @@ def test_fan_out_siblings_are_named_after_the_sample_issued_for_their_rollout():
     group = _filled()
     twin = dataclasses.replace(group.samples[1], id="whatever")
     group = Group(prompt=group.prompt, samples=[twin, *group.samples], rollouts={32: [1], 33: [2, 0]})
-    check_group(group, _issued(), VOCAB)
+    check_group(group, issued_ids(_issued()), VOCAB)
     assert [s.id for s in group.samples] == ["main/4-1.1", "main/4-0", "main/4-1"]
     assert [s.rollout_id for s in group.samples] == [33, 32, 33]
+
+
+def test_names_survive_a_plugin_that_replaces_samples_in_place():
+    group = _issued()
+    ids = issued_ids(group)
+    group.samples[0] = dataclasses.replace(_filled().samples[0], id="mine", group_index=9)
+    group.samples[1] = dataclasses.replace(_filled().samples[1], id="")
+    check_group(group, ids, VOCAB)
+    assert [s.id for s in group.samples] == ["main/4-0", "main/4-1"]
+    assert group.samples[0].group_index == 4
 
 
 def _set(name, value):
@@ -87,7 +97,7 @@ def test_a_spoilt_sample_is_named(spoil, code, words):
     group = _filled()
     spoil(group.samples[1])
     with pytest.raises(EngineError) as caught:
-        check_group(group, _issued(), VOCAB)
+        check_group(group, issued_ids(_issued()), VOCAB)
     assert caught.value.code == code
     assert words in caught.value.what
     assert "main/4-1" in caught.value.what
@@ -100,7 +110,7 @@ def test_a_rollout_table_that_does_not_fit_is_refused(rollouts):
     group = _filled()
     group.rollouts = rollouts
     with pytest.raises(EngineError) as caught:
-        check_group(group, _issued(), VOCAB)
+        check_group(group, issued_ids(_issued()), VOCAB)
     assert caught.value.code == "ENG82"
     assert "main/4" in caught.value.where
 
