@@ -281,8 +281,7 @@ class Completion:
     """Tokens out: what an engine made of a request. All lists have one entry a new token.
 
     Example:
-        Completion(id="grpo/17-0", tokens=[6, 1], log_probs=[-0.1, -0.2], plain_log_probs=[-0.1, -0.2],
-                   finish="stop", versions=[3, 3])
+        Completion(id="a-0", tokens=[1], log_probs=[-0.1], plain_log_probs=[-0.1], finish="stop", versions=[3])
     """
 
     id: str
