@@ -50,6 +50,8 @@ def main() -> int:
         say("slime --help")
         check_listed(slime, wheels[1:], folder)
         check_home(python, folder)
+        run([slime, "run", "--plugin", "rm_math", "--dry-run"], folder)
+        say("slime run --plugin rm_math --dry-run")
         check_two_steps(python, folder)
         check_new_plugin(python, folder)
     say("all wheels install and train outside the repository")
