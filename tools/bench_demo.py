@@ -62,7 +62,8 @@ def read(seed: int, run_dir: Path, seconds: float) -> Outcome:
 def main() -> int:
     """Print the table; the answer is the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, help="run seeds 0 to N-1")
+    parser.add_argument("--seeds", type=int, default=5, help="how many seeds to run")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--keep", type=Path, help="keep the run directories in this folder")
     parser.add_argument("extra", nargs="*", help="further overrides, such as train.dtype=float32")
     args = parser.parse_args()
@@ -73,7 +74,7 @@ def main() -> int:
         print("| seed | held-out after warm-up | held-out at the end | steps | seconds |  |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         outcomes = []
-        for seed in range(args.seeds):
+        for seed in range(args.first, args.first + args.seeds):
             one = run_seed(seed, folder, args.extra)
             outcomes.append(one)
             verdict = "ok" if one.good else "missed"
