@@ -1,4 +1,4 @@
-"""Packed queries, keys and values in, attention within each sequence out: nothing padded between layers, no [T, T] mask.
+"""Packed queries, keys and values in, attention within each sequence out: no padding between layers, no [T, T] mask.
 
 Neighbouring sequences of about the same length, which packs keep side by side, are one batched call. Inside such a
 call a shorter one is filled up to the longest; causality hides the filling, so no mask is needed for it either.
@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 NAME = "slime_segments"
 FILLING = 0.125  # of a batched call's rows, at most
+ROWS = 2048  # of a run on a CPU: what is made of them stays in its caches, and calls do not add up
 SHORT = 128  # tokens up to which plain products beat the flash kernel on a CPU
 
 
@@ -39,12 +41,23 @@ class Run:
     scatter: torch.Tensor | None
     future: torch.Tensor | None
 
-    def fill(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, ...] to [count, length, ...]; filled places repeat some row."""
-        mine = rows[self.start : self.stop]
+    @property
+    def rows(self) -> slice:
+        """The run's rows of the pack."""
+        return slice(self.start, self.stop)
+
+    def fill(self, mine: torch.Tensor) -> torch.Tensor:
+        """The run's rows [stop - start, ...] to [count, length, ...]; filled places repeat a row."""
         if self.gather is not None:
             mine = mine.index_select(0, self.gather)
-        return mine.reshape(self.count, self.length, *rows.shape[1:])
+        return mine.reshape(self.count, self.length, *mine.shape[1:])
+
+    def fill_gradient(self, mine: torch.Tensor) -> torch.Tensor:
+        """As :meth:`fill`, with 0 in filled places."""
+        if self.scatter is None:
+            return self.fill(mine)
+        filled = mine.new_zeros(self.count * self.length, *mine.shape[1:])
+        return filled.index_copy_(0, self.scatter, mine).view(self.count, self.length, *mine.shape[1:])
 
     def unfill(self, filled: torch.Tensor) -> torch.Tensor:
         """[count, length, ...] to [stop - start, ...]."""
@@ -66,24 +79,26 @@ class Segments:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
         lengths = np.diff(bounds).tolist()
         tensor = torch.as_tensor(bounds.astype(np.int32), device=device)
-        runs = tuple(_run(bounds, a, b, lengths, device) for a, b in _neighbours(lengths))
+        limit = ROWS if torch.device(device).type == "cpu" else int(bounds[-1])
+        runs = tuple(_run(bounds, a, b, lengths, device) for a, b in _neighbours(lengths, limit))
         return cls(cu_seqlens=tensor, longest=max(lengths, default=0), runs=runs)
 
 
-def _neighbours(lengths: list[int]) -> list[tuple[int, int]]:
-    """Ranges of sequences that are filled up together, each wasting at most :data:`FILLING`."""
+def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
+    """Ranges of sequences that are filled up together, wasting at most :data:`FILLING`, of at most ``limit`` rows."""
     ranges: list[tuple[int, int]] = []
     start, longest, total = 0, 0, 0
     for index, length in enumerate(lengths):
         top, real = max(longest, length), total + length
-        if index > start and (index - start + 1) * top * (1 - FILLING) > real:
+        filled = (index - start + 1) * top
+        if index > start and (filled > limit or filled * (1 - FILLING) > real):
             ranges.append((start, index))
             start, top, real = index, length, length
         longest, total = top, real
     return [*ranges, (start, len(lengths))] if lengths else []
 
 
-def _run(bounds: np.ndarray, first: int, last: int, lengths: list[int], device: torch.device | str) -> Run:
+def _run(bounds: NDArray[np.int64], first: int, last: int, lengths: list[int], device: torch.device | str) -> Run:
     start, stop, count = int(bounds[first]), int(bounds[last]), last - first
     mine = np.array(lengths[first:last])
     length = int(mine.max())
@@ -132,9 +147,11 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = segments.cu_seqlens, segments.longest
+    if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out
@@ -144,99 +161,74 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, scaling: float | None, window: int | None = None
 ) -> torch.Tensor:
     """One run, [stop - start, heads, d], from [T, heads, d]."""
-    filled = [run.fill(x).transpose(1, 2) for x in (q, k, v)]
+    q, k, v = (run.fill(x[run.rows]).transpose(1, 2) for x in (q, k, v))
     mask = None
     if window is not None and run.length > window:
         rows = torch.arange(run.length, device=q.device)
         distance = rows[:, None] - rows[None, :]
         mask = (distance >= 0) & (distance < window)
     out = nn.functional.scaled_dot_product_attention(
-        *filled, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
     return run.unfill(out.transpose(1, 2))
 
 
 class Attention:
-    """Attention of a fused layer, forward and then backward; q, k and v are [T, heads, d], k and v share heads.
+    """Attention of one run of a fused layer, forward and then backward, by heads: q [count, heads, length, d].
 
-    Short runs are three products with their own backward; longer ones go through torch's kernel and its backward.
+    Key and value heads are shared by neighbouring query heads. A short run is three products with a backward pass of
+    its own; a longer one goes through torch's kernel and its backward.
     """
 
-    def __init__(self, segments: Segments, scaling: float) -> None:
-        self.segments, self.scaling = segments, scaling
-        self.saved: list[tuple[torch.Tensor, ...]] = []
+    def __init__(self, run: Run, scaling: float) -> None:
+        self.run, self.scaling = run, scaling
+        self.saved: tuple[torch.Tensor, ...] = ()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> torch.Tensor:
-        """[T, heads, d]; with ``keep`` what the backward pass needs stays here."""
-        self.saved = []
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for run in self.segments.runs:
-            done = self._short(q, k, v, run, keep) if run.future is not None else self._long(q, k, v, run, keep)
-            out[run.start : run.stop] = done
-        return out
-
-    def backward(self, d_out: torch.Tensor, d_q: torch.Tensor, d_k: torch.Tensor, d_v: torch.Tensor) -> None:
-        """Fill the gradients [T, heads, d]; what was kept is given back."""
-        for run, saved in zip(self.segments.runs, self.saved, strict=True):
-            part = slice(run.start, run.stop)
-            grads = self._short_backward(d_out, run, *saved) if run.future is not None else _long_backward(d_out, run, *saved)
-            for target, grad in zip((d_q, d_k, d_v), grads):
-                target[part] = run.unfill(grad)
-        self.saved = []
-
-    def _short(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, keep: bool) -> torch.Tensor:
-        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
-        group, batch = heads // kv_heads, run.count * kv_heads
-        qf = run.fill(q).transpose(1, 2).reshape(batch, group * run.length, dim)
-        kf, vf = (run.fill(x).transpose(1, 2).reshape(batch, run.length, dim) for x in (k, v))
-        assert run.future is not None
-        future = run.future.to(q.dtype).repeat(group, 1)
-        probs = torch.baddbmm(future, qf, kf.transpose(1, 2), alpha=self.scaling).softmax(-1)
-        out = torch.bmm(probs, vf).view(run.count, heads, run.length, dim).transpose(1, 2)
-        if keep:
-            self.saved.append((qf, kf, vf, probs))
-        return run.unfill(out)
-
-    def _short_backward(
-        self, d_out: torch.Tensor, run: Run, qf: torch.Tensor, kf: torch.Tensor, vf: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        filled = _filled_gradient(d_out, run)
-        d_filled = filled.transpose(1, 2).reshape(qf.shape)
-        d_v = torch.bmm(probs.transpose(1, 2), d_filled)
-        d_scores = torch.bmm(d_filled, vf.transpose(1, 2))
-        d_scores = torch._softmax_backward_data(d_scores, probs, -1, probs.dtype).mul_(self.scaling)
-        d_q, d_k = torch.bmm(d_scores, kf), torch.bmm(d_scores.transpose(1, 2), qf)
-
-        def rows(x: torch.Tensor) -> torch.Tensor:
-            return x.view(run.count, -1, run.length, x.shape[-1]).transpose(1, 2)
-
-        return rows(d_q), rows(d_k), rows(d_v)
-
-    def _long(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, keep: bool) -> torch.Tensor:
+        """[count, heads, length, d]; with ``keep`` what the backward pass needs stays here."""
+        if self.run.future is not None:
+            return self._short(q, k, v, keep)
         with torch.set_grad_enabled(keep):
-            filled = [run.fill(x).transpose(1, 2).requires_grad_(keep) for x in (q, k, v)]
+            q, k, v = (x.detach().requires_grad_(keep) for x in (q, k, v))
             out = nn.functional.scaled_dot_product_attention(
-                *filled, is_causal=True, scale=self.scaling, enable_gqa=k.shape[1] != q.shape[1]
+                q, k, v, is_causal=True, scale=self.scaling, enable_gqa=k.shape[1] != q.shape[1]
             )
         if keep:
-            self.saved.append((out, *filled))
-        return run.unfill(out.detach().transpose(1, 2))
+            self.saved = (out, q, k, v)
+        return out.detach()
 
+    def backward(self, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of q, k and v; what was kept is given back."""
+        saved, self.saved = self.saved, ()
+        if self.run.future is not None:
+            return self._short_backward(d_out, *saved)
+        out, *filled = saved
+        return torch.autograd.grad(out, filled, d_out)
 
-def _long_backward(
-    d_out: torch.Tensor, run: Run, out: torch.Tensor, *filled: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    d_filled = _filled_gradient(d_out, run)
-    return tuple(g.transpose(1, 2) for g in torch.autograd.grad(out, filled, d_filled.transpose(1, 2)))
+    def _short(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> torch.Tensor:
+        assert self.run.future is not None
+        group = q.shape[1] // k.shape[1]
+        qf, kf, vf = self._grouped(q, k.shape[1]), k.flatten(0, 1), v.flatten(0, 1)
+        future = self.run.future.to(q.dtype).repeat(group, 1)
+        probs = torch.baddbmm(future, qf, kf.transpose(1, 2), alpha=self.scaling).softmax(-1)
+        if keep:
+            self.saved = (qf, kf, vf, probs)
+        return torch.bmm(probs, vf).view(q.shape)
 
+    def _short_backward(
+        self, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        count, length = self.run.count, self.run.length
+        grouped = self._grouped(d_out, len(k) // count)
+        d_v = torch.bmm(probs.transpose(1, 2), grouped)
+        d_probs = torch.bmm(grouped, v.transpose(1, 2))
+        d_scores = torch._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(self.scaling)
+        d_q, d_k = torch.bmm(d_scores, k), torch.bmm(d_scores.transpose(1, 2), q)
+        return tuple(x.view(count, -1, length, x.shape[-1]) for x in (d_q, d_k, d_v))
 
-def _filled_gradient(d_out: torch.Tensor, run: Run) -> torch.Tensor:
-    """[count, length, heads, d], 0 in filled places."""
-    if run.scatter is None:
-        return run.fill(d_out)
-    filled = d_out.new_zeros(run.count * run.length, *d_out.shape[1:])
-    filled[run.scatter] = d_out[run.start : run.stop]
-    return filled.view(run.count, run.length, *d_out.shape[1:])
+    def _grouped(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[count, heads, length, d] to [count * kv heads, heads / kv heads * length, d]."""
+        return x.reshape(self.run.count * kv_heads, -1, x.shape[-1])
 
 
 def register() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
 from slime_core.trainers.fsdp.attention import NAME, Segments, register
+from slime_core.trainers.fsdp.fused import fuse
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +35,20 @@ class Policy(nn.Module):
         self.packs = False
         self.linear_head = False
         self.recompute = False  # gradient checkpointing
+        self.fused = False
         for layer in layers(hf):
-            self._recompute_when_asked(layer)
+            self._choose_forward(layer)
 
-    def _recompute_when_asked(self, layer: nn.Module) -> None:
-        inner = layer.forward
+    def _choose_forward(self, layer: nn.Module) -> None:
+        """Let the layer's forward follow ``fused`` and ``recompute``."""
+        own, fused = layer.forward, fuse(layer, self.hf.config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.fused and fused is not None:
+                return fused(*args, recompute=self.recompute, **kwargs)
             if self.recompute and torch.is_grad_enabled():
-                return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-            return inner(*args, **kwargs)
+                return checkpoint(own, *args, use_reentrant=False, **kwargs)
+            return own(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
 
@@ -54,8 +59,22 @@ class Policy(nn.Module):
             self.linear_head = trial.linear_head()
             reason = trial.packing()
         self.packs = not reason
+        self.fused = self.packs and self._fusing_changes_nothing(trial)
         if reason:
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
+
+    def _fusing_changes_nothing(self, trial: _Trial) -> bool:
+        """Whether fused layers, on a CPU, give the model's own logits and gradients; False where none is known."""
+        if trial.tokens.device.type != "cpu" or not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
+            return False
+        found = []
+        for self.fused in (False, True):
+            with torch.enable_grad():
+                logits = trial.packed()
+                grads = torch.autograd.grad(logits.square().mean(), list(self.hf.parameters()))
+            found.append((logits.detach(), *grads))
+        self.fused = False
+        return all(_close(one, other) for one, other in zip(*found))
 
     def forward(
         self,
@@ -105,6 +124,10 @@ class _Trial:
         hidden = getattr(out, "last_hidden_state", None)
         return hidden is not None and _close(head(hidden[0]).float(), self.logits[first])
 
+    def packed(self) -> torch.Tensor:
+        """Logits of all sequences as one pack."""
+        return self._logits(slice(None), segments=self.segments)
+
     def packing(self) -> str:
         """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""
         types = set(getattr(self.hf.config.get_text_config(), "layer_types", None) or ())
@@ -114,8 +137,7 @@ class _Trial:
         before = self.hf.config._attn_implementation
         try:
             self.hf.set_attn_implementation(NAME)
-            packed = self._logits(slice(None), segments=self.segments)
-            if _close(packed, self.logits):
+            if _close(self.packed(), self.logits):
                 return ""
             reason = "packed sequences see each other"
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -125,7 +147,7 @@ class _Trial:
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one - other).abs().max() <= TOLERANCE * max(1.0, float(other.abs().max())))
+    return bool((one - other).abs().max() <= TOLERANCE * max(float(other.abs().max()), 1e-6))
 
 
 def layers(hf: nn.Module) -> list[nn.Module]:

@@ -184,7 +184,8 @@ class Worker:
         if weight == 0:
             return {}
         assert self.stage is not None
-        for micro in micros:
+        for number, micro in enumerate(micros):
+            self._reduce_gradients(number + 1 == len(micros) or self.world > 1)
             backward(self.policy, self.loss, self.stage.train, micro, self._temperature(micro), sums)
         metrics, bad = sums.finish(self.world)
         grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
@@ -198,6 +199,12 @@ class Worker:
         self.policy.zero_grad()
         loss = metrics.pop("loss")
         return {"loss": loss, **{n: v / weight for n, v in metrics.items()}, "grad_norm": norm, "lr": lr}
+
+    def _reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass hands gradients to the shards; one rank adds them up where they are first."""
+        policy: Any = self.policy
+        policy.set_requires_gradient_sync(now)
+        policy.set_reshard_after_backward(now)
 
     def _pack(self, batch: Batch, whole: bool = False) -> list[list[MicroBatch]]:
         assert self.stage is not None

@@ -1,0 +1,306 @@
+"""Decoder layers of known shape with their forward and backward written out, for a CPU, which is bound by memory.
+
+    x -> norm -> [q k v] -> (q, k norm) -> rotary -> attention -> o + x -> norm -> [gate up] -> silu * -> down + .
+
+A pack goes through a layer run by run (a few hundred rows of whole sequences), so that everything between two
+products stays in the processor's caches. Norm weights are folded into the next matrix, projections of one input are
+one product, residuals are the beta of a product, and each array is read and written as seldom as it can be.
+
+A layer is replaced only where its numbers and gradients were found to be the module's own (see `policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slime_core.trainers.fsdp.attention import Attention, Run, Segments
+
+KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
+Tensor = torch.Tensor
+Maybe = torch.Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """What the tensors of a layer do not tell."""
+
+    heads: int
+    kv_heads: int
+    dim: int  # of a head
+    scaling: float
+    eps: float
+    recompute: bool  # keep nothing but the input, and make the rest again in the backward pass
+
+
+class Weights(NamedTuple):
+    """Parameters of a layer; biases and head norms where the family has them."""
+
+    norm1: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Maybe
+    k_bias: Maybe
+    v_bias: Maybe
+    q_norm: Maybe
+    k_norm: Maybe
+    o: Tensor
+    norm2: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Folded(NamedTuple):
+    """Matrices as the products use them."""
+
+    qkv: Tensor  # [q k v rows, hidden], input norm folded in
+    bias: Maybe
+    heads: Maybe  # [heads + kv heads, d], norm weight of each head
+    gate_up: Tensor  # [2 * intermediate, hidden], norm folded in
+
+    @classmethod
+    def of(cls, w: Weights, shape: Shape) -> Folded:
+        """From a layer's parameters."""
+        heads = bias = None
+        if w.q_norm is not None and w.k_norm is not None:
+            heads = torch.cat((w.q_norm.expand(shape.heads, -1), w.k_norm.expand(shape.kv_heads, -1)))
+        if w.q_bias is not None and w.k_bias is not None and w.v_bias is not None:
+            bias = torch.cat((w.q_bias, w.k_bias, w.v_bias))
+        return cls(torch.cat((w.q, w.k, w.v)).mul_(w.norm1), bias, heads, torch.cat((w.gate, w.up)).mul_(w.norm2))
+
+
+class Sums(NamedTuple):
+    """Gradients of the folded matrices, added up over runs."""
+
+    qkv: Tensor
+    bias: Tensor
+    heads: Maybe
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, w: Weights, folded: Folded) -> Sums:
+        """Zeros."""
+        zeros = torch.zeros_like
+        heads = zeros(folded.heads) if folded.heads is not None else None
+        bias = folded.qkv.new_zeros(len(folded.qkv))
+        return cls(zeros(folded.qkv), bias, heads, zeros(w.o), zeros(folded.gate_up), zeros(w.down))
+
+    def gradients(self, w: Weights, shape: Shape) -> tuple[Maybe, ...]:
+        """Gradients of the layer's parameters, in their order: a folded matrix is weight * norm."""
+        sizes = (len(w.q), len(w.k), len(w.v))
+        d_norm1 = torch.linalg.vecdot(self.qkv, torch.cat((w.q, w.k, w.v)), dim=0)
+        d_norm2 = torch.linalg.vecdot(self.gate_up, torch.cat((w.gate, w.up)), dim=0)
+        biases: tuple[Maybe, ...] = self.bias.split(sizes) if w.q_bias is not None else (None, None, None)
+        heads: tuple[Maybe, ...] = (None, None)
+        if self.heads is not None:
+            heads = (self.heads[: shape.heads].sum(0), self.heads[shape.heads :].sum(0))
+        return (
+            d_norm1, *self.qkv.mul_(w.norm1).split(sizes), *biases, *heads,
+            self.o, d_norm2, *self.gate_up.mul_(w.norm2).chunk(2), self.down,
+        )  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What the backward pass of a run reads."""
+
+    h: Tensor  # normed input
+    r: Tensor  # its factor
+    n: Tensor  # q and k, normed where the family does
+    rn: Maybe  # their factor
+    o: Tensor  # attention's output
+    h2: Tensor
+    r2: Tensor
+    gu: Tensor  # gate and up
+
+
+class Pass:
+    """One run through a layer, forward and then backward."""
+
+    def __init__(self, shape: Shape, run: Run, cos: Tensor, sin: Tensor) -> None:
+        self.shape, self.run = shape, run
+        self.cos, self.sin = cos[run.rows], sin[run.rows]
+        self.attention = Attention(run, shape.scaling)
+        self.kept: Kept | None = None
+
+    def forward(self, x: Tensor, out: Tensor, w: Weights, f: Folded, keep: bool) -> None:
+        """Fill ``out`` [rows, hidden]."""
+        both, eps = self.shape.heads + self.shape.kv_heads, self.shape.eps
+        h, r = _normed(x, eps)
+        flat = torch.addmm(f.bias, h, f.qkv.T) if f.bias is not None else h @ f.qkv.T
+        qkv = flat.unflatten(1, (-1, self.shape.dim))
+        n, rn = _normed(qkv[:, :both], eps) if f.heads is not None else (qkv[:, :both], None)
+        rotated = _rotate(n if f.heads is None else n * f.heads, self.cos, self.sin)
+        q, k, v = (self._by_heads(t) for t in (*rotated.tensor_split([self.shape.heads], dim=1), qkv[:, both:]))
+        o = self.run.unfill(self.attention.forward(q, k, v, keep).transpose(1, 2)).flatten(1)
+        y = torch.addmm(x, o, w.o.T)
+        h2, r2 = _normed(y, eps)
+        gu = h2 @ f.gate_up.T
+        gate, up = gu.chunk(2, dim=1)
+        torch.addmm(y, nn.functional.silu(gate).mul_(up), w.down.T, out=out)
+        if keep:
+            self.kept = Kept(h, r, n, rn, o, h2, r2, gu)
+
+    def backward(self, d_out: Tensor, d_x: Tensor, w: Weights, f: Folded, sums: Sums) -> None:
+        """Fill ``d_x`` [rows, hidden] and add to ``sums``; what was kept is given back."""
+        assert self.kept is not None
+        (h, r, n, rn, o, h2, r2, gu), self.kept = self.kept, None
+        d_gu = self._mlp_backward(d_out, gu, w, sums)
+        sums.gate_up.addmm_(d_gu.T, h2)
+        d_y = _normed_backward(d_gu @ f.gate_up, h2, r2).add_(d_out)
+        sums.o.addmm_(d_y.T, o)
+        d_qkv = self._attention_backward(d_y @ w.o, n, rn, f, sums)
+        sums.qkv.addmm_(d_qkv.T, h)
+        if w.q_bias is not None:
+            sums.bias.add_(d_qkv.sum(0))
+        torch.add(_normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
+
+    def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: Weights, sums: Sums) -> Tensor:
+        """Gradient of [gate up]."""
+        gate, up = gu.chunk(2, dim=1)
+        silu = nn.functional.silu(gate)
+        sums.down.addmm_(d_out.T, silu * up)
+        d_act = d_out @ w.down
+        d_gu = torch.empty_like(gu)
+        d_gate, d_up = d_gu.chunk(2, dim=1)
+        torch.mul(d_act, silu, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(d_act.mul_(up), gate, grad_input=d_gate)
+        return d_gu
+
+    def _attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, f: Folded, sums: Sums) -> Tensor:
+        """Gradient of [q k v], before head norms and rotary."""
+        both, dim = self.shape.heads + self.shape.kv_heads, self.shape.dim
+        d_out = self.run.fill_gradient(d_o.unflatten(1, (-1, dim))).transpose(1, 2)
+        d_q, d_k, d_v = (self.run.unfill(g.transpose(1, 2)) for g in self.attention.backward(d_out))
+        d_all = d_o.new_empty(len(d_o), both + self.shape.kv_heads, dim)
+        d_all[:, both:] = d_v
+        d_qk = d_all[:, :both]
+        if f.heads is None:
+            _rotate(torch.cat((d_q, d_k), dim=1), self.cos, -self.sin, out=d_qk)
+            return d_all.flatten(1)
+        d_m = _rotate(torch.cat((d_q, d_k), dim=1), self.cos, -self.sin)
+        assert rn is not None
+        assert sums.heads is not None
+        sums.heads.add_(torch.linalg.vecdot(d_m, n, dim=0))
+        d_qk.copy_(_normed_backward(d_m.mul_(f.heads), n, rn))
+        return d_all.flatten(1)
+
+    def _by_heads(self, rows: Tensor) -> Tensor:
+        """[rows, heads, d] to [count, heads, length, d], contiguous."""
+        return self.run.fill(rows).transpose(1, 2).contiguous()
+
+
+class _Layer(torch.autograd.Function):
+    """One layer on x [T, hidden]; see :func:`fuse`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: Shape, segments: Segments, cos: Tensor, sin: Tensor, x: Tensor, *rest: Maybe
+    ) -> Tensor:
+        w = Weights(*rest)  # type: ignore[arg-type]
+        keep = any(ctx.needs_input_grad)
+        out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
+        passes = _forward(shape, segments, cos, sin, x, out[0], w, keep and not shape.recompute)
+        if keep:
+            ctx.shape, ctx.segments, ctx.passes = shape, segments, passes
+            ctx.save_for_backward(cos, sin, x if shape.recompute else None, *w)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
+        cos, sin, x, *rest = ctx.saved_tensors
+        d_out, w = grads[0][0], Weights(*rest)
+        passes, ctx.passes = ctx.passes, None
+        if ctx.shape.recompute:
+            passes = _forward(ctx.shape, ctx.segments, cos, sin, x, torch.empty_like(x), w, True)
+        folded = Folded.of(w, ctx.shape)
+        sums = Sums.of(w, folded)
+        d_x = torch.empty_like(d_out)
+        for part in passes:
+            part.backward(d_out[part.run.rows], d_x[part.run.rows], w, folded, sums)
+        return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
+
+
+def _forward(
+    shape: Shape, segments: Segments, cos: Tensor, sin: Tensor, x: Tensor, out: Tensor, w: Weights, keep: bool
+) -> list[Pass]:
+    folded = Folded.of(w, shape)
+    passes = [Pass(shape, run, cos, sin) for run in segments.runs]
+    for part in passes:
+        part.forward(x[part.run.rows], out[part.run.rows], w, folded, keep)
+    return passes
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x over its root mean square along the last axis, and the factor."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).to(x.dtype), r
+
+
+def _normed_backward(d_h: Tensor, h: Tensor, r: Tensor) -> Tensor:
+    """Gradient of x where h = x * r(x), in place of ``d_h``: r (d_h - h mean(d_h h))."""
+    mean = torch.linalg.vecdot(d_h, h, dim=-1)[..., None].div_(h.shape[-1])
+    return d_h.addcmul_(h, mean, value=-1).mul_(r)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Maybe = None) -> Tensor:
+    """Rotary embedding of [T, heads, d]; cos and sin are [T, 1, d]. With -sin it is the gradient's."""
+    half = x.shape[-1] // 2
+    out = torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
+    """A forward that replaces the layer's own, or None where the layer is not of a known shape.
+
+    It takes what transformers' models hand to a layer (hidden states [1, T, hidden], ``position_embeddings``), and
+    ``segments`` and ``recompute``.
+    """
+    if type(layer).__name__ not in KNOWN or getattr(config, "hidden_act", "") != "silu":
+        return None
+    own: Any = layer
+    attention, mlp = own.self_attn, own.mlp
+    biased = [attention.q_proj, attention.k_proj, attention.v_proj]
+    plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
+        return None
+    if getattr(attention, "sliding_window", None) is not None:
+        return None
+    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+
+    def forward(
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        segments: Segments,
+        recompute: bool,
+        **_: Any,
+    ) -> Tensor:
+        shape = Shape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            dim=attention.head_dim,
+            scaling=attention.scaling,
+            eps=config.rms_norm_eps,
+            recompute=recompute,
+        )
+        cos, sin = (table[0, :, None, :] for table in position_embeddings)
+        norms = [norm.weight if norm is not None else None for norm in head_norms]
+        out: Tensor = _Layer.apply(
+            shape, segments, cos, sin, hidden_states[0],
+            own.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
+            attention.o_proj.weight, own.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),
+        )  # fmt: skip
+        return out
+
+    return forward
