@@ -57,7 +57,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import venv, ensurepip' || { \
 		echo "$(PYTHON) cannot make environments: its venv module is missing" >&2; \
 		echo "  fix: install it (such as apt-get install python3-venv), or make PYTHON=/path/to/python" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.demo: $(MANIFESTS) | $(BIN)/python
 	$(PIP) -e ".[fsdp]" $(INSTALL_PLUGINS)
