@@ -3,7 +3,8 @@
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
 
 On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
-sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there.
+sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
+ever attends to it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
+def slot_length(context_len: int) -> int:
+    """Positions of a slot: whole blocks, and one of scratch."""
+    return up(context_len, BLOCK) + 1
+
+
 @dataclass(slots=True, frozen=True)
 class LayerShape:
     """Heads and widths of one layer's cache."""
@@ -51,7 +57,7 @@ class KVCache:
         self.shapes = list(shapes)
         self.slots = slots
         self.spare = slots
-        self.length = up(context_len + 1, BLOCK)
+        self.length = slot_length(context_len)
         self.scratch = self.length - 1
         self.device = device
         self.dtype = torch.float32 if device == "cpu" else dtype
@@ -94,6 +100,6 @@ class KVCache:
             tensor[target, :, begin:end] = tensor[source, :, begin:end]
 
     def clear(self, slot: int) -> None:
-        """Forget a slot whose numbers are not finite: a masked NaN would still reach the sum."""
+        """Forget a slot that may hold numbers that are not finite: a masked NaN would still reach the sum."""
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()

@@ -84,7 +84,9 @@ def make_job(
     try:
         prompt = np.asarray(request.tokens, dtype=np.int64)
     except (OverflowError, ValueError, TypeError) as error:
-        raise EngineError("the tokens are no list of ids", code="ENG02", where=where, why=str(error)) from error
+        raise EngineError(
+            "the tokens are no list of ids", code="ENG02", where=where, why=str(error), fix="give integers"
+        ) from error
     check_ids(prompt, vocab_size, where)
     params = request.params
     _check_params(request)

@@ -188,6 +188,7 @@ class RescanPlan:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._growing = [m for m in model.modules() if hasattr(m, "max_seq_len_cached") and hasattr(m, "inv_freq")]
 
     def refresh(self) -> None:
         """Nothing is kept beside the parameters."""
@@ -197,5 +198,9 @@ class RescanPlan:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] ids of one sequence -> [T, V]."""
+        for rotary in self._growing:  # `dynamic` frequencies stay at the longest sequence ever seen
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            if hasattr(rotary, "original_inv_freq"):
+                rotary.inv_freq = rotary.original_inv_freq
         out = self._model(input_ids=tokens[None], use_cache=False, return_dict=True)
         return out.logits[0]  # type: ignore[no-any-return]

@@ -79,7 +79,7 @@ class Scheduler:
     def end(self, jobs: Iterable[Job]) -> list[Job]:
         """Stop these jobs, wherever they are, with what they have."""
         wanted = set(map(id, jobs))
-        ended = [self._slots.give_up(int(slot)) for slot in self._seated(wanted)]
+        ended = [self._unseat(slot) for slot in self._seated(wanted)]
         ended += [job for job in self._queue if id(job) in wanted]
         self._queue = deque(job for job in self._queue if id(job) not in wanted)
         for job in ended:
@@ -93,7 +93,7 @@ class Scheduler:
 
     def retract(self) -> None:
         """Take every sequence off its slot and put it, with its tokens, at the head of the queue."""
-        seated = [self._slots.give_up(int(slot)) for slot in np.flatnonzero(self._slots.active)]
+        seated = [self._unseat(int(slot)) for slot in np.flatnonzero(self._slots.active)]
         self._queue.extendleft(reversed(seated))
 
     def forget(self) -> None:
@@ -112,7 +112,18 @@ class Scheduler:
             at = slice(first + 1, begin + len(logits) + 1)
             ids = torch.from_numpy(tokens[at]).to(logp.device)
             out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
+        if not np.isfinite(out).all():
+            self._served.clear()
+            raise self._not_finite("score")
         return out
+
+    def _unseat(self, slot: int) -> Job:
+        """Give up a seat; a cache from which nothing was drawn yet is not known to be finite."""
+        slots = self._slots
+        if slots.position[slot] < slots.start[slot]:
+            slots.filled[slot] = 0
+            self._served.clear(slot)
+        return slots.give_up(slot)
 
     def _seated(self, wanted: set[int]) -> list[int]:
         return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in wanted]
@@ -212,14 +223,17 @@ class Scheduler:
         job = self._slots.give_up(slot)
         self._slots.filled[slot] = 0
         self._served.clear(slot)
-        job.error = EngineError(
-            f"the model's logits for request {job.request.id} are not finite",
+        job.error = self._not_finite(f"request {job.request.id}", f"position {position}, ")
+        return job
+
+    def _not_finite(self, who: str, where: str = "") -> EngineError:
+        return EngineError(
+            f"the model's logits for {who} are not finite",
             code="ENG80",
-            where=f"request {job.request.id}, position {position}, weights of version {self._served.version}",
+            where=f"{who}, {where}weights of version {self._served.version}",
             why="weights or activations hold NaN or infinity",
             fix="look at the last steps' grad_norm and loss; lower train.lr, or set train.dtype=float32",
         )
-        return job
 
     def _compact(self) -> None:
         """Move the highest sequences down where that makes the pass smaller."""

@@ -14,7 +14,7 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import Rows, Segment, pack, reach
-from slime_core.engines.local.cache import BLOCK, KVCache, up
+from slime_core.engines.local.cache import KVCache, slot_length
 from slime_core.engines.local.packed import RescanPlan
 from slime_core.engines.local.rowcounts import RowCounts
 from slime_core.engines.local.twin import Twin
@@ -59,7 +59,7 @@ class Served:
     @property
     def length(self) -> int:
         """Positions of a slot."""
-        return up(self.context_len + 1, BLOCK)
+        return slot_length(self.context_len)
 
     @property
     def ready(self) -> bool:
@@ -115,10 +115,10 @@ class Served:
         if self._cache is not None:
             self._cache.copy(source, target, begin, end)
 
-    def clear(self, slot: int) -> None:
-        """Forget a slot that holds numbers that are not finite."""
+    def clear(self, slot: int | None = None) -> None:
+        """Forget a slot (the spare one where none is named) that may hold numbers that are not finite."""
         if self._cache is not None:
-            self._cache.clear(slot)
+            self._cache.clear(self._cache.spare if slot is None else slot)
 
     def prefill(self, segments: Sequence[Segment], content: NDArray[np.int64]) -> None:
         """Fill the cache for packed pieces of prompts."""
@@ -139,7 +139,7 @@ class Served:
             live = np.flatnonzero(active)
             short, longest, far = reach(slots.position[at][live], len(active))
             rows = Rows(
-                tokens=self._to(slots.token[at]),
+                tokens=self._to(np.where(active, slots.token[at], 0)),
                 positions=self._to(positions),
                 slots=self._to(np.arange(at.start, at.stop)),
                 longest=longest,

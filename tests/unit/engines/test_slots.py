@@ -1,0 +1,101 @@
+"""Seats, what they share, and the cache's memory."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.engines.local.attention import reach
+from slime_core.engines.local.cache import KVCache, LayerShape
+from slime_core.engines.local.jobs import make_job
+from slime_core.engines.local.slots import Slots
+from slime_core.errors import EngineError
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def seat(ask):
+    def take(slots, slot, tokens):
+        loop = asyncio.new_event_loop()
+        job = make_job(ask(tokens=tokens), loop.create_future(), vocab_size=100, context_len=50, eos=())
+        loop.close()
+        slots.take(slot, job, np.asarray(tokens))
+        return job
+
+    return take
+
+
+def test_common_beginnings_are_counted_up_to_what_the_cache_holds(seat):
+    slots = Slots(3, 64)
+    seat(slots, 0, [1, 2, 3, 4, 5])  # caches 1 2 3 4: the last token is fed by the first step
+    seat(slots, 1, [1, 2, 9])
+    assert slots.shared(np.array([1, 2, 3, 4, 5, 6])).tolist() == [4, 2, 0]
+    assert slots.shared(np.array([1, 2])).tolist() == [2, 2, 0]
+    assert slots.shared(np.array([], dtype=np.int64)).tolist() == [0, 0, 0]
+
+
+def test_new_weights_end_sharing_also_for_sequences_that_go_on(seat):
+    slots = Slots(2, 64)
+    seat(slots, 0, [1, 2, 3])
+    slots.forget()
+    slots.advance(np.array([0]), np.array([7]), 2)
+    assert slots.shared(np.array([1, 2, 3])).tolist() == [0, 0]
+    slots.give_up(0)
+    seat(slots, 0, [1, 2, 3])
+    assert slots.shared(np.array([1, 2, 3])).tolist() == [2, 0]
+
+
+def test_a_job_that_gives_up_its_seat_keeps_what_was_drawn_and_goes_on_from_it(seat):
+    slots = Slots(1, 64)
+    job = seat(slots, 0, [1, 2])
+    for token in (5, 6):
+        slots.advance(np.array([0]), np.array([token]), 3)
+    assert slots.give_up(0) is job
+    assert (job.tokens, job.versions) == ([5, 6], [3, 3])
+    slots.take(0, job, job.history())
+    slots.advance(np.array([0]), np.array([7]), 4)
+    assert slots.left[0] == 12 - 3
+    slots.give_up(0)
+    assert (job.tokens, job.versions) == ([5, 6, 7], [3, 3, 4])
+
+
+def test_a_moved_sequence_takes_its_state_along(seat):
+    slots = Slots(3, 64)
+    job = seat(slots, 2, [1, 2])
+    slots.advance(np.array([2]), np.array([5]), 3)
+    slots.move(2, 0)
+    assert (slots.rows, slots.active.tolist()) == (1, [True, False, False])
+    assert slots.give_up(0) is job
+    assert job.tokens == [5]
+
+
+def test_far_rows_attend_apart_where_few_are_long():
+    """63 rows of 40 columns and one of 500: 64 * 64 + 3 * 512 + 1500 is less than 64 * 512."""
+    positions = np.full(64, 39)
+    positions[17] = 499
+    short, longest, far = reach(positions, 64)
+    assert (short, longest, far.tolist()) == (64, 512, [17])
+    assert reach(np.full(64, 499), 64) == (512, 512, None)
+    assert reach(np.array([], dtype=np.int64), 16) == (32, 32, None)
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_is():
+    with pytest.raises(EngineError, match="ENG05") as caught:
+        KVCache([LayerShape(8, 128, 128)] * 28, 64, 40960, torch.float32, "cpu")
+    assert "rollout_max_context_len" in caught.value.fix
+    assert "568.8 GiB" in caught.value.what
+
+
+def test_the_cache_is_aligned_zero_and_copied_by_positions():
+    cache = KVCache([LayerShape(2, 16, 8)], 3, 40, torch.bfloat16, "cpu")
+    assert cache.keys[0].shape == (4, 2, 65, 16)
+    assert cache.keys[0].dtype == torch.float32
+    assert cache.keys[0].data_ptr() % 64 == 0
+    assert not cache.keys[0].any()
+    cache.keys[0][0] = 1.0
+    cache.copy(0, 2, 3, 5)
+    assert cache.keys[0][2].sum() == 2 * 2 * 16
+    cache.clear(2)
+    assert not cache.keys[0][2].any()
