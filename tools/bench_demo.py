@@ -45,6 +45,7 @@ def run_seed(seed: int, folder: Path, extra: list[str]) -> Outcome:
     start = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     seconds = time.monotonic() - start
+    (folder / f"seed-{seed}.log").write_text(done.stderr + done.stdout)
     if done.returncode:
         raise SystemExit(f"seed {seed} ended with exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return read(seed, run_dir, seconds)
@@ -64,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--keep", type=Path, help="keep the run directories in this folder")
+    parser.add_argument("--keep", type=Path, help="keep the run directories and logs in this folder")
     parser.add_argument("extra", nargs="*", help="further overrides, such as train.dtype=float32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slime-demo-") as temporary:
