@@ -32,7 +32,9 @@ def kl(log_prob, ref, kind):
     return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[kind]
 
 
-def token_loss(log_prob, old, advantage, low, high, *, ref=None, kl_coef=0.0, kind="k3", entropy=0.0, entropy_coef=0.0):
+def token_loss(
+    log_prob, old, advantage, low, high, *, ref=None, kl_coef=0.0, kind="k3", entropy=0.0, entropy_coef=0.0
+):
     """One token's clipped loss with its KL and entropy terms, scalars."""
     ratio = torch.exp(log_prob - old)
     bounded = torch.clamp(ratio, 1 - low, 1 + high)

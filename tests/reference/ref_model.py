@@ -51,7 +51,9 @@ def logits(p, config, tokens):
     x = p["model.embed_tokens.weight"][torch.tensor(tokens)]
     for i in range(config.num_hidden_layers):
         at = f"model.layers.{i}"
-        x = x + attention(p, f"{at}.self_attn", rms_norm(x, p[f"{at}.input_layernorm.weight"], config.rms_norm_eps), config)
+        x = x + attention(
+            p, f"{at}.self_attn", rms_norm(x, p[f"{at}.input_layernorm.weight"], config.rms_norm_eps), config
+        )
         h = rms_norm(x, p[f"{at}.post_attention_layernorm.weight"], config.rms_norm_eps)
         gate, up = h @ p[f"{at}.mlp.gate_proj.weight"].T, h @ p[f"{at}.mlp.up_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ p[f"{at}.mlp.down_proj.weight"].T

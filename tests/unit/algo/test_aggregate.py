@@ -27,7 +27,9 @@ def test_a_fully_masked_rollout_makes_no_other_heavier():
 
 
 def test_token_mean_counts_trainable_tokens_of_the_step():
-    np.testing.assert_allclose(weights([1, 0, 1, 1, 1], [0, 0, 1, 1, 1], 2, "token_mean"), [1 / 4, 0, 1 / 4, 1 / 4, 1 / 4])
+    np.testing.assert_allclose(
+        weights([1, 0, 1, 1, 1], [0, 0, 1, 1, 1], 2, "token_mean"), [1 / 4, 0, 1 / 4, 1 / 4, 1 / 4]
+    )
 
 
 @pytest.mark.parametrize("mode", ["rollout_mean", "token_mean"])

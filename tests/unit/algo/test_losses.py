@@ -79,7 +79,9 @@ def test_loss_kl_and_entropy_equal_the_reference(kind):
     )  # fmt: skip
     got = torch.autograd.grad(value.sum(), [new, h])
     rows = [
-        ref_grpo.token_loss(new[i], old[i], adv[i], 0.2, 0.28, ref=ref[i], kl_coef=0.1, kind=kind, entropy=h[i], entropy_coef=0.01)
+        ref_grpo.token_loss(
+            new[i], old[i], adv[i], 0.2, 0.28, ref=ref[i], kl_coef=0.1, kind=kind, entropy=h[i], entropy_coef=0.01
+        )
         for i in range(50)
     ]
     torch.testing.assert_close(value, torch.stack(rows))
