@@ -342,18 +342,20 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences packed end to end into one row, with nothing padded.
+    """Segments packed end to end into one row, with nothing padded: whole sequences, or a prompt and its responses.
 
-    Row ``predict[j]`` of the model's output predicts response token j of this pack, whose id is ``target[j]``.
+    A segment with a ``prefix`` continues that segment, which several may share. Row ``predict[j]`` of the model's
+    output predicts response token j of this pack, whose id is ``target[j]``.
 
     Example: one sample with 2 prompt and 3 response tokens
-        tokens [5 ids], cu_seqlens [0, 5], predict [1, 2, 3], target [tokens[2], tokens[3], tokens[4]]
+        tokens [5 ids], cu_seqlens [0, 5], prefix [-1], predict [1, 2, 3], target [tokens[2], tokens[3], tokens[4]]
     """
 
-    samples: NDArray[np.int64]  # n, indices into the Batch
+    samples: NDArray[np.int64]  # n, indices into the Batch; of a shared prompt the first that has it
     tokens: NDArray[np.int64]  # T
-    position_ids: NDArray[np.int64]  # T, from 0 in every sequence
+    position_ids: NDArray[np.int64]  # T, from 0 in every sequence, going on after a prefix
     cu_seqlens: NDArray[np.int32]  # n + 1
+    prefix: NDArray[np.int32]  # n, the segment that comes before, -1 for none
     predict: NDArray[np.int64]  # R
     target: NDArray[np.int64]  # R
     response: NDArray[np.int64]  # R, where in the Batch's flat columns each response token lies

@@ -1,8 +1,9 @@
 """Packed queries, keys and values in, attention within each sequence out: no padding between layers, no [T, T] mask.
 
-Neighbouring sequences of about the same length, which packs keep side by side, are one batched call. Inside such a
-call a shorter one is filled up to the longest; causality hides the filling, so no mask is needed for it either.
-On a GPU in half precision everything is one varlen flash call.
+Sequences of about the same length, which packs keep side by side, are one batched call. Inside such a call a shorter
+one is filled up to the longest; causality hides the filling, so no mask is needed for it either. A prompt that several
+sequences share is one segment of the pack; its keys and values are read by each of them. On a GPU in half precision
+everything is one varlen flash call.
 
 :func:`segment_attention` is registered with transformers' `AttentionInterface`; the boundaries travel to it as the
 keyword argument ``segments`` of the model's forward.
@@ -27,10 +28,11 @@ SHORT = 128  # tokens up to which plain products beat the flash kernel on a CPU
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """Neighbours that attend in one call: rows ``start`` to ``stop``, ``count`` sequences of at most ``length``.
+    """Sequences of a pack that attend in one call: ``count`` of at most ``length`` tokens, shared prompts included.
 
-    ``gather`` [count * length] and ``scatter`` [stop - start] lead to the filled form and back, None where all have
-    the same length. ``future`` [length, length] is -inf above the diagonal, for short runs on a CPU.
+    ``gather`` [count * length] is the pack's row of each place of the call; filled-up places repeat a row. It is None
+    where the sequences are rows ``start`` to ``stop`` as they lie. ``rows`` get their output from this call, at its
+    ``places``. ``future`` [length, length] is -inf above the diagonal, for short runs on a CPU.
     """
 
     start: int
@@ -38,50 +40,72 @@ class Run:
     count: int
     length: int
     gather: torch.Tensor | None
-    scatter: torch.Tensor | None
+    rows: torch.Tensor | None
+    places: torch.Tensor | None
     future: torch.Tensor | None
 
-    @property
-    def rows(self) -> slice:
-        """The run's rows of the pack."""
-        return slice(self.start, self.stop)
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] to [count, length, ...]."""
+        mine = x[self.start : self.stop] if self.gather is None else x.index_select(0, self.gather)
+        return mine.reshape(self.count, self.length, *x.shape[1:])
 
-    def fill(self, mine: torch.Tensor) -> torch.Tensor:
-        """The run's rows [stop - start, ...] to [count, length, ...]; filled places repeat a row."""
-        if self.gather is not None:
-            mine = mine.index_select(0, self.gather)
-        return mine.reshape(self.count, self.length, *mine.shape[1:])
+    def fill_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Gradients of outputs [T, ...] to [count, length, ...], 0 in places whose output is not used."""
+        if self.rows is None or self.places is None:
+            return self.fill(x)
+        filled = x.new_zeros(self.count * self.length, *x.shape[1:])
+        filled.index_copy_(0, self.places, x.index_select(0, self.rows))
+        return filled.view(self.count, self.length, *x.shape[1:])
 
-    def fill_gradient(self, mine: torch.Tensor) -> torch.Tensor:
-        """As :meth:`fill`, with 0 in filled places."""
-        if self.scatter is None:
-            return self.fill(mine)
-        filled = mine.new_zeros(self.count * self.length, *mine.shape[1:])
-        return filled.index_copy_(0, self.scatter, mine).view(self.count, self.length, *mine.shape[1:])
+    def put(self, filled: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the outputs [count, length, ...] that are used to their rows of ``out`` [T, ...]."""
+        flat = filled.reshape(self.count * self.length, *filled.shape[2:])
+        if self.rows is None or self.places is None:
+            out[self.start : self.stop] = flat
+        else:
+            out.index_copy_(0, self.rows, flat.index_select(0, self.places))
 
-    def unfill(self, filled: torch.Tensor) -> torch.Tensor:
-        """[count, length, ...] to [stop - start, ...]."""
-        rows = filled.reshape(self.count * self.length, *filled.shape[2:])
-        return rows if self.scatter is None else rows.index_select(0, self.scatter)
+    def add(self, filled: torch.Tensor, out: torch.Tensor) -> None:
+        """Add gradients of inputs [count, length, ...] to their rows of ``out`` [T, ...]; shared rows get the sum."""
+        flat = filled.reshape(self.count * self.length, *filled.shape[2:])
+        if self.gather is None:
+            out[self.start : self.stop] = flat
+        else:
+            out.index_add_(0, self.gather, flat)
 
 
 @dataclass(slots=True, frozen=True)
 class Segments:
-    """Boundaries of the sequences of one pack, and how they attend together."""
+    """Boundaries of the segments of one pack, and how its sequences attend together."""
 
-    cu_seqlens: torch.Tensor  # n + 1, int32, on the model's device
+    cu_seqlens: torch.Tensor  # int32, on the model's device: of the sequences, shared prompts counted in each
     longest: int
+    gather: torch.Tensor | None  # rows of all sequences end to end, where prompts are shared
+    last: torch.Tensor | None  # with ``gather``: for each row of the pack a place where it lies
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Any, device: torch.device | str) -> Segments:
-        """From the boundaries of a `MicroBatch`."""
-        bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        lengths = np.diff(bounds).tolist()
-        tensor = torch.as_tensor(bounds.astype(np.int32), device=device)
-        limit = ROWS if torch.device(device).type == "cpu" else int(bounds[-1])
-        runs = tuple(_run(bounds, a, b, lengths, device) for a, b in _neighbours(lengths, limit))
-        return cls(cu_seqlens=tensor, longest=max(lengths, default=0), runs=runs)
+    def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> Segments:
+        """From the boundaries and prefixes of a `MicroBatch`."""
+        bounds, before = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(prefix, dtype=np.int64)
+        whole = np.setdiff1d(np.arange(len(before)), before)  # a segment that others continue is no sequence itself
+        spans = [(bounds[before[i]], bounds[before[i] + 1]) if before[i] >= 0 else (0, 0) for i in whole]
+        sequences = [
+            np.concatenate([np.arange(*span), np.arange(bounds[i], bounds[i + 1])]) for span, i in zip(spans, whole)
+        ]
+        lengths = [len(rows) for rows in sequences]
+        shared = len(whole) < len(before)
+        limit = ROWS if torch.device(device).type == "cpu" else sum(lengths)
+        seen = np.zeros(int(bounds[-1]), dtype=bool)
+        runs = tuple(_run(sequences[a:b], seen, device) for a, b in _neighbours(lengths, limit))
+        gather = last = None
+        if shared:
+            flat = np.concatenate(sequences)
+            places = np.zeros(len(seen), dtype=np.int64)
+            places[flat] = np.arange(len(flat))
+            gather, last = torch.as_tensor(flat, device=device), torch.as_tensor(places, device=device)
+        cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return cls(torch.as_tensor(cu, device=device), max(lengths, default=0), gather, last, runs)
 
 
 def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
@@ -98,18 +122,22 @@ def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
     return [*ranges, (start, len(lengths))] if lengths else []
 
 
-def _run(bounds: NDArray[np.int64], first: int, last: int, lengths: list[int], device: torch.device | str) -> Run:
-    start, stop, count = int(bounds[first]), int(bounds[last]), last - first
-    mine = np.array(lengths[first:last])
-    length = int(mine.max())
-    gather = scatter = None
-    if (mine != length).any():
-        within = np.minimum(np.arange(length)[None, :], mine[:, None] - 1)
-        gather = torch.as_tensor((bounds[first:last, None] - start + within).ravel(), device=device)
-        scatter = torch.as_tensor(np.flatnonzero((np.arange(length)[None, :] < mine[:, None]).ravel()), device=device)
+def _run(sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: torch.device | str) -> Run:
+    """One run; rows not yet ``seen`` get their output from it."""
+    count, length = len(sequences), max(map(len, sequences))
+    flat = np.concatenate(sequences)
+    start, stop = int(flat[0]), int(flat[-1]) + 1
     short = length <= SHORT and torch.device(device).type == "cpu"
     future = torch.full((length, length), -math.inf).triu(1) if short else None
-    return Run(start, stop, count, length, gather, scatter, future)
+    if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all():
+        seen[flat] = True
+        return Run(start, stop, count, length, None, None, None, future)
+    filled = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
+    rows, places = np.unique(filled, return_index=True)  # the first place of each row
+    new = ~seen[rows]
+    seen[rows] = True
+    gather, out_rows, out_places = (torch.as_tensor(x, device=device) for x in (filled, rows[new], places[new]))
+    return Run(start, stop, count, length, gather, out_rows, out_places, future)
 
 
 def segment_attention(
@@ -137,8 +165,10 @@ def segment_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(q, k, v, segments, scaling, sliding_window)[None], None
-    parts = [_attend(q, k, v, run, scaling, sliding_window) for run in segments.runs]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    out = torch.empty_like(q)
+    for run in segments.runs:
+        run.put(_attend(q, k, v, run, scaling, sliding_window), out)
+    return out[None], None
 
 
 def _varlen(
@@ -147,6 +177,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = segments.cu_seqlens, segments.longest
+    if segments.gather is not None:
+        q, k, v = (x.index_select(0, segments.gather) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = varlen_attn(
@@ -154,14 +186,14 @@ def _varlen(
         scale=scaling, window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
-    return out
+    return out if segments.last is None else out.index_select(0, segments.last)
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, scaling: float | None, window: int | None = None
 ) -> torch.Tensor:
-    """One run, [stop - start, heads, d], from [T, heads, d]."""
-    q, k, v = (run.fill(x[run.rows]).transpose(1, 2) for x in (q, k, v))
+    """One run, [count, length, heads, d], from [T, heads, d]."""
+    q, k, v = (run.fill(x).transpose(1, 2) for x in (q, k, v))
     mask = None
     if window is not None and run.length > window:
         rows = torch.arange(run.length, device=q.device)
@@ -170,7 +202,7 @@ def _attend(
     out = nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
-    return run.unfill(out.transpose(1, 2))
+    return out.transpose(1, 2)
 
 
 class Attention:

@@ -2,9 +2,8 @@
 
     x -> norm -> [q k v] -> (q, k norm) -> rotary -> attention -> o + x -> norm -> [gate up] -> silu * -> down + .
 
-A pack goes through a layer run by run (a few hundred rows of whole sequences), so that everything between two
-products stays in the processor's caches. Norm weights are folded into the next matrix, projections of one input are
-one product, residuals are the beta of a product, and each array is read and written as seldom as it can be.
+Norm weights are folded into the next matrix, projections of one input are one product, residuals are the beta of a
+product, and each array is read and written as seldom as it can be.
 
 A layer is replaced only where its numbers and gradients were found to be the module's own (see `policy`).
 """
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slime_core.trainers.fsdp.attention import Attention, Run, Segments
+from slime_core.trainers.fsdp.attention import Attention, Segments
 
 KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
 Tensor = torch.Tensor
@@ -76,7 +75,7 @@ class Folded(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients of the folded matrices, added up over runs."""
+    """Gradients of the folded matrices."""
 
     qkv: Tensor
     bias: Tensor
@@ -87,11 +86,11 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, w: Weights, folded: Folded) -> Sums:
-        """Zeros."""
-        zeros = torch.zeros_like
-        heads = zeros(folded.heads) if folded.heads is not None else None
-        bias = folded.qkv.new_zeros(len(folded.qkv))
-        return cls(zeros(folded.qkv), bias, heads, zeros(w.o), zeros(folded.gate_up), zeros(w.down))
+        """Room for them."""
+        empty = torch.empty_like
+        heads = empty(folded.heads) if folded.heads is not None else None
+        bias = folded.qkv.new_empty(len(folded.qkv))
+        return cls(empty(folded.qkv), bias, heads, empty(w.o), empty(folded.gate_up), empty(w.down))
 
     def gradients(self, w: Weights, shape: Shape) -> tuple[Maybe, ...]:
         """Gradients of the layer's parameters, in their order: a folded matrix is weight * norm."""
@@ -109,7 +108,7 @@ class Sums(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass of a run reads."""
+    """What the backward pass reads."""
 
     h: Tensor  # normed input
     r: Tensor  # its factor
@@ -122,24 +121,24 @@ class Kept(NamedTuple):
 
 
 class Pass:
-    """One run through a layer, forward and then backward."""
+    """One pack through a layer, forward and then backward."""
 
-    def __init__(self, shape: Shape, run: Run, cos: Tensor, sin: Tensor) -> None:
-        self.shape, self.run = shape, run
-        self.cos, self.sin = cos[run.rows], sin[run.rows]
-        self.attention = Attention(run, shape.scaling)
+    def __init__(self, shape: Shape, segments: Segments, cos: Tensor, sin: Tensor) -> None:
+        self.shape, self.cos, self.sin = shape, cos, sin
+        self.attention = [Attention(run, shape.scaling) for run in segments.runs]
         self.kept: Kept | None = None
 
     def forward(self, x: Tensor, out: Tensor, w: Weights, f: Folded, keep: bool) -> None:
-        """Fill ``out`` [rows, hidden]."""
+        """Fill ``out`` [T, hidden]."""
         both, eps = self.shape.heads + self.shape.kv_heads, self.shape.eps
         h, r = _normed(x, eps)
         flat = torch.addmm(f.bias, h, f.qkv.T) if f.bias is not None else h @ f.qkv.T
         qkv = flat.unflatten(1, (-1, self.shape.dim))
         n, rn = _normed(qkv[:, :both], eps) if f.heads is not None else (qkv[:, :both], None)
         rotated = _rotate(n if f.heads is None else n * f.heads, self.cos, self.sin)
-        q, k, v = (self._by_heads(t) for t in (*rotated.tensor_split([self.shape.heads], dim=1), qkv[:, both:]))
-        o = self.run.unfill(self.attention.forward(q, k, v, keep).transpose(1, 2)).flatten(1)
+        o = self._attend(rotated[:, : self.shape.heads], rotated[:, self.shape.heads :], qkv[:, both:], keep).flatten(
+            1
+        )
         y = torch.addmm(x, o, w.o.T)
         h2, r2 = _normed(y, eps)
         gu = h2 @ f.gate_up.T
@@ -148,25 +147,33 @@ class Pass:
         if keep:
             self.kept = Kept(h, r, n, rn, o, h2, r2, gu)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Tensor:
+        """[T, heads, d]."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for one in self.attention:
+            by_heads = [one.run.fill(t).transpose(1, 2).contiguous() for t in (q, k, v)]
+            one.run.put(one.forward(by_heads[0], by_heads[1], by_heads[2], keep).transpose(1, 2), out)
+        return out
+
     def backward(self, d_out: Tensor, d_x: Tensor, w: Weights, f: Folded, sums: Sums) -> None:
-        """Fill ``d_x`` [rows, hidden] and add to ``sums``; what was kept is given back."""
+        """Fill ``d_x`` [T, hidden] and ``sums``; what was kept is given back."""
         assert self.kept is not None
         (h, r, n, rn, o, h2, r2, gu), self.kept = self.kept, None
         d_gu = self._mlp_backward(d_out, gu, w, sums)
-        sums.gate_up.addmm_(d_gu.T, h2)
+        torch.mm(d_gu.T, h2, out=sums.gate_up)
         d_y = _normed_backward(d_gu @ f.gate_up, h2, r2).add_(d_out)
-        sums.o.addmm_(d_y.T, o)
+        torch.mm(d_y.T, o, out=sums.o)
         d_qkv = self._attention_backward(d_y @ w.o, n, rn, f, sums)
-        sums.qkv.addmm_(d_qkv.T, h)
+        torch.mm(d_qkv.T, h, out=sums.qkv)
         if w.q_bias is not None:
-            sums.bias.add_(d_qkv.sum(0))
+            torch.sum(d_qkv, 0, out=sums.bias)
         torch.add(_normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
 
     def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: Weights, sums: Sums) -> Tensor:
         """Gradient of [gate up]."""
         gate, up = gu.chunk(2, dim=1)
         silu = nn.functional.silu(gate)
-        sums.down.addmm_(d_out.T, silu * up)
+        torch.mm(d_out.T, silu * up, out=sums.down)
         d_act = d_out @ w.down
         d_gu = torch.empty_like(gu)
         d_gate, d_up = d_gu.chunk(2, dim=1)
@@ -177,24 +184,20 @@ class Pass:
     def _attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, f: Folded, sums: Sums) -> Tensor:
         """Gradient of [q k v], before head norms and rotary."""
         both, dim = self.shape.heads + self.shape.kv_heads, self.shape.dim
-        d_out = self.run.fill_gradient(d_o.unflatten(1, (-1, dim))).transpose(1, 2)
-        d_q, d_k, d_v = (self.run.unfill(g.transpose(1, 2)) for g in self.attention.backward(d_out))
-        d_all = d_o.new_empty(len(d_o), both + self.shape.kv_heads, dim)
-        d_all[:, both:] = d_v
+        d_rows = d_o.unflatten(1, (-1, dim))
+        d_all = d_o.new_zeros(len(d_o), both + self.shape.kv_heads, dim)
+        for one in self.attention:
+            grads = one.backward(one.run.fill_gradient(d_rows).transpose(1, 2))
+            one.run.add(torch.cat(grads, dim=1).transpose(1, 2), d_all)
         d_qk = d_all[:, :both]
-        if f.heads is None:
-            _rotate(torch.cat((d_q, d_k), dim=1), self.cos, -self.sin, out=d_qk)
-            return d_all.flatten(1)
-        d_m = _rotate(torch.cat((d_q, d_k), dim=1), self.cos, -self.sin)
-        assert rn is not None
-        assert sums.heads is not None
-        sums.heads.add_(torch.linalg.vecdot(d_m, n, dim=0))
-        d_qk.copy_(_normed_backward(d_m.mul_(f.heads), n, rn))
+        d_m = _rotate(d_qk, self.cos, -self.sin)
+        if f.heads is not None:
+            assert rn is not None
+            assert sums.heads is not None
+            torch.sum(d_m * n, 0, out=sums.heads)
+            d_m = _normed_backward(d_m.mul_(f.heads), n, rn)
+        d_qk.copy_(d_m)
         return d_all.flatten(1)
-
-    def _by_heads(self, rows: Tensor) -> Tensor:
-        """[rows, heads, d] to [count, heads, length, d], contiguous."""
-        return self.run.fill(rows).transpose(1, 2).contiguous()
 
 
 class _Layer(torch.autograd.Function):
@@ -207,9 +210,10 @@ class _Layer(torch.autograd.Function):
         w = Weights(*rest)  # type: ignore[arg-type]
         keep = any(ctx.needs_input_grad)
         out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
-        passes = _forward(shape, segments, cos, sin, x, out[0], w, keep and not shape.recompute)
+        done = Pass(shape, segments, cos, sin)
+        done.forward(x, out[0], w, Folded.of(w, shape), keep and not shape.recompute)
         if keep:
-            ctx.shape, ctx.segments, ctx.passes = shape, segments, passes
+            ctx.shape, ctx.segments, ctx.done = shape, segments, done
             ctx.save_for_backward(cos, sin, x if shape.recompute else None, *w)
         return out
 
@@ -217,25 +221,15 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
         cos, sin, x, *rest = ctx.saved_tensors
         d_out, w = grads[0][0], Weights(*rest)
-        passes, ctx.passes = ctx.passes, None
+        done, ctx.done = ctx.done, None
         if ctx.shape.recompute:
-            passes = _forward(ctx.shape, ctx.segments, cos, sin, x, torch.empty_like(x), w, True)
+            done = Pass(ctx.shape, ctx.segments, cos, sin)
+            done.forward(x, torch.empty_like(x), w, Folded.of(w, ctx.shape), True)
         folded = Folded.of(w, ctx.shape)
         sums = Sums.of(w, folded)
         d_x = torch.empty_like(d_out)
-        for part in passes:
-            part.backward(d_out[part.run.rows], d_x[part.run.rows], w, folded, sums)
+        done.backward(d_out, d_x, w, folded, sums)
         return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
-
-
-def _forward(
-    shape: Shape, segments: Segments, cos: Tensor, sin: Tensor, x: Tensor, out: Tensor, w: Weights, keep: bool
-) -> list[Pass]:
-    folded = Folded.of(w, shape)
-    passes = [Pass(shape, run, cos, sin) for run in segments.runs]
-    for part in passes:
-        part.forward(x[part.run.rows], out[part.run.rows], w, folded, keep)
-    return passes
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.attention import Segments
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Sums:
     """Weighted sums of one optimizer step, over micro-batches and then ranks."""
 
-    samples: int
+    response_offsets: NDArray[np.int64]  # of the Batch, S + 1
     device: torch.device
     totals: dict[str, float] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # samples whose loss is not finite
@@ -46,7 +47,7 @@ class Sums:
         if world == 1:
             return dict(self.totals), sorted(self.bad)
         names = sorted(self.totals)
-        flags = [float(i in self.bad) for i in range(self.samples)]
+        flags = [float(i in self.bad) for i in range(len(self.response_offsets) - 1)]
         row = torch.tensor([*(self.totals[n] for n in names), *flags], dtype=torch.float64, device=self.device)
         dist.all_reduce(row)
         numbers = row.tolist()
@@ -65,7 +66,7 @@ def forward(
     found: tuple[torch.Tensor, torch.Tensor] = policy(
         on_device(micro.tokens),
         on_device(micro.position_ids),
-        Segments.of(micro.cu_seqlens, device),
+        Segments.of(micro.cu_seqlens, micro.prefix, device),
         on_device(micro.predict),
         on_device(micro.target),
         temperature,
@@ -105,7 +106,6 @@ def backward(
 def _name_bad(micro: MicroBatch, values: torch.Tensor, counts: torch.Tensor, sums: Sums) -> None:
     """Note the samples that own tokens with a loss that is not finite."""
     rows = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
-    places = np.searchsorted(micro.cu_seqlens, micro.predict[rows], side="right") - 1
-    sums.bad.update(int(i) for i in micro.samples[places])
+    sums.bad.update((np.searchsorted(sums.response_offsets, micro.response[rows], side="right") - 1).tolist())
     if not len(rows):  # finite values whose sum is not
         sums.bad.update(int(i) for i in micro.samples)

@@ -107,7 +107,7 @@ class _Trial:
         self.tokens = torch.arange(1, 1 + sum(TRIAL), device=device) * 7 % vocab
         self.positions = torch.cat([torch.arange(n, device=device) for n in TRIAL])
         cu = np.concatenate([[0], np.cumsum(TRIAL)])
-        self.segments = Segments.of(cu, device)
+        self.segments = Segments.of(cu, np.full(len(TRIAL), -1), device)
         parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
         self.logits = torch.cat([self._logits(part) for part in parts])
 

@@ -179,7 +179,7 @@ class Worker:
 
     def _optimizer_step(self, batch: Batch, micros: list[MicroBatch]) -> dict[str, float]:
         """One optimizer step; an empty answer where every token is masked, and nothing changes."""
-        sums = Sums(len(batch), self.device)
+        sums = Sums(batch.response_offsets, self.device)
         weight = sums.reduce_scalar(sum(float(m.weight.sum(dtype=np.float64)) for m in micros), self.world)
         if weight == 0:
             return {}

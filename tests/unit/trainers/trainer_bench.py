@@ -92,7 +92,7 @@ class Bench:
         from slime_core.trainers.fsdp.passes import Sums, backward
         from slime_core.trainers.fsdp.sharding import local
 
-        sums = Sums(len(batch), torch.device("cpu"))
+        sums = Sums(batch.response_offsets, torch.device("cpu"))
         for micro in self.worker._pack(batch)[step]:
             backward(
                 self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums
