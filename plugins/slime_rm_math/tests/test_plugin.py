@@ -48,6 +48,7 @@ def test_the_options_reach_the_rows():
     assert 30 < len(found) < 70
     assert all(len(prompt.prompt) == 4 and prompt.prompt[1] == "-" for prompt in found)
     assert any(prompt.label.endswith("-") for prompt in found)
+    assert {len(slime_prompts(task, ctx(padded=True)).at(3).prompt) for task in (TRAIN, PUPIL, HELDOUT)} == {6}
 
 
 def test_an_unknown_task_is_an_error_that_names_the_tasks():

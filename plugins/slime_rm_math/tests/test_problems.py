@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from slime_rm_math.problems import Kind, Problem, Problems, all_codes, decode, encode, held_out, mix, written
+from slime_rm_math.problems import Kind, Problem, Problems, Style, all_codes, decode, encode, held_out, mix
 
 pytestmark = pytest.mark.unit
 
@@ -13,7 +13,7 @@ WITH_NEGATIVE = Kind(negative=True)
 
 
 def problems(kind=Kind(), side="train", **keys):  # noqa: B008
-    source = Problems(kind, side=side, **keys)
+    source = Problems(kind, Style(), side=side, **keys)
     return [source.problem(position) for position in range(len(source))]
 
 
@@ -28,7 +28,7 @@ def problems(kind=Kind(), side="train", **keys):  # noqa: B008
     ids=["sum", "negative", "zero", "largest"],
 )
 def test_a_problem_says_what_it_asks_and_knows_its_value(problem, text, value):
-    assert (problem.text, problem.value) == (text, value)
+    assert (Style().question(problem), problem.value) == (text, value)
     assert decode(encode(problem)) == problem
 
 
@@ -37,7 +37,12 @@ def test_a_problem_says_what_it_asks_and_knows_its_value(problem, text, value):
     [(42, False, "42"), (-18, False, "-18"), (42, True, "24"), (-18, True, "81-"), (130, True, "031"), (0, True, "0")],
 )
 def test_a_number_is_written_forwards_or_ones_first(value, ones_first, text):
-    assert written(value, ones_first) == text
+    assert Style(ones_first=ones_first).answer(value) == text
+
+
+def test_operands_may_be_padded():
+    assert Style(padded=2).question(Problem(7, "+", 38)) == "07+38="
+    assert Style(padded=3).question(Problem(999, "-", 0)) == "999-000="
 
 
 def test_every_problem_is_on_exactly_one_side():
@@ -78,8 +83,8 @@ def test_rows_are_a_function_of_the_split_seed_and_lie_in_no_visible_order():
 
 
 def test_the_state_names_everything_that_decides_the_rows():
-    def state(kind=Kind(), **keys):  # noqa: B008
-        return Problems(kind, **{"side": "train", **keys}).state()
+    def state(kind=Kind(), style=Style(), **keys):  # noqa: B008
+        return Problems(kind, style, **{"side": "train", **keys}).state()
 
     assert state() == state()
     changed = [
@@ -89,16 +94,17 @@ def test_the_state_names_everything_that_decides_the_rows():
         state(Kind(heldout=0.2)),
         state(Kind(split_seed=1)),
         state(side="heldout"),
-        state(ones_first=True),
+        state(style=Style(ones_first=True)),
+        state(style=Style(padded=2)),
         state(limit=9),
     ]
     assert state() not in changed
 
 
 def test_a_prompt_carries_its_label_and_position():
-    source = Problems(Kind(), side="train", ones_first=True)
+    source = Problems(Kind(), Style(ones_first=True), side="train")
     prompt, problem = source.at(5), source.problem(5)
-    assert (prompt.position, prompt.prompt) == (5, problem.text)
+    assert (prompt.position, prompt.prompt) == (5, Style().question(problem))
     assert prompt.label == str(problem.value)[::-1]
 
 

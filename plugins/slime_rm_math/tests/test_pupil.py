@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_rm_math.problems import Kind, Problem, Problems
+from slime_rm_math.problems import Kind, Problem, Problems, Style
 from slime_rm_math.pupil import COPIES, Demonstrations, answer
 
 pytestmark = pytest.mark.unit
@@ -10,12 +10,12 @@ pytestmark = pytest.mark.unit
 NEVER, ALWAYS = [False] * 4, [True] * 4
 
 
-def train(**keys):
-    return Problems(Kind(**keys), side="train")
+def train(style=Style(), **keys):  # noqa: B008
+    return Problems(Kind(**keys), style, side="train")
 
 
-def demonstrations(carry_lost=0.65, seed=0, ones_first=False):
-    return Demonstrations(train(), carry_lost=carry_lost, seed=seed, ones_first=ones_first)
+def demonstrations(carry_lost=0.65, seed=0, **style):
+    return Demonstrations(train(Style(**style)), carry_lost=carry_lost, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,9 @@ def test_demonstrations_are_rows_of_the_training_side_only():
 
 
 def test_demonstrations_are_written_like_the_answers():
-    plain, turned = demonstrations(), demonstrations(ones_first=True)
+    plain, turned = demonstrations(), demonstrations(ones_first=True, padded=2)
     assert [turned.at(i).label for i in range(50)] == [plain.at(i).label[::-1] for i in range(50)]
+    assert {len(turned.at(i).prompt) for i in range(50)} == {6}
 
 
 def test_the_state_names_everything_that_decides_the_rows():

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slime_core import ConfigError, Context, Reward, Sample, hookimpl
 from slime_core.types import Group
 from slime_rm_math.grading import exact_match
-from slime_rm_math.problems import OPERATIONS, Kind, Operation, Problems
+from slime_rm_math.problems import OPERATIONS, Kind, Operation, Problems, Style
 from slime_rm_math.pupil import Demonstrations
 
 slime_api = 1
@@ -30,6 +30,7 @@ class Options(BaseModel):
     digits: int = Field(2, ge=1, le=3, description="Operands have up to this many digits.")
     operations: tuple[Operation, ...] = Field(OPERATIONS, min_length=1, description="Any of + and -.")
     negative: bool = Field(False, description="Whether a - b may be below zero.")
+    padded: bool = Field(False, description="Operands are written with leading zeros: 07+38= for 7+38=.")
     ones_first: bool = Field(
         False, description="Answers are written ones first, as columns are worked out: 58 for 85."
     )
@@ -56,15 +57,14 @@ def slime_prompts(task: str, ctx: Context) -> Problems | Demonstrations:
     """The rows of a task; ``default`` is the same as ``arithmetic``."""
     options: Options = ctx.options
     kind = Kind(**options.model_dump(include={"digits", "operations", "negative", "heldout", "split_seed"}))
+    style = Style(padded=options.digits if options.padded else 1, ones_first=options.ones_first)
     if task == HELDOUT:
-        return Problems(kind, side="heldout", ones_first=options.ones_first, limit=options.heldout_rows)
-    problems = Problems(kind, side="train", ones_first=options.ones_first)
+        return Problems(kind, style, side="heldout", limit=options.heldout_rows)
+    problems = Problems(kind, style, side="train")
     if task in (TRAIN, "default"):
         return problems
     if task == PUPIL:
-        return Demonstrations(
-            problems, carry_lost=options.carry_lost, seed=options.split_seed, ones_first=options.ones_first
-        )
+        return Demonstrations(problems, carry_lost=options.carry_lost, seed=options.split_seed)
     raise ConfigError(
         f"rm_math has no task '{task}'",
         where="data.tasks or eval.eval_tasks",

@@ -6,7 +6,7 @@ Every problem ``a op b`` lies on one side for ever, decided by a hash of the uno
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,21 +22,37 @@ SHIFT, MASK, ONE = np.uint64(OPERAND_BITS), np.uint64((1 << OPERAND_BITS) - 1), 
 
 @dataclass(slots=True, frozen=True)
 class Problem:
-    """One problem. Example: ``Problem(12, "-", 30)`` has the text ``12-30=`` and the value -18."""
+    """One problem. Example: ``Problem(12, "-", 30)`` has the value -18."""
 
     a: int
     op: Operation
     b: int
 
     @property
-    def text(self) -> str:
-        """What the model is asked."""
-        return f"{self.a}{self.op}{self.b}="
-
-    @property
     def value(self) -> int:
         """The right answer."""
         return self.a + self.b if self.op == "+" else self.a - self.b
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Style:
+    """How problems and answers are written.
+
+    Example:
+        Style(padded=2).question(Problem(7, "+", 38))     # "07+38="
+        Style(ones_first=True).answer(45)                 # "54", in the order in which columns are worked out
+    """
+
+    padded: int = 1  # operands have at least this many digits, with zeros in front
+    ones_first: bool = False
+
+    def question(self, problem: Problem) -> str:
+        """What the model is asked."""
+        return f"{problem.a:0{self.padded}d}{problem.op}{problem.b:0{self.padded}d}="
+
+    def answer(self, value: int) -> str:
+        """What it should say."""
+        return str(value)[::-1] if self.ones_first else str(value)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -54,17 +70,18 @@ class Problems:
     """The rows of one side of the split, in an order that is a hash of each problem.
 
     Example:
-        rows = Problems(Kind(digits=2), side="train", ones_first=True)
+        rows = Problems(Kind(digits=2), Style(ones_first=True), side="train")
         rows.at(0)      # Prompt(prompt="61+7=", label="86", ...)
     """
 
     def __init__(
-        self, kind: Kind, *, side: Literal["train", "heldout"], ones_first: bool = False, limit: int | None = None
+        self, kind: Kind, style: Style, *, side: Literal["train", "heldout"], limit: int | None = None
     ) -> None:
         codes = all_codes(kind)
         codes = codes[held_out(codes, kind.heldout, kind.split_seed) == (side == "heldout")]
         self._codes = codes[np.argsort(mix(codes, kind.split_seed + 1), kind="stable")][:limit]
-        self._kind, self._side, self._ones_first = kind, side, ones_first
+        self.style = style
+        self._kind, self._side = kind, side
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -76,27 +93,13 @@ class Problems:
     def at(self, position: int) -> Prompt:
         """The row at ``position``; the core sets its id and tokens."""
         problem = self.problem(position)
-        label = written(problem.value, self._ones_first)
-        return Prompt(id="", position=position, prompt=problem.text, label=label)
+        label = self.style.answer(problem.value)
+        return Prompt(id="", position=position, prompt=self.style.question(problem), label=label)
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
-        kind = self._kind
-        return {
-            "digits": kind.digits,
-            "operations": list(kind.operations),
-            "negative": kind.negative,
-            "heldout": kind.heldout,
-            "split_seed": kind.split_seed,
-            "side": self._side,
-            "ones_first": self._ones_first,
-            "rows": len(self._codes),
-        }
-
-
-def written(value: int, ones_first: bool) -> str:
-    """A number as it is written: ``42``, ``-18``; ones first, as columns are worked out: ``24``, ``81-``."""
-    return str(value)[::-1] if ones_first else str(value)
+        kind = {**asdict(self._kind), "operations": list(self._kind.operations)}
+        return {**kind, **asdict(self.style), "side": self._side, "rows": len(self._codes)}
 
 
 def encode(problem: Problem) -> int:

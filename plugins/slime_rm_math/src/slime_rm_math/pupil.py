@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slime_core import Prompt
-from slime_rm_math.problems import Problem, Problems, encode, uniform, written
+from slime_rm_math.problems import Problem, Problems, encode, uniform
 
 COPIES = 16  # demonstrations of one problem, each with its own slips
 COLUMNS = 4  # more than any operand has digits
@@ -22,12 +22,12 @@ class Demonstrations:
     """The rows of ``problems``, ``COPIES`` times, with the pupil's answers as labels.
 
     Example:
-        rows = Demonstrations(Problems(Kind(), side="train"), carry_lost=0.6, seed=0, ones_first=False)
+        rows = Demonstrations(Problems(Kind(), Style(), side="train"), carry_lost=0.6, seed=0)
         rows.at(3)      # Prompt(prompt="47+38=", label="75", ...): the 1 was not carried
     """
 
-    def __init__(self, problems: Problems, *, carry_lost: float, seed: int, ones_first: bool) -> None:
-        self._problems, self._carry_lost, self._seed, self._ones_first = problems, carry_lost, seed, ones_first
+    def __init__(self, problems: Problems, *, carry_lost: float, seed: int) -> None:
+        self._problems, self._carry_lost, self._seed = problems, carry_lost, seed
 
     def __len__(self) -> int:
         return len(self._problems) * COPIES
@@ -36,13 +36,13 @@ class Demonstrations:
         """The row at ``position``; the core sets its id and tokens."""
         copy, row = divmod(position, len(self._problems))
         problem = self._problems.problem(row)
-        label = written(answer(problem, self._slips(problem, copy)), self._ones_first)
-        return Prompt(id="", position=position, prompt=problem.text, label=label)
+        style = self._problems.style
+        label = style.answer(answer(problem, self._slips(problem, copy)))
+        return Prompt(id="", position=position, prompt=style.question(problem), label=label)
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
-        own = {"ones_first": self._ones_first, "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
-        return {**self._problems.state(), **own}
+        return {**self._problems.state(), "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
 
     def _slips(self, problem: Problem, copy: int) -> list[bool]:
         code = np.full(COLUMNS, encode(problem), dtype=np.uint64)
