@@ -79,16 +79,7 @@ class Rows:
     short: int = 0  # columns that are computed for all rows of a decode step
     far: torch.Tensor | None = None  # rows of a decode step that need ``longest`` columns, where few do
     segments: list[Segment] | None = None
-    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass, by shape
-    written: dict[int, torch.Tensor] = field(default_factory=dict)  # by number of heads
-
-    def places(self, kv_heads: int, length: int) -> torch.Tensor:
-        """N * Hkv: where each row's key of each head lies in a cache of [slots * Hkv * length] entries."""
-        if kv_heads not in self.written:
-            head = torch.arange(kv_heads, device=self.slots.device)
-            at = (self.slots[:, None] * kv_heads + head) * length + self.positions[:, None]
-            self.written[kv_heads] = at.view(-1)
-        return self.written[kv_heads]
+    masks: dict[tuple[str | int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass
 
     def position_ids(self) -> torch.Tensor:
         """N positions as a model may be asked about them: padding rows are at 0, where every table has an entry."""
@@ -137,21 +128,30 @@ def attend(
     value: torch.Tensor,
     form: Form,
     sinks: torch.Tensor | None = None,
-    *,
-    only_write: bool = False,
-) -> torch.Tensor | None:
-    """Write keys and values, attend: query [N, Hq, d], key [N, Hkv, d], value [N, Hkv, dv] -> [N, Hq, dv].
+) -> torch.Tensor:
+    """Write keys [N, Hkv, d] and values [N, Hkv, dv], then :func:`look`."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[rows.slots, :, rows.positions] = key.to(keys.dtype)
+    values[rows.slots, :, rows.positions] = value.to(values.dtype)
+    return look(cache, layer, rows, query, form, sinks)
 
-    ``sinks`` [Hq] are logits of a column without a value. With ``only_write`` nothing is computed.
+
+def write(cache: KVCache, layer: int, rows: Rows, both: torch.Tensor) -> None:
+    """Write keys and values [N, 2, Hkv, d] at once, into a layer where they are of one width."""
+    joint = cache.joint[layer]
+    joint[:, rows.slots, :, rows.positions] = both.to(joint.dtype)
+
+
+def look(
+    cache: KVCache, layer: int, rows: Rows, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attend with queries [N, Hq, d] whose keys and values are written: [N, Hq, dv].
+
+    ``sinks`` [Hq] are logits of a column without a value.
     """
     keys, values = cache.keys[layer], cache.values[layer]
-    count, kv_heads, dim = key.shape
-    at = rows.places(kv_heads, cache.length)
-    keys.view(-1, dim).index_copy_(0, at, key.reshape(-1, dim).to(keys.dtype))
-    values.view(-1, value.shape[2]).index_copy_(0, at, value.reshape(-1, value.shape[2]).to(values.dtype))
-    if only_write:
-        return None
-    heads = query.shape[1]
+    count, heads, dim = query.shape
+    kv_heads = keys.shape[1]
     scaled = query.to(keys.dtype) if form.scale == 1.0 else query.to(keys.dtype) * form.scale
     grouped = scaled.view(count, kv_heads, heads // kv_heads, dim)
     sink = None if sinks is None else sinks.to(keys.dtype).view(1, kv_heads, heads // kv_heads, 1)
@@ -167,10 +167,10 @@ def _decode(
 ) -> torch.Tensor:
     count = query.shape[0]
     slots = slice(rows.first, rows.first + count)
-    mask = _mask(rows, 0, count, rows.short, form.window)
+    mask = _mask(rows, "all", rows.positions, rows.short, form.window)
     out = _side_by_side(keys[slots], values[slots], query, mask, form, sink, rows.short)
     if rows.far is not None:
-        mask = _mask(rows, 0, count, rows.longest, form.window)[rows.far]
+        mask = _mask(rows, "far", rows.positions[rows.far], rows.longest, form.window)
         own = rows.far + rows.first
         k, v = (tensor[:, :, : rows.longest].index_select(0, own) for tensor in (keys, values))
         out[rows.far] = _side_by_side(k, v, query[rows.far], mask, form, sink, rows.longest)
@@ -205,7 +205,7 @@ def _packed(
             at = slice(part.begin, part.end)
             length = up(part.position + part.end - part.begin, BLOCK)
             k, v = keys[part.slot, :, :length], values[part.slot, :, :length]
-            mask = _mask(rows, part.begin, part.end, length, form.window)
+            mask = _mask(rows, part.begin, rows.positions[at], length, form.window)
             if keys.device.type == "cpu":
                 out[at] = _row_by_row(k, v, query[at], mask, form, sink)
             else:
@@ -270,16 +270,17 @@ def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _mask(rows: Rows, begin: int, end: int, length: int, window: int) -> torch.Tensor:
-    """[end - begin, length]: 0 where the row may look, -inf elsewhere."""
-    name = (begin, length, window)
-    if name not in rows.masks:
-        here = rows.positions[begin:end, None]
-        column = torch.arange(length, device=here.device)
-        hidden = column > here
-        if window:
-            hidden |= column <= here - window
+def _mask(rows: Rows, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    """[n, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
+    known = rows.masks.get((name, length, window))
+    if known is not None:
+        return known
+    here = positions[:, None]
+    column = torch.arange(length, device=here.device)
+    hidden = column > here
+    if window:
+        hidden |= column <= here - window
         hidden[:, 0] &= here[:, 0] < rows.scratch  # a row that sees nothing would write NaN
-        mask = torch.zeros(hidden.shape, dtype=torch.float32, device=here.device)
-        rows.masks[name] = mask.masked_fill_(hidden, -torch.inf)
-    return rows.masks[name]
+    mask = torch.zeros(hidden.shape, device=here.device).masked_fill_(hidden, -torch.inf)
+    rows.masks[name, length, window] = mask
+    return mask

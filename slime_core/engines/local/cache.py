@@ -1,6 +1,7 @@
 """The key and value cache of every slot and layer, allocated once.
 
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
+    joint[layer]: both as one tensor [2, slots + 1, ...], where they are of one width
 
 On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
 sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
@@ -62,8 +63,18 @@ class KVCache:
         self.device = device
         self.dtype = torch.float32 if device == "cpu" else dtype
         self._check_size(slots, context_len)
-        self.keys = [self._zeros(s.kv_heads, s.key_dim) for s in shapes]
-        self.values = [self._zeros(s.kv_heads, s.value_dim) for s in shapes]
+        self.joint: dict[int, torch.Tensor] = {}
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for layer, shape in enumerate(shapes):
+            if shape.key_dim == shape.value_dim:
+                self.joint[layer] = self._zeros(2, shape.kv_heads, shape.key_dim)
+                key, value = self.joint[layer]
+            else:
+                key = self._zeros(1, shape.kv_heads, shape.key_dim)[0]
+                value = self._zeros(1, shape.kv_heads, shape.value_dim)[0]
+            self.keys.append(key)
+            self.values.append(value)
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +96,8 @@ class KVCache:
                 "or lower rollout.rollout_slots",
             )
 
-    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
-        shape = (self.slots + 1, heads, self.length, dim)
+    def _zeros(self, kinds: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (kinds, self.slots + 1, heads, self.length, dim)
         if self.device != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         count = int(np.prod(shape))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from slime_core.engines.local.attention import Form, Rows, attend
+from slime_core.engines.local.attention import Form, Rows, look, write
 from slime_core.engines.local.cache import KVCache, LayerShape
 from slime_core.engines.local.packed import Unfit, moving_rope
 from slime_core.engines.local.rowcounts import GRAIN, Product
@@ -28,11 +28,16 @@ FUSE_BYTES = 1 << 30
 
 
 class Matrix:
-    """Linear layers over the same input, as one product: [N, in] -> [N, sum of out]."""
+    """Linear layers over the same input, as one product: [N, in] -> [N, sum of out].
 
-    def __init__(self, layers: Sequence[nn.Linear], *, fused: bool) -> None:
+    ``norm`` holds the weights of the norm before it, which a fused float32 matrix takes in.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], norm: Any = None, *, fused: bool) -> None:
         self._layers = list(layers)
         self._fused = fused
+        self._norm = norm
+        self._takes_norm = norm is not None and fused and layers[0].weight.dtype == torch.float32
         self._weight = torch.empty(0)  # in, out
         self._bias: torch.Tensor | None = None
 
@@ -45,6 +50,8 @@ class Matrix:
         if self._weight.shape != (like.shape[1], width):
             self._weight = torch.empty(like.shape[1], width, dtype=like.dtype, device=like.device)
         torch.cat([layer.weight.t() for layer in self._layers], 1, out=self._weight)
+        if self._takes_norm:
+            self._weight.mul_(self._norm.weight[:, None])
         biases = [layer.bias for layer in self._layers]
         if any(bias is not None for bias in biases):
             self._bias = torch.cat(
@@ -54,6 +61,10 @@ class Matrix:
     def release(self) -> None:
         """Drop the copies."""
         self._weight, self._bias = torch.empty(0), None
+
+    def after_norm(self, x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+        """The product of the norm of x."""
+        return self(_norm(x, None if self._takes_norm else self._norm.weight, eps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._fused:
@@ -88,13 +99,13 @@ class _Layer:
     def __init__(self, layer: Any, *, fused: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.module = layer
-        self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], fused=fused)
+        before = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], before[0], fused=fused)
         self.out = Matrix([attention.o_proj], fused=fused)
-        self.gate_up = Matrix([mlp.gate_proj, mlp.up_proj], fused=fused)
+        self.gate_up = Matrix([mlp.gate_proj, mlp.up_proj], before[1], fused=fused)
         self.down = Matrix([mlp.down_proj], fused=fused)
         self.head_norms = hasattr(attention, "q_norm")
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [attention.q_norm] if self.head_norms else []
+        norms = [*before, attention.q_norm] if self.head_norms else before
         self.eps = [torch.tensor(norm.variance_epsilon, device=norm.weight.device) for norm in norms]
         whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
         self.window = int(getattr(attention, "sliding_window", whole) or 0)
@@ -130,7 +141,7 @@ class LeanPlan:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         fused = size <= FUSE_BYTES
         self._layers = [_Layer(layer, fused=fused) for layer in self._model.model.layers]
-        self._head = Matrix([self._model.lm_head], fused=fused)
+        self._head = Matrix([self._model.lm_head], self._model.model.norm, fused=fused)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = self._model.model.layers[0].self_attn.head_dim
         self._scale = float(self._model.model.layers[0].self_attn.scaling)
@@ -168,31 +179,30 @@ class LeanPlan:
 
     def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
-        body = self._model.model
-        x = F.embedding(rows.tokens, body.embed_tokens.weight)
-        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
+        x = F.embedding(rows.tokens, self._model.model.embed_tokens.weight)
+        turn = self._cos[rows.positions], self._sin[rows.positions]
         for index, layer in enumerate(self._layers):
-            normed = _norm(x, layer.module.input_layernorm.weight, layer.eps[0])
-            query, key, value = self._project(layer, normed, cos, sin)
-            only_cache = not logits and index == len(self._layers) - 1
-            mixed = attend(cache, index, rows, query, key, value, self._forms[index], only_write=only_cache)
-            if mixed is None:
+            query, both = self._project(layer, x, *turn)
+            write(cache, index, rows, both)
+            if not logits and index == len(self._layers) - 1:
                 return None
+            mixed = look(cache, index, rows, query, self._forms[index])
             x = layer.out.added(x, mixed.view(len(rows), -1))
-            normed = _norm(x, layer.module.post_attention_layernorm.weight, layer.eps[1])
-            x = layer.down.added(x, _gated(layer.gate_up(normed)))
-        return self._head(_norm(x, body.norm.weight, self._eps))
+            x = layer.down.added(x, _gated(layer.gate_up.after_norm(x, layer.eps[1])))
+        return self._head.after_norm(x, self._eps)
 
     def _project(
-        self, layer: _Layer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [N, Hq, d], and keys beside values [N, 2, Hkv, d]."""
         turned = self._heads + self._kv_heads
-        qkv = layer.qkv(normed).view(len(normed), turned + self._kv_heads, self._dim)
-        both, value = qkv[:, :turned], qkv[:, turned:]
+        qkv = layer.qkv.after_norm(x, layer.eps[0]).view(len(x), turned + self._kv_heads, self._dim)
+        turning = qkv[:, :turned]
         if layer.head_norms:
-            both = _norm(both, layer.heads, layer.eps[2])
-        both = (both * cos).addcmul_(both.roll(self._dim // 2, -1), sin)
-        return both[:, : self._heads], both[:, self._heads :], value
+            _norm_in_place(turning, layer.heads, layer.eps[2])
+        other = turning.roll(self._dim // 2, -1)
+        turning.mul_(cos).addcmul_(other, sin)
+        return qkv[:, : self._heads], qkv[:, self._heads :].view(len(x), 2, self._kv_heads, self._dim)
 
     def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[length, 1, d] each; the sine's first half negated, so that a roll stands for rotate-half."""
@@ -206,12 +216,25 @@ class LeanPlan:
         return cos[0][:, None].contiguous(), sin[:, None].contiguous()
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; five kernels where F.rms_norm has a dozen calls."""
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; few kernels where F.rms_norm has a dozen calls."""
     if x.dtype != torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), None, float(eps)) * weight
+        normed = F.rms_norm(x, (x.shape[-1],), None, float(eps))
+        return normed if weight is None else normed * weight
+    normed = x * _inverse_norm(x, eps)
+    return normed if weight is None else normed.mul_(weight)
+
+
+def _norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> None:
+    if x.dtype == torch.float32:
+        x.mul_(_inverse_norm(x, eps)).mul_(weight)
+    else:
+        x.copy_(_norm(x, weight, eps))
+
+
+def _inverse_norm(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+    return torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _gated(both: torch.Tensor) -> torch.Tensor:
