@@ -264,8 +264,7 @@ class GenerateRequest:
 
     The draw at absolute position t is a function of ``(seed, t)`` alone: continuing a request repeats nothing.
 
-    Example:
-        GenerateRequest(id="grpo/17-0", tokens=[3, 4, 12], params=SamplingParams(max_new_tokens=8), seed=81)
+    Example: GenerateRequest(id="grpo/17-0", tokens=[3, 4, 12], params=SamplingParams(max_new_tokens=8), seed=81)
     """
 
     id: str
@@ -342,10 +341,9 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Segments packed end to end into one row, with nothing padded: whole sequences, or a prompt and its responses.
+    """Segments end to end in one row; one with a ``prefix`` continues that segment, which several may share.
 
-    A segment with a ``prefix`` continues that segment, which several may share. Row ``predict[j]`` of the model's
-    output predicts response token j of this pack, whose id is ``target[j]``.
+    Row ``predict[j]`` of the output predicts response token j of this pack, whose id is ``target[j]``.
 
     Example: one sample with 2 prompt and 3 response tokens
         tokens [5 ids], cu_seqlens [0, 5], prefix [-1], predict [1, 2, 3], target [tokens[2], tokens[3], tokens[4]]

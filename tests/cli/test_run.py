@@ -200,6 +200,7 @@ def test_a_stopped_run_leaves_in_order(tmp_path, number, code, word):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where pytest runs in the background
     )
     for line in process.stderr:
         if line.startswith("grpo step 2/"):

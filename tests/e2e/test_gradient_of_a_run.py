@@ -50,6 +50,7 @@ def _one_step(tmp_path):
         *("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1", "--max-tokens-per-gpu", "40"),
     ]
     config = load_config(None, flags)
+    plugins = load_plugins(config)
     seen = {}
 
     @asynccontextmanager
@@ -64,9 +65,10 @@ def _one_step(tmp_path):
         report = Report(run_dir, config)
         report.start()
         try:
-            asyncio.run(loop.run(config, load_plugins(config), report, cluster=watched))
+            asyncio.run(loop.run(config, plugins, report, cluster=watched))
         finally:
             report.finish()
+            plugins.close()
     moments = load_file(tmp_path / "state" / "moments.safetensors")
     first = {name.removeprefix("moment1."): m for name, m in moments.items() if name.startswith("moment1.")}
     return seen["samples"], {name: moment.double() / (1 - BETA1) for name, moment in first.items()}

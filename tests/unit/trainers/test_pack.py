@@ -4,14 +4,20 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slime_core.trainers.pack import make_packs, pack, split_rollouts
+from slime_core.trainers.pack import pack, split_rollouts
 from slime_core.types import Batch
 
 pytestmark = pytest.mark.unit
 
 
-def batch_of(prompts, responses, rollout=None, mask=None):
-    lengths = np.add(prompts, responses)
+def batch_of(prompt_lengths, responses, rollout=None, mask=None, prompts=None):
+    """Tokens 0, 1, 2, ...; samples with the same name in ``prompts`` have the prompt of the first of them."""
+    lengths = np.add(prompt_lengths, responses)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(offsets[-1], dtype=np.int32)
+    for i, name in enumerate(prompts or []):
+        first, count = prompts.index(name), prompt_lengths[i]
+        tokens[offsets[i] : offsets[i] + count] = tokens[offsets[first] : offsets[first] + count]
     count = int(np.sum(responses))
     return Batch(
         version=0,
@@ -20,8 +26,8 @@ def batch_of(prompts, responses, rollout=None, mask=None):
         group=np.zeros(len(lengths), np.int64),
         rollout=np.arange(len(lengths)) if rollout is None else np.array(rollout),
         reward=np.zeros(len(lengths)),
-        tokens=np.arange(lengths.sum(), dtype=np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        tokens=tokens,
+        offsets=offsets,
         loss_mask=np.ones(count, np.float32) if mask is None else np.array(mask, np.float32),
         response_offsets=np.concatenate([[0], np.cumsum(responses)]).astype(np.int64),
         columns={"advantages": np.arange(count, dtype=np.float32)},
@@ -53,20 +59,24 @@ def test_two_samples_lie_end_to_end_longest_first():
     np.testing.assert_allclose(micro.weight, [1 / 4, 1 / 4, 1 / 2])
 
 
+def packs_of(lengths, max_tokens, world=1, prompts=None):
+    batch = batch_of([1] * len(lengths), np.subtract(lengths, 1), prompts=prompts)
+    steps = [pack(batch, max_tokens=max_tokens, rank=r, world=world)[0] for r in range(world)]
+    return [[m.samples.tolist() for m in rank] for rank in steps]
+
+
 def test_packs_hold_at_most_the_limit_and_an_oversize_sample_is_alone():
-    lengths = np.array([3, 9, 4, 2, 5])
-    packs = [p.tolist() for p in make_packs(lengths, np.arange(5), 7)]
-    assert packs == [[1], [4], [2], [0, 3]]  # 9 | 5 | 4 | 3 2: four packs, and a limit of 5 is enough for them
+    # 9 | 5 | 4 | 3 2: four packs, and a limit of 5 is enough for them
+    assert packs_of([3, 9, 4, 2, 5], 7) == [[[1], [4], [2], [0, 3]]]
 
 
 def test_packs_are_as_even_as_cutting_the_sorted_row_allows():
     # 10 samples of 10 tokens, 70 a pack would be 7 + 3; two packs of 5 are as few and even
-    assert [len(p) for p in make_packs(np.full(10, 10), np.arange(10), 70)] == [5, 5]
+    assert [len(p) for p in packs_of([10] * 10, 70)[0]] == [5, 5]
 
 
 def test_every_rank_has_as_many_packs_where_samples_allow():
-    packs = make_packs(np.full(6, 10), np.arange(6), 30, world=3)
-    assert [len(p) for p in packs] == [2, 2, 2]
+    assert [[len(p) for p in rank] for rank in packs_of([10] * 6, 30, world=3)] == [[2], [2], [2]]
 
 
 def test_rollouts_are_split_in_batch_order_and_siblings_stay_together():
@@ -100,16 +110,44 @@ def test_an_empty_response_has_no_row():
     assert micro.target.shape == (1,)
 
 
+def test_samples_of_a_prompt_share_its_tokens_in_front_of_all_responses():
+    # samples 0 and 2 have the prompt 0 1; sample 1 has its own 4; responses 2 3 | 5 6 | 9
+    ((micro,),) = pack(batch_of([2, 1, 2], [2, 2, 1], prompts=["a", "b", "a"]), max_tokens=100)
+    assert micro.samples.tolist() == [0, 0, 1, 2]  # the prompt, then each member, longest first
+    assert micro.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 9]
+    assert micro.cu_seqlens.tolist() == [0, 2, 4, 7, 8]
+    assert micro.prefix.tolist() == [-1, 0, -1, 0]
+    assert micro.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 2]
+    assert micro.predict.tolist() == [1, 2, 4, 5, 1]
+    assert micro.target.tolist() == [2, 3, 5, 6, 9]
+    assert micro.response.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_prompts_may_stay_with_each_sample():
+    ((micro,),) = pack(batch_of([2, 2], [1, 1], prompts=["a", "a"]), max_tokens=100, share_prompts=False)
+    assert micro.tokens.tolist() == [0, 1, 2, 0, 1, 5]
+    assert micro.prefix.tolist() == [-1, -1]
+
+
+def test_a_cut_through_a_group_gives_each_pack_the_prompt():
+    # 2 + 3 + 3 = 8 tokens fit in 8, a third response does not
+    first, second = pack(batch_of([2, 2, 2], [3, 3, 3], prompts=["a", "a", "a"]), max_tokens=8)[0]
+    assert sorted(len(m.tokens) for m in (first, second)) == [5, 8]
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20
+    ),
     st.integers(1, 60),
     st.integers(1, 4),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_every_response_token_is_trained_once_and_weights_do_not_depend_on_packs(rows, max_tokens, world, steps):
-    prompts, responses, rollouts = zip(*rows)
-    batch = batch_of(prompts, responses, rollouts)
-    kwargs = {"num_steps": steps}
+def test_every_response_token_is_trained_once_whatever_the_packs(rows, max_tokens, world, steps, share):
+    names, responses, rollouts = zip(*rows)
+    batch = batch_of([1 + ord(name) - ord("a") for name in names], responses, rollouts, prompts=list(names))
+    kwargs = {"num_steps": steps, "share_prompts": share}
     ranks = [pack(batch, max_tokens=max_tokens, rank=r, world=world, **kwargs) for r in range(world)]
     whole = pack(batch, max_tokens=10_000, **kwargs)
     assert len({tuple(len(step) for step in rank) for rank in ranks}) == 1, "ranks differ in micro-batches"
@@ -119,12 +157,23 @@ def test_every_response_token_is_trained_once_and_weights_do_not_depend_on_packs
         assert len(got) == len(want)
         assert dict(got) == want
     for micro in (m for rank in ranks for step in rank for m in step):
-        assert len(micro.tokens) <= max_tokens or len(micro.samples) == 1
-        assert (micro.target == batch.tokens[[batch.offsets[s] + r for s, r in _places(batch, micro)]]).all()
+        check(micro, batch, max_tokens)
 
 
-def _places(batch, micro):
-    for token in micro.response:
+def check(micro, batch, max_tokens):
+    """Each segment, behind its prefix, is a sample's tokens; predictions stand one place before their targets."""
+    spans = list(zip(micro.cu_seqlens.tolist(), micro.cu_seqlens[1:].tolist()))
+    sequences = {}
+    for (start, stop), prefix, sample in zip(spans, micro.prefix.tolist(), micro.samples.tolist()):
+        rows = [*range(*(spans[prefix] if prefix >= 0 else (0, 0))), *range(start, stop)]
+        assert micro.position_ids[rows].tolist() == list(range(len(rows)))
+        tokens = batch.tokens[batch.offsets[sample] : batch.offsets[sample + 1]].tolist()
+        assert micro.tokens[rows].tolist() == tokens[: len(rows)]
+        if len(rows) == len(tokens):
+            sequences[sample] = rows
+    assert len(micro.tokens) <= max_tokens or len(sequences) == 1
+    for token, row, target in zip(micro.response.tolist(), micro.predict.tolist(), micro.target.tolist()):
         sample = int(np.searchsorted(batch.response_offsets, token, side="right")) - 1
-        prompt = batch.lengths[sample] - batch.response_lengths[sample]
-        yield sample, prompt + token - batch.response_offsets[sample]
+        place = batch.lengths[sample] - batch.response_lengths[sample] + token - batch.response_offsets[sample]
+        assert row == sequences[sample][place - 1]
+        assert target == batch.tokens[batch.offsets[sample] + place]
