@@ -136,9 +136,7 @@ def test_a_cut_through_a_group_gives_each_pack_the_prompt():
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20
-    ),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20),
     st.integers(1, 60),
     st.integers(1, 4),
     st.integers(1, 3),
