@@ -79,16 +79,16 @@ class Problems:
     ) -> None:
         codes = all_codes(kind)
         codes = codes[held_out(codes, kind.heldout, kind.split_seed) == (side == "heldout")]
-        self._codes = codes[np.argsort(mix(codes, kind.split_seed + 1), kind="stable")][:limit]
+        self.codes = codes[np.argsort(mix(codes, kind.split_seed + 1), kind="stable")][:limit]
         self.style = style
         self._kind, self._side = kind, side
 
     def __len__(self) -> int:
-        return len(self._codes)
+        return len(self.codes)
 
     def problem(self, position: int) -> Problem:
         """The problem of a row."""
-        return decode(int(self._codes[position]))
+        return decode(int(self.codes[position]))
 
     def at(self, position: int) -> Prompt:
         """The row at ``position``; the core sets its id and tokens."""
@@ -99,7 +99,7 @@ class Problems:
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
         kind = {**asdict(self._kind), "operations": list(self._kind.operations)}
-        return {**kind, **asdict(self.style), "side": self._side, "rows": len(self._codes)}
+        return {**kind, **asdict(self.style), "side": self._side, "rows": len(self.codes)}
 
 
 def encode(problem: Problem) -> int:

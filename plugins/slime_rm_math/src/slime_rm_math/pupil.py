@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slime_core import Prompt
-from slime_rm_math.problems import Problem, Problems, encode, uniform
+from slime_rm_math.problems import Problem, Problems, uniform
 
 COPIES = 16  # demonstrations of one problem, each with its own slips
 COLUMNS = 4  # more than any operand has digits
@@ -28,6 +29,7 @@ class Demonstrations:
 
     def __init__(self, problems: Problems, *, carry_lost: float, seed: int) -> None:
         self._problems, self._carry_lost, self._seed = problems, carry_lost, seed
+        self._slips = slips(problems.codes, carry_lost, seed)
 
     def __len__(self) -> int:
         return len(self._problems) * COPIES
@@ -37,18 +39,19 @@ class Demonstrations:
         copy, row = divmod(position, len(self._problems))
         problem = self._problems.problem(row)
         style = self._problems.style
-        label = style.answer(answer(problem, self._slips(problem, copy)))
+        label = style.answer(answer(problem, self._slips[copy, row].tolist()))
         return Prompt(id="", position=position, prompt=style.question(problem), label=label)
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
         return {**self._problems.state(), "carry_lost": self._carry_lost, "copies": COPIES, "seed": self._seed}
 
-    def _slips(self, problem: Problem, copy: int) -> list[bool]:
-        code = np.full(COLUMNS, encode(problem), dtype=np.uint64)
-        columns = np.arange(COLUMNS, dtype=np.uint64)
-        draws = uniform((code * np.uint64(COPIES) + np.uint64(copy)) * np.uint64(COLUMNS) + columns, self._seed + 2)
-        return [bool(draw < self._carry_lost) for draw in draws]
+
+def slips(codes: NDArray[np.uint64], carry_lost: float, seed: int) -> NDArray[np.bool_]:
+    """Whether each copy of each problem loses what each column carries, [COPIES, N, COLUMNS]."""
+    copies, columns = np.arange(COPIES, dtype=np.uint64), np.arange(COLUMNS, dtype=np.uint64)
+    demonstrations = codes[None, :] * np.uint64(COPIES) + copies[:, None]
+    return uniform(demonstrations[..., None] * np.uint64(COLUMNS) + columns, seed + 2) < carry_lost
 
 
 def answer(problem: Problem, slips: Sequence[bool]) -> int:
