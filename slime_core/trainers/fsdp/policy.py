@@ -153,5 +153,10 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def layers(hf: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks: what is sharded, and recomputed with gradient checkpointing, one by one."""
     names = set(getattr(hf, "_no_split_modules", None) or ())
-    found = [module for module in hf.modules() if type(module).__name__ in names]
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in hf.modules():
+        if type(module).__name__ in names and module not in inside:
+            found.append(module)
+            inside.update(module.modules())  # a block inside a block belongs to it
     return found or [m for module in hf.modules() if isinstance(module, nn.ModuleList) for m in module]
