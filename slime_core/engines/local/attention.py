@@ -11,6 +11,7 @@ with L a multiple of 64. Columns past the row's position add exact zeros, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ PIECE = 256
 
 QUERY_BLOCK = 128
 """Prompt rows that share one L."""
+
+SPAN_CELLS = 4096
+"""Rows times columns of short segments whose keys are copied row by row to attend in one call."""
 
 GATHER = 3
 """What a far row costs, in times of what it would cost among all."""
@@ -55,6 +59,12 @@ class Segment:
     position: int
     begin: int
     end: int
+
+    @property
+    def short(self) -> bool:
+        """Whether to copy its keys for every row, beside those of other segments, is cheaper than calls of its own."""
+        rows = self.end - self.begin
+        return rows * (self.position + rows) <= SPAN_CELLS
 
     def blocks(self) -> list[Segment]:
         """The segment cut into pieces of at most QUERY_BLOCK rows."""
@@ -200,7 +210,15 @@ def _packed(
     count, kv_heads, group, _ = query.shape
     out = query.new_zeros(count, kv_heads, group, values.shape[-1])
     assert rows.segments is not None
+    for first, last, length in spans(rows.segments) if keys.device.type == "cpu" else ():
+        at = slice(first, last)
+        slots = rows.slots[at]
+        k, v = (tensor[:, :, :length].index_select(0, slots) for tensor in (keys, values))
+        mask = _mask(rows, first, rows.positions[at], length, form.window)
+        out[at] = _side_by_side(k, v, query[at], mask, form, sink, length)
     for segment in rows.segments:
+        if keys.device.type == "cpu" and segment.short:
+            continue
         for part in segment.blocks():
             at = slice(part.begin, part.end)
             length = up(part.position + part.end - part.begin, BLOCK)
@@ -211,6 +229,23 @@ def _packed(
             else:
                 out[at] = _joined(k, v, query[at], mask, form, sink)
     return out
+
+
+def spans(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    """Runs of adjacent short segments that fit SPAN_CELLS, as (first row, last row + 1, columns of the longest)."""
+    runs: list[tuple[int, int, int]] = []
+    for segment in segments:
+        if not segment.short:
+            continue
+        length = up(segment.position + segment.end - segment.begin, BLOCK)
+        if runs and runs[-1][1] == segment.begin:
+            first, _, longest = runs[-1]
+            longest = max(longest, length)
+            if (segment.end - first) * longest <= SPAN_CELLS:
+                runs[-1] = first, segment.end, longest
+                continue
+        runs.append((segment.begin, segment.end, length))
+    return runs
 
 
 def _row_by_row(
