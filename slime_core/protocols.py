@@ -249,6 +249,7 @@ class Estimator:
     name: str
     fn: Callable[[Batch, Any], Columns]
     needs: frozenset[Role] = frozenset()
+    needs_when: Callable[[Any], frozenset[Role]] | None = None  # more of them, from the run's [train] section
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -256,7 +257,11 @@ class Loss:
     """A policy loss under a name, a loss value a response token.
 
     ``fn(log_probs, entropy, columns, train)`` gets tensors of shape [R] of one micro-batch and returns the per-token
-    loss [R] and named per-token metrics [R]; the trainer multiplies by the step's token weights and sums.
+    loss [R] and named per-token metrics [R]; the trainer multiplies by the step's token weights and sums. ``columns``
+    always holds ``loss_mask`` and ``sample``, a number a sequence of the micro-batch; sequences are never split.
+
+    A loss whose value at a token depends on that token alone may say so with ``local``: its gradient is then taken
+    block by block inside the forward pass, and the logits are made once instead of twice.
     """
 
     name: str
@@ -264,6 +269,8 @@ class Loss:
     needs: frozenset[Role] = frozenset()  # roles whose log-probs or values it reads
     needs_when: Callable[[Any], frozenset[Role]] | None = None  # more of them, from the run's [train] section
     columns: tuple[str, ...] = ()  # columns it reads
+    local: Callable[[Any], bool] | None = None  # from [train]: whether a token's value depends on that token alone
+    prepare: Callable[[Columns, Any], Columns] | None = None  # columns of an optimizer step, in numpy, to more of them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -9,24 +9,30 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+MODES = ("rollout_mean", "token_mean", "rollout_sum", "constant")
+
 
 def token_weights(
-    loss_mask: NDArray[np.float32], rollout_of_token: NDArray[np.int64], rollouts: int, mode: str
+    loss_mask: NDArray[np.float32], rollout_of_token: NDArray[np.int64], rollouts: int, mode: str, divisor: int = 1
 ) -> NDArray[np.float32]:
     """Weights [R] of the tokens of one optimizer step, float32, computed in float64; masked tokens weigh 0.
 
     ``rollout_mean``: each of the step's ``rollouts`` weighs 1 / rollouts, shared equally by the trainable tokens of
     all its samples. A rollout with no trainable token still counts, so masking one never makes another heavier.
     ``token_mean``: 1 / (trainable tokens of the step). With nothing trainable all weights are 0.
+    ``rollout_sum``: 1 / rollouts, so a rollout weighs by its trainable tokens.
+    ``constant``: 1 / (rollouts * divisor), a divisor that no length enters (Liu et al. 2025, Dr. GRPO).
 
     Args:
         loss_mask: [R], 0 or 1
         rollout_of_token: [R], ids
         rollouts: rollouts in the optimizer step
-        mode: "rollout_mean" or "token_mean"
+        mode: "rollout_mean", "token_mean", "rollout_sum" or "constant"
+        divisor: tokens, for "constant"
 
     Example: rollout 0 with 1 token, rollout 1 with 3, of which one is masked
-        rollout_mean [1/2, 1/4, 1/4, 0], token_mean [1/3, 1/3, 1/3, 0]
+        rollout_mean [1/2, 1/4, 1/4, 0], token_mean [1/3, 1/3, 1/3, 0], rollout_sum [1/2, 1/2, 1/2, 0],
+        constant with divisor 8 [1/16, 1/16, 1/16, 0]
 
     Raises:
         ValueError: another mode.
@@ -34,8 +40,10 @@ def token_weights(
     mask = np.asarray(loss_mask, dtype=np.float64)
     if mode == "token_mean":
         return np.asarray(mask / max(mask.sum(), 1.0), dtype=np.float32)
+    if mode in ("rollout_sum", "constant"):
+        return np.asarray(mask / (max(rollouts, 1) * (divisor if mode == "constant" else 1)), dtype=np.float32)
     if mode != "rollout_mean":
-        raise ValueError(f"loss aggregation {mode!r} is neither rollout_mean nor token_mean")
+        raise ValueError(f"loss aggregation {mode!r} is none of {MODES}")
     if len(mask) == 0:
         return np.zeros(0, dtype=np.float32)
     _, rollout_of = np.unique(rollout_of_token, return_inverse=True)

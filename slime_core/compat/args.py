@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.errors import ConfigError, nearest
 
@@ -21,12 +22,13 @@ LOOPBACK = "127.0.0.1"
 _NONE_FOR_ZERO = ("rollout_max_context_len", "rollout_max_prompt_len", "global_batch_size", "lr_decay_iters")
 _FOLLOWS = {  # evaluation keys that fall back on training's where they are 0
     "eval_max_response_len": "rollout_max_response_len",
-    "eps_clip_high": "eps_clip",
+    "over_sampling_batch_size": "rollout_batch_size",
 }
 
 
 def flat(config: Config) -> dict[str, Any]:
     """Every core key by its own name, which is unique over sections; what is empty is None, as in slime."""
+    config = config.model_copy(update={"train": settle(config.train)})
     found: dict[str, Any] = {}
     for section in SECTIONS:
         model = getattr(config, section)
@@ -99,8 +101,6 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seed": config.seed,
         "rollout_seed": config.seed,
-        "partial_rollout": False,
-        "over_sampling_batch_size": config.rollout.rollout_batch_size,
         "sglang_server_concurrency": config.rollout.rollout_slots,
         "rollout_skip_special_tokens": False,
         "context_parallel_size": 1,
@@ -113,8 +113,7 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "grpo_std_normalization": not config.train.disable_grpo_std_normalization,
         "rewards_normalization": True,
         "use_kl_loss": config.train.kl_loss_coef > 0,
-        "kl_coef": 0.0,
-        "use_tis": bool(config.train.custom_tis_function_path),
+        "use_tis": config.train.use_tis or bool(config.train.custom_tis_function_path),
         "fully_async": config.rollout.max_staleness > 0,
         "debug_rollout_only": False,
         "debug_train_only": False,

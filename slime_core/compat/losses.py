@@ -36,7 +36,9 @@ def extra_columns(batch: Batch, train: Any) -> None:
     for rollouts in split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size):
         mine = np.isin(batch.rollout, rollouts)[sample]
         mask = batch.loss_mask[mine]
-        weight[mine] = token_weights(mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation)
+        weight[mine] = token_weights(
+            mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation, train.loss_divisor or 1
+        )
         per_token = train.loss_aggregation == "token_mean"
         denominator[mine] = max(float(mask.sum()), 1.0) if per_token else len(rollouts)
     batch.columns[SAMPLE] = sample.astype(np.float32)

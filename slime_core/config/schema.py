@@ -84,6 +84,17 @@ class RolloutSection(Section):
     rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
     rollout_engine: Literal["local", "sglang"] = Field("local", description="local: the embedded engine.")
     rollout_slots: int = Field(64, ge=1, description="Sequences the embedded engine decodes at once.")
+    dynamic_sampling: Literal["off", "equal_rewards"] = Field(
+        "off", description="equal_rewards: drop groups whose rewards are all equal, and take the next prompts."
+    )
+    over_sampling_batch_size: int = Field(
+        0, ge=0, description="Prompts in flight a step; the step takes the first that finish; 0 is rollout_batch_size."
+    )
+    max_dropped_groups: int = Field(0, ge=0, description="Dropped by filters in a row before an error; 0 is no limit.")
+    partial_rollout: bool = Field(False, description="Unfinished surplus is kept and continued, not dropped.")
+    mask_offpolicy_in_partial_rollout: bool = Field(
+        False, description="Tokens from before the last continuation do not train."
+    )
     max_staleness: int = Field(0, ge=0, description="0 trains on-policy; k lets the collector run k steps ahead.")
     async_schedule: Literal["lockstep", "free"] = Field("lockstep", description="How groups meet steps when ahead.")
     stale_policy: Literal["wait"] = Field("wait", description="For groups near the bound.")
@@ -107,16 +118,74 @@ class TrainSection(Section):
         "auto", description="Of compute; masters are float32. auto: bfloat16 where the processor has it."
     )
     loss_type: str = Field("policy_loss", description="policy_loss, sft_loss, or a name from slime_loss.")
-    advantage_estimator: str = Field("grpo", description="grpo, or a name from slime_advantage.")
-    disable_grpo_std_normalization: bool = Field(False, description="Centre rewards in a group, do not divide by std.")
-    loss_aggregation: Literal["rollout_mean", "token_mean"] = Field(
-        "rollout_mean", description="Mean over rollouts of their token means, or over all tokens of the step."
+    advantage_estimator: str = Field(
+        "grpo",
+        description="grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, "
+        "pass_at_k, on_policy_distillation, or a name from slime_advantage.",
     )
-    eps_clip: float = Field(0.2, ge=0, lt=1, description="The ratio's lower bound is 1 - eps_clip.")
-    eps_clip_high: float = Field(0.0, ge=0, description="The upper bound is 1 + eps_clip_high; 0 takes eps_clip.")
+    disable_grpo_std_normalization: bool = Field(False, description="Centre rewards in a group, do not divide by std.")
+    grpo_std_scope: Literal["group", "batch"] = Field("group", description="Whose standard deviation divides.")
+    credit_level: Literal["trajectory", "turn", "token"] = Field(
+        "trajectory",
+        description="What a reward is credited to: the whole response, a turn and what led there, a token.",
+    )
+    normalize_advantages: bool = Field(False, description="Whiten advantages over the step's trainable tokens.")
+    pass_k: int = Field(4, ge=1, description="k of the pass_at_k estimator.")
+    gae_gamma: float = Field(1.0, ge=0, le=1, description="Discount a token (a turn, with credit_level = turn).")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="Of generalised advantage estimation.")
+    policy_objective: Literal["auto", "clip", "cispo"] = Field(
+        "auto", description="clip: PPO's clipped ratio. cispo: clipped weight on the log-prob. auto: the estimator's."
+    )
+    importance_level: Literal["auto", "token", "sequence", "sequence_token"] = Field(
+        "auto", description="What a ratio is of: a token, the sequence's geometric mean (GSPO), its token variant."
+    )
+    loss_aggregation: Literal["auto", "rollout_mean", "token_mean", "rollout_sum", "constant"] = Field(
+        "auto",
+        description="Mean over rollouts of their token means, over all tokens of the step, of token sums, or token "
+        "sums over loss_divisor. auto: the estimator's.",
+    )
+    loss_divisor: int = Field(0, ge=0, description="Tokens a rollout for constant; 0 is rollout_max_response_len.")
+    eps_clip: float = Field(
+        0.0, ge=0, le=1, description="The ratio's lower bound is 1 - eps_clip; 0: the estimator's."
+    )
+    eps_clip_high: float = Field(0.0, ge=0, description="The upper bound is 1 + eps_clip_high; 0: the estimator's.")
+    eps_clip_c: float = Field(0.0, ge=0, description="Dual clip: bound of the loss at negative advantages; 0 is off.")
+    use_rollout_logprobs: bool = Field(False, description="Old log-probs are the engine's, not the trainer's.")
+    use_tis: bool = Field(False, description="Weigh tokens by trainer over engine probability (importance sampling).")
+    tis_level: Literal["token", "sequence", "geometric"] = Field("token", description="What that ratio is of.")
+    tis_mode: Literal["truncate", "clip", "mask"] = Field(
+        "truncate", description="Above tis_clip: cut; also below tis_clip_low: clip; or weight 0 outside (IcePop)."
+    )
+    tis_clip: float = Field(2.0, gt=0, description="Upper bound of the weight.")
+    tis_clip_low: float = Field(0.0, ge=0, description="Lower bound of the weight.")
+    tis_batch_normalize: bool = Field(False, description="Divide weights by their mean over the optimizer step.")
+    use_rs: bool = Field(False, description="Reject tokens or sequences whose ratio is out of bounds.")
+    rs_level: Literal["token", "sequence", "geometric"] = Field("geometric", description="What that ratio is of.")
+    rs_lower_bound: float = Field(0.0, ge=0, description="0 is 1 / rs_upper_bound.")
+    rs_upper_bound: float = Field(2.0, gt=0, description="Ratio above which is rejected.")
+    rs_veto_threshold: float = Field(0.0, ge=0, description="Reject sequences with a token ratio below; 0 is off.")
+    use_opsm: bool = Field(False, description="Mask sequences that are off-policy and have a negative advantage.")
+    opsm_delta: float = Field(1e-4, ge=0, description="Mean of old minus new log-prob above which use_opsm masks.")
     kl_loss_coef: float = Field(0.0, ge=0, description="Weight of KL to the reference model in the loss.")
-    kl_loss_type: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators; k1 has no gradient.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        "k3", description="Schulman's estimators; k1 has no gradient; low_var_kl is k3 within [-10, 10]."
+    )
+    use_unbiased_kl: bool = Field(False, description="Multiply the loss's KL by the importance ratio.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of KL to the reference model in the reward.")
+    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k1", description="Estimator of the reward's KL.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    teacher_load: str = Field("", description="Teacher model folder of on-policy distillation.")
+    opd_kl_coef: float = Field(0.0, ge=0, description="Weight of reverse KL to the teacher, added to advantages.")
+    critic_load: str = Field("", description="Critic model folder; empty starts from the policy's weights.")
+    critic_lr: float = Field(1e-5, ge=0, description="The critic's peak learning rate.")
+    critic_lr_warmup_iters: int = Field(0, ge=0, description="Optimizer steps of the critic's linear warm-up.")
+    value_clip: float = Field(0.2, ge=0, description="How far new values may leave the old ones; 0 is off.")
+    num_critic_only_steps: int = Field(0, ge=0, description="Steps of a stage in which only the critic learns.")
+    max_nonfinite_steps: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps in a row with a loss or gradient that is not finite, skipped before an error.",
+    )
     ref_load: str = Field("", description="Reference model folder; empty is the starting weights.")
     lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Where decay ends.")
@@ -148,6 +217,13 @@ class RewardSection(Section):
     custom_rm_path: str = Field("", description="Function by path: async reward(args, sample, **kw) -> float.")
     group_rm: bool = Field(False, description="custom_rm_path gets the whole group's samples.")
     reward_key: str = Field("", description="Key of a dict reward that trains; the others become metrics.")
+    reward_weights: dict[str, float] = Field({}, description="Weight of each of Reward.terms; empty trains on value.")
+    reward_terms_normalize: bool = Field(
+        False, description="Normalise each term in its group before they are weighed and added (GDPO)."
+    )
+    overlong_buffer_len: int = Field(0, ge=0, description="Last tokens before the limit that are penalised; 0 is off.")
+    overlong_penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit.")
+    mask_truncated: bool = Field(False, description="Truncated samples do not train, but count in their group.")
     reward_timeout: float = Field(60.0, gt=0, description="Seconds for one group's reward.")
     custom_reward_post_process_path: str = Field("", description="Function by path over a step's samples.")
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from slime_core.config.algorithms import settle
 from slime_core.config.fields import section_model, sections_of_keys
 from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.config.schema import SECTIONS, Config
@@ -22,20 +23,25 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 def stages(config: Config) -> list[Config]:
     """Each stage with its overrides applied, in order; a config without ``[[stage]]`` is one stage, "main".
 
-    ``config.name`` stays; :func:`stage_name` tells the stages apart. Resolving a resolved stage changes nothing.
+    What ``auto`` leaves to the algorithm is settled. ``config.name`` stays; :func:`stage_name` tells the stages apart.
+    Resolving a resolved stage changes nothing.
 
     Raises:
         ConfigError: a stage table that does not resolve (a loaded config has none).
     """
     if not config.stage:
-        return [config]
+        return [_settled(config)]
     resolved = []
     for index in range(len(config.stage)):
         found = resolve_stage(config.model_dump(), index)
         if isinstance(found, list):
             raise error_of(found)
-        resolved.append(found)
+        resolved.append(_settled(found))
     return resolved
+
+
+def _settled(config: Config) -> Config:
+    return config.model_copy(update={"train": settle(config.train)})
 
 
 def stage_name(config: Config) -> str:

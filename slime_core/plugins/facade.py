@@ -163,7 +163,9 @@ class Plugins:
     def needs(self, train: Any) -> frozenset[Role]:
         """The roles that the estimator and the loss of this [train] section read."""
         estimator, loss = self._router.estimator(train), self._router.loss(train.loss_type)
-        return estimator.needs | loss.needs | (loss.needs_when(train) if loss.needs_when else frozenset())
+        parts: tuple[Estimator | Loss, ...] = (estimator, loss)
+        more = [part.needs_when(train) for part in parts if part.needs_when is not None]
+        return frozenset().union(estimator.needs, loss.needs, *more)
 
     def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:
         """The batch with one column a role, ``advantages`` and perhaps ``returns``; the estimator runs once.

@@ -29,6 +29,7 @@ def pack(
     num_steps: int = 1,
     global_batch_size: int = 0,
     aggregation: str = "rollout_mean",
+    divisor: int = 1,
     alone: bool = False,
     share_prompts: bool = True,
     rank: int = 0,
@@ -40,7 +41,7 @@ def pack(
         max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
         num_steps: optimizer steps, of rollouts in batch order, as equal as they can be
         global_batch_size: rollouts an optimizer step, which then decides instead; the last step takes the rest
-        aggregation: "rollout_mean" or "token_mean", see `aggregate.token_weights`
+        aggregation, divisor: see `aggregate.token_weights`
         alone: one sequence a micro-batch, for models that cannot be packed
         share_prompts: whether samples of a pack share their prompt's tokens
         rank, world: whose share
@@ -52,7 +53,9 @@ def pack(
     for rollouts in split_rollouts(batch, num_steps, global_batch_size):
         samples = np.flatnonzero(np.isin(batch.rollout, rollouts))
         mine = np.isin(of_token, samples)
-        weights[mine] = token_weights(batch.loss_mask[mine], batch.rollout[of_token[mine]], len(rollouts), aggregation)
+        weights[mine] = token_weights(
+            batch.loss_mask[mine], batch.rollout[of_token[mine]], len(rollouts), aggregation, divisor
+        )
         packs = make_packs(batch, samples, prompt_of, 1 if alone else max_tokens, world)
         steps.append([micro_batch(batch, *one, prompt_of, weights) for one in _share(packs, batch, rank, world)])
     return steps

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.optimizer import AdamW, clip, global_norm
@@ -72,7 +73,8 @@ class Worker:
         return {name: local(p.detach()) for name, p in self.parameters().items()}
 
     def begin(self, stage: Config) -> None:
-        train = stage.train
+        train = settle(stage.train)
+        stage = stage.model_copy(update={"train": train})
         if DTYPES[_dtype_name(stage, self.device)] != self.dtype:
             raise TrainerError(
                 "stages compute in different dtypes",
@@ -215,6 +217,7 @@ class Worker:
             num_steps=1 if whole else train.num_steps_per_rollout,
             global_batch_size=0 if whole else train.global_batch_size,
             aggregation=train.loss_aggregation,
+            divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
             alone=not self.policy.packs,
             rank=self.rank,
             world=self.world,

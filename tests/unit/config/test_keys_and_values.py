@@ -74,7 +74,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_what_it_is_and_should_be(reci
     [
         pytest.param("[train]\nlr = -1e-6\n", ">= 0", id="negative learning rate"),
         pytest.param("[rollout]\nn_samples_per_prompt = 0\n", ">= 1", id="empty group"),
-        pytest.param("[train]\neps_clip = 1.0\n", "< 1", id="clip of one"),
+        pytest.param("[train]\neps_clip = 1.5\n", "<= 1", id="clip of one"),
         pytest.param("[rollout]\nrollout_top_p = 0.0\n", "> 0", id="empty nucleus"),
         pytest.param("[rollout]\nrollout_top_p = 1.01\n", "<= 1", id="nucleus above one"),
         pytest.param("[cluster]\ndevice = 'gpu'\n", "one of auto, cpu, cuda", id="choice"),

@@ -2,19 +2,21 @@
 
 slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
 slime_reward     by rm_type                       slime_sampling   the config's
-slime_advantage  grpo, sft                        slime_loss       policy_loss, sft_loss
+slime_advantage  `config.algorithms`              slime_loss       policy_loss, sft_loss
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from slime_core.builtin.advantages import estimators
+from slime_core.builtin.losses import losses
 from slime_core.errors import ConfigError, DataError
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.boundary import together
-from slime_core.protocols import Estimator, Loss, Role
-from slime_core.types import Batch, Columns, Group, Prompt, Reward, Sample, SamplingParams, Status
+from slime_core.protocols import Estimator, Loss
+from slime_core.types import Group, Prompt, Reward, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from slime_core.context import Context
@@ -64,16 +66,13 @@ class Core:
 
     @hookimpl(trylast=True)
     def slime_advantage(self) -> list[Estimator]:
-        """``grpo``: rewards against their group. ``sft``: 1 for every token."""
-        return [Estimator(name="grpo", fn=_grpo), Estimator(name="sft", fn=_sft)]
+        """Every algorithm of `config.algorithms`."""
+        return estimators()
 
     @hookimpl(trylast=True)
     def slime_loss(self) -> list[Loss]:
         """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob."""
-        return [
-            Loss(name="policy_loss", fn=_policy_loss, needs_when=_policy_needs, columns=("advantages",)),
-            Loss(name="sft_loss", fn=_sft_loss),
-        ]
+        return losses()
 
 
 def _rm_type(sample: Sample, group: Group, ctx: Context) -> str:
@@ -116,46 +115,3 @@ def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:
         )
     sample.append_response(ids, log_probs=[0.0] * len(ids), text=sample.label)
     sample.status, sample.reward = Status.COMPLETED, 0.0
-
-
-def _grpo(batch: Batch, train: Any) -> Columns:
-    from slime_core.algo.estimators import grpo
-
-    std = not train.disable_grpo_std_normalization
-    return {"advantages": grpo(batch.reward, batch.group, batch.rollout, batch.sample_of_token(), std=std)}
-
-
-def _sft(batch: Batch, train: Any) -> Columns:
-    from slime_core.algo.estimators import sft
-
-    return {"advantages": sft(batch.sample_of_token())}
-
-
-def _policy_needs(train: Any) -> frozenset[Role]:
-    """Old log-probs are the trainer's own, unless one optimizer step makes them those of the forward pass itself."""
-    one_step = train.num_steps_per_rollout == 1 and train.global_batch_size == 0
-    needs: set[Role] = set() if one_step else {"policy"}
-    return frozenset(needs | ({"reference"} if train.kl_loss_coef > 0 else set()))
-
-
-def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-    from slime_core.algo import losses
-
-    return losses.policy_loss(
-        log_probs,
-        columns["policy"] if "policy" in columns else log_probs.detach(),
-        columns["advantages"],
-        eps_clip=train.eps_clip,
-        eps_clip_high=train.eps_clip_high or train.eps_clip,
-        ref_log_probs=columns.get("reference"),
-        kl_coef=train.kl_loss_coef,
-        kl_type=train.kl_loss_type,
-        entropy=entropy,
-        entropy_coef=train.entropy_coef,
-    )
-
-
-def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-    from slime_core.algo.losses import sft_loss
-
-    return sft_loss(log_probs)

@@ -1,0 +1,73 @@
+"""Each algorithm as data: what it sets where the config says ``auto`` or 0, and its card.
+
+settle(train)   the [train] section with nothing left open
+card(name)      formula, source, how others differ; `docs/algorithms/NAME.md` is made of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EPS_CLIP = 0.2
+DEFAULTS: dict[str, Any] = {
+    "policy_objective": "clip",
+    "importance_level": "token",
+    "loss_aggregation": "rollout_mean",
+}
+GROUPED = frozenset({"grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k"})
+"""Estimators that compare a reward with others of its group: a group of one teaches nothing."""
+WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Estimators whose definition whitens advantages over the step."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Algorithm:
+    """One value of ``train.advantage_estimator``."""
+
+    name: str
+    presets: Mapping[str, Any] = field(default_factory=dict)  # [train] key to value, where the config leaves it open
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    one.name: one
+    for one in (
+        Algorithm(name="grpo"),
+        Algorithm(name="dr_grpo", presets={"loss_aggregation": "constant"}),
+        Algorithm(name="gspo", presets={"importance_level": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4}),
+        Algorithm(
+            name="cispo",
+            presets={
+                "policy_objective": "cispo",
+                "loss_aggregation": "token_mean",
+                "eps_clip": 1.0,
+                "eps_clip_high": 0.28,
+            },
+        ),
+        Algorithm(name="rloo"),
+        Algorithm(name="reinforce_plus_plus", presets={"loss_aggregation": "token_mean"}),
+        Algorithm(name="reinforce_plus_plus_baseline", presets={"loss_aggregation": "token_mean"}),
+        Algorithm(name="ppo", presets={"loss_aggregation": "token_mean"}),
+        Algorithm(name="pass_at_k"),
+        Algorithm(name="on_policy_distillation"),
+        Algorithm(name="sft"),
+    )
+}
+
+
+def settle(train: Any) -> Any:
+    """The [train] section with ``auto`` and 0 replaced by the algorithm's values, or by the core's; idempotent.
+
+    ``eps_clip`` 0 becomes 0.2 where the algorithm says nothing, ``eps_clip_high`` 0 becomes ``eps_clip``.
+    """
+    known = ALGORITHMS.get(train.advantage_estimator)
+    presets = known.presets if known is not None else {}
+    update: dict[str, Any] = {
+        key: presets.get(key, default) for key, default in DEFAULTS.items() if getattr(train, key) == "auto"
+    }
+    low = train.eps_clip or presets.get("eps_clip", EPS_CLIP)
+
+    high = train.eps_clip_high or presets.get("eps_clip_high", low)
+    update |= {"eps_clip": low, "eps_clip_high": high}
+    return train.model_copy(update=update)
