@@ -175,6 +175,9 @@ class TrainSection(Section):
     kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k1", description="Estimator of the reward's KL.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     teacher_load: str = Field("", description="Teacher model folder of on-policy distillation.")
+    teacher_place: Literal["trainer", "engine"] = Field(
+        "trainer", description="Where the teacher scores: with the trainer, or as a frozen engine beside the policy's."
+    )
     opd_kl_coef: float = Field(0.0, ge=0, description="Weight of reverse KL to the teacher, added to advantages.")
     critic_load: str = Field("", description="Critic model folder; empty starts from the policy's weights.")
     critic_lr: float = Field(1e-5, ge=0, description="The critic's peak learning rate.")
