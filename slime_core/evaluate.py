@@ -15,6 +15,7 @@ from slime_core.errors import ConfigError
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.pending import pending_group
+from slime_core.rollout.rewards import note_reward
 from slime_core.rollout.sampling import evaluation_params
 from slime_core.types import Group
 
@@ -64,7 +65,9 @@ class Evaluator:
         for sample in group.samples:
             await self._plugins.sample_done(sample, ctx)
         for sample, reward in zip(group.samples, await self._plugins.reward(group, ctx), strict=True):
-            sample.reward = reward.value if reward.kind != "infra_error" else None
+            note_reward(sample, reward, ctx.config, evaluation=True)
+            if reward.kind == "infra_error":
+                sample.reward = None
         return group
 
 

@@ -152,7 +152,10 @@ def _print_metrics(stage: dict[str, Any], everything: bool) -> None:
     chosen = [
         name
         for name in metrics
-        if everything or name in MAIN or (name.startswith(("task/", "reward_term/")) and "/" in name)
+        if everything
+        or name in MAIN
+        or name.startswith("task/")
+        or (name.startswith("reward/") and name.count("/") == 2)
     ]
     if chosen:
         heading(f"metrics of {stage['name']}" + ("" if everything else "   (all of them: --all)"))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from slime_core.report.rundir import RunDir
 
-HIGHER = ("reward/", "task/", "reward_term/", "eval/")
+HIGHER = ("reward/", "raw_reward/", "task/", "eval/")
 LOWER = ("loss", "kl", "truncated_ratio", "failed_ratio", "train_rollout_logprob_abs_diff", "dropped/")
 """Beginnings of metric names that have a good direction; the others have no best."""
 

@@ -91,13 +91,15 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     """Rewards, their terms, lengths and how samples ended; at least one sample."""
     metrics: Metrics = {}
     rewards = rewards_of(samples)
+    if raw := [float(s.metadata["raw_reward"]) for s in samples if "raw_reward" in s.metadata]:
+        metrics["raw_reward/mean"] = mean(raw)
     if rewards:
         metrics |= spread("reward", rewards) | {"reward/std": std(rewards)}
     terms: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.metadata.get("reward_terms", {}).items():
             terms.setdefault(str(name), []).append(float(value))
-    metrics |= {f"reward_term/{name}": mean(values) for name, values in sorted(terms.items())}
+    metrics |= {f"reward/{name}/mean": mean(values) for name, values in sorted(terms.items())}
     metrics |= spread("response_len", [float(s.response_length) for s in samples])
     metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])
     metrics["truncated_ratio"] = mean([s.status is Status.TRUNCATED for s in samples])

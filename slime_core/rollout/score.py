@@ -1,5 +1,7 @@
 """A generated group in; out what of it trains, and what is dropped with its reason.
 
+    sample_done -> reward -> unfit samples leave -> rewards are shaped -> equal rewards? -> filters
+
 A reward is a score, a failed candidate (a score too) or an infrastructure error. The last is never trained on.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slime_core.rollout.rewards import note_reward, shape_rewards
 from slime_core.types import Drop, Group, Reward, Sample, Status
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 FAILED = "failed"  # a generate function gave up on the sample
 EMPTY = "empty"  # no response token
 INFRA = "infra_error"  # the reward could not judge
+EQUAL = "equal_rewards"  # dynamic sampling: nothing to compare
 
 
 @dataclass(slots=True)
@@ -28,7 +32,11 @@ class Scored:
 
 
 async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
-    """Call `slime_sample_done`, the reward and the filters; set ``sample.reward``.
+    """Call `slime_sample_done`, the reward and the filters; set ``sample.reward`` to the number that trains.
+
+    With ``rollout.dynamic_sampling = equal_rewards`` a group whose rewards are all equal is dropped before any filter
+    sees it (DAPO, Yu et al. 2025, eq. 11: some, not all, are right). Rewards are compared before the overlong
+    punishment, so that a group which differs in length alone does not train. Filters see the rewards that train.
 
     Raises:
         PluginError: a hook raised, answered late, or answered something that is no reward.
@@ -37,7 +45,7 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
         await plugins.sample_done(sample, ctx)
     rewards = await plugins.reward(group, ctx)
     for sample, reward in zip(group.samples, rewards, strict=True):
-        _note(sample, reward)
+        note_reward(sample, reward, ctx.config)
     reasons = [_unfit(sample, reward) for sample, reward in zip(group.samples, rewards, strict=True)]
     drops = [
         ([s for s, r in zip(group.samples, reasons, strict=True) if r == reason], Drop(reason=reason))
@@ -46,20 +54,13 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
     kept = _without(group, [bool(reason) for reason in reasons])
     if kept is None:
         return Scored(group=None, drops=drops)
+    judged = shape_rewards(kept, ctx.config)
+    if ctx.config.rollout.dynamic_sampling == EQUAL and min(judged) == max(judged):
+        return Scored(group=None, drops=[*drops, (kept.samples, Drop(reason=EQUAL))])
     verdict = await plugins.filter(kept, ctx)
     if verdict is not None:
         return Scored(group=None, drops=[*drops, (kept.samples, verdict)])
     return Scored(group=kept, drops=drops)
-
-
-def _note(sample: Sample, reward: Reward) -> None:
-    sample.reward = reward.value
-    if reward.terms:
-        sample.metadata["reward_terms"] = dict(reward.terms)
-    if reward.kind != "score":
-        sample.metadata["reward_kind"] = reward.kind
-    if reward.reason:
-        sample.metadata["reward_reason"] = reward.reason
 
 
 def _unfit(sample: Sample, reward: Reward) -> str:

@@ -33,7 +33,7 @@ def test_rollout_metrics_by_hand(group):
         "reward/min": 0.0,
         "reward/max": 1.0,
         "reward/std": math.sqrt(0.1875),
-        "reward_term/format": 0.5,
+        "reward/format/mean": 0.5,
         "response_len/mean": 5.0,
         "response_len/min": 2.0,
         "response_len/max": 8.0,
