@@ -1,26 +1,220 @@
-"""The core's advantage estimators, bound to a step's Batch and the [train] section."""
+"""The core's advantage estimators, bound to a step's Batch and the [train] section.
+
+An estimator's own advantages, less ``kl_coef`` KL to the reference (in the reward where it has token rewards), less
+``opd_kl_coef`` reverse KL to the teacher, then whitened over the step. At masked tokens an advantage means nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from slime_core.protocols import Estimator
+import numpy as np
+
+from slime_core.builtin.given import given_rewards, role_column, teacher_column
+from slime_core.config.algorithms import ALGORITHMS, WHITENED
+from slime_core.errors import ConfigError, TrainerError
+from slime_core.protocols import Estimator, Role
 from slime_core.types import Batch, Columns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Values = Callable[[Batch, Any], Columns]
 
 
 def estimators() -> list[Estimator]:
-    """One a name of `config.algorithms.ALGORITHMS`."""
-    return [Estimator(name="grpo", fn=_grpo), Estimator(name="sft", fn=_sft)]
+    """One a name of `config.algorithms.ALGORITHMS`; what each reads depends on the [train] section."""
+    return [
+        Estimator(
+            name=name,
+            fn=partial(_advantages, name=name),
+            needs=frozenset({"values"}) if name == "ppo" else frozenset(),
+            needs_when=partial(_needs, name=name),
+        )
+        for name in ALGORITHMS
+    ]
 
 
-def _grpo(batch: Batch, train: Any) -> Columns:
-    from slime_core.algo.estimators import grpo
+def _needs(train: Any, *, name: str) -> frozenset[Role]:
+    """Log-probs of the policy, the reference and the teacher, where a term reads them."""
+    if name == "sft":
+        return frozenset()
+    distils = name == "on_policy_distillation" or train.opd_kl_coef > 0
+    roles: set[Role] = {"policy"} if train.kl_coef > 0 or distils else set()
+    if train.kl_coef > 0:
+        roles.add("reference")
+    if distils and train.teacher_load:
+        roles.add("teacher")
+    return frozenset(roles)
 
+
+def _advantages(batch: Batch, train: Any, *, name: str) -> Columns:
+    if name == "sft":
+        from slime_core.algo.estimators import sft
+
+        return {"advantages": sft(batch.sample_of_token())}
+    found = _OWN.get(name, partial(_grouped, name=name))(batch, train)
+    in_reward = name in IN_REWARD
+    return found | {"advantages": finished(found["advantages"], batch, train, name=name, reference=not in_reward)}
+
+
+IN_REWARD = frozenset({"reinforce_plus_plus", "ppo"})
+"""Estimators with token rewards: KL to the reference is a part of them, and is summed and discounted like them."""
+
+
+def finished(
+    advantages: NDArray[Any], batch: Batch, train: Any, *, name: str = "", reference: bool = True
+) -> NDArray[np.float32]:
+    """Advantages [R] of any origin with the terms that the [train] section adds to them, float32 [R].
+
+    A_t - kl_coef KL_t(policy, reference) where ``reference``, as slime's reinforce_plus_plus_baseline has it;
+    - opd_kl_coef (lp_t - lp_teacher_t); then whitened over the step's trainable tokens, always for the estimators of
+    `config.algorithms.WHITENED` and for others with ``normalize_advantages``. Masked tokens get no term.
+
+    Raises:
+        TrainerError: TRN00 a column that a term reads is not there.
+    """
+    from slime_core.algo.whiten import whiten
+
+    total = np.asarray(advantages, dtype=np.float64)
+    if reference and train.kl_coef > 0:
+        total = total - train.kl_coef * _kl(batch, train)
+    if train.opd_kl_coef > 0:
+        total = total + train.opd_kl_coef * _distilled(batch, train)
+    if name in WHITENED or train.normalize_advantages:
+        return whiten(total, batch.loss_mask)
+    return total.astype(np.float32)
+
+
+def _kl(batch: Batch, train: Any) -> NDArray[np.float64]:
+    """KL to the reference a token; 0 where masked."""
+    from slime_core.algo.returns import reward_kl
+
+    found = reward_kl(role_column(batch, "policy"), role_column(batch, "reference"), train.kl_reward_type)
+    return np.where(batch.loss_mask > 0, found, 0.0)
+
+
+def _distilled(batch: Batch, train: Any) -> NDArray[np.float64]:
+    """Minus one token's reverse KL to the teacher; 0 where masked."""
+    from slime_core.algo.estimators import on_policy_distillation
+
+    found = on_policy_distillation(role_column(batch, "policy"), teacher_column(batch, train))
+    return np.where(batch.loss_mask > 0, found.astype(np.float64), 0.0)
+
+
+def _distillation(batch: Batch, train: Any) -> Columns:
+    """`algo.estimators.on_policy_distillation`; the reward does not enter."""
+    return {"advantages": _distilled(batch, train)}
+
+
+def _grouped(batch: Batch, train: Any, *, name: str) -> Columns:
+    """The group-relative estimators, of whole responses or, by ``credit_level``, of turns or tokens."""
+    from slime_core.algo import estimators as algo
+
+    ids = (batch.group, batch.rollout, batch.sample_of_token())
+    divide = not train.disable_grpo_std_normalization
+    if train.credit_level != "trajectory":
+        return {"advantages": _credited(batch, train, name)}
+    if name in ("dr_grpo", "reinforce_plus_plus_baseline"):
+        found = algo.dr_grpo(batch.reward, *ids)
+    elif name == "rloo":
+        found = algo.rloo(batch.reward, *ids)
+    else:
+        found = algo.grpo(batch.reward, *ids, std=divide, std_scope=train.grpo_std_scope)
+    return {"advantages": found}
+
+
+def _credited(batch: Batch, train: Any, name: str) -> NDArray[np.float32]:
+    from slime_core.algo.credit import group_credit
+    from slime_core.algo.estimators import compare
+
+    rewards, total = given_rewards(batch)
+    divides = name in ("grpo", "gspo", "cispo") and not train.disable_grpo_std_normalization
+    return group_credit(
+        rewards,
+        total,
+        batch.loss_mask,
+        batch.group,
+        batch.rollout,
+        batch.sample_of_token(),
+        level=train.credit_level,
+        gamma=train.gae_gamma,
+        compare=partial(compare, std=train.grpo_std_scope if divides else "none", leave_one_out=name == "rloo"),
+    )
+
+
+def _pass_at_k(batch: Batch, train: Any) -> Columns:
+    """`algo.estimators.pass_at_k`.
+
+    Raises:
+        ConfigError: CFG04 credit below a trajectory.
+        TrainerError: TRN99 a group with fewer than ``pass_k`` rollouts.
+    """
+    from slime_core.algo.estimators import pass_at_k
+
+    if train.credit_level != "trajectory":
+        raise ConfigError(
+            f"credit_level = {train.credit_level} with advantage_estimator = pass_at_k",
+            code="CFG04",
+            where="train.credit_level",
+            why="the best of k is defined for whole responses",
+            fix="--credit-level trajectory",
+        )
     std = not train.disable_grpo_std_normalization
-    return {"advantages": grpo(batch.reward, batch.group, batch.rollout, batch.sample_of_token(), std=std)}
+    ids = (batch.group, batch.rollout, batch.sample_of_token())
+    try:
+        return {"advantages": pass_at_k(batch.reward, *ids, k=train.pass_k, std=std)}
+    except ValueError as error:
+        raise TrainerError(
+            str(error),
+            code="TRN99",
+            where=f"step {batch.version}",
+            why="a group needs at least pass_k rollouts; one of exactly pass_k teaches nothing",
+            fix="lower train.pass_k, or raise rollout.n_samples_per_prompt",
+        ) from None
 
 
-def _sft(batch: Batch, train: Any) -> Columns:
-    from slime_core.algo.estimators import sft
+def _token_rewards(batch: Batch, train: Any) -> NDArray[np.float64]:
+    """Rewards a token with KL to the reference in them."""
+    rewards, _ = given_rewards(batch)
+    return rewards - train.kl_coef * _kl(batch, train) if train.kl_coef > 0 else rewards
 
-    return {"advantages": sft(batch.sample_of_token())}
+
+def _discount(batch: Batch, train: Any, factor: float) -> NDArray[np.float64]:
+    from slime_core.algo.credit import discounts
+
+    return discounts(batch.loss_mask, batch.sample_of_token(), factor, train.credit_level)
+
+
+def _reinforce(batch: Batch, train: Any) -> Columns:
+    """REINFORCE++ (Hu et al. 2025): discounted reward-to-go of reward less KL; whitened after."""
+    from slime_core.algo.returns import reward_to_go
+
+    discount = _discount(batch, train, train.gae_gamma)
+    found = reward_to_go(_token_rewards(batch, train), batch.loss_mask, batch.sample_of_token(), discount)
+    return {"advantages": found}
+
+
+def _ppo(batch: Batch, train: Any) -> Columns:
+    """PPO with a critic (Schulman et al. 2017): `algo.returns.gae` over reward less KL."""
+    from slime_core.algo.returns import gae
+
+    advantages, returns = gae(
+        _token_rewards(batch, train),
+        role_column(batch, "values"),
+        batch.loss_mask,
+        batch.sample_of_token(),
+        _discount(batch, train, train.gae_gamma),
+        _discount(batch, train, train.gae_lambda),
+    )
+    return {"advantages": advantages, "returns": returns.astype(np.float32)}
+
+
+_OWN: dict[str, Values] = {
+    "pass_at_k": _pass_at_k,
+    "on_policy_distillation": _distillation,
+    "reinforce_plus_plus": _reinforce,
+    "ppo": _ppo,
+}

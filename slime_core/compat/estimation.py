@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.algo.estimators import grpo
+from slime_core.builtin.advantages import finished
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 Function = Callable[..., Any]
-SPREAD = ("grpo", "sft")  # estimators whose advantage is the post-processed reward itself
+SPREAD = ("grpo", "gspo", "cispo", "dr_grpo", "reinforce_plus_plus_baseline", "sft")
+"""Estimators whose advantage is the post-processed reward itself, before KL, distillation and whitening."""
 
 
 def estimator(
@@ -47,15 +49,18 @@ def estimator(
             numbers("raw_rewards", raw, batch)
             rewards = numbers("rewards", given, batch)
         if advantage is not None:
-            return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
+            columns = _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
+            return columns | {"advantages": finished(columns["advantages"], batch, train, reference=False)}
         if rewards is None:
             return inner.fn(batch, train)
         if inner.name in SPREAD:
-            return {"advantages": rewards[batch.sample_of_token()].astype(np.float32)}
+            spread = rewards[batch.sample_of_token()].astype(np.float32)
+            plain = inner.name == "sft"
+            return {"advantages": spread if plain else finished(spread, batch, train, name=inner.name)}
         return inner.fn(replace(batch, reward=rewards), train)
 
     scored: frozenset[Role] = frozenset({"policy"}) if advantage is not None else frozenset()
-    return Estimator(name=inner.name, fn=fn, needs=inner.needs | scored)
+    return Estimator(name=inner.name, fn=fn, needs=inner.needs | scored, needs_when=inner.needs_when)
 
 
 def _by_function(fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64]) -> Columns:

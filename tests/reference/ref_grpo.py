@@ -20,7 +20,8 @@ def advantages(rewards, groups, rollouts, std):
         scores = [math.fsum(rs) / len(rs) for rs in members.values()]
         mean = math.fsum(scores) / len(scores)
         value = reward - mean
-        if std and len(scores) > 1:
+        spread = max(scores) - min(scores)
+        if std and spread > 1e-12 * max(abs(s) for s in scores):
             value /= math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) + 1e-6
         out.append(value)
     return out
