@@ -1,7 +1,8 @@
-"""Each algorithm as data: what it sets where the config says ``auto`` or 0, and its card.
+"""Each algorithm as data: what it sets where the config says ``auto`` or 0.
 
 settle(train)   the [train] section with nothing left open
-card(name)      formula, source, how others differ; `docs/algorithms/NAME.md` is made of it
+
+`config.cards` has formula, source and options of each; `docs/algorithms/NAME.md` is made of them.
 """
 
 from __future__ import annotations

@@ -27,6 +27,12 @@ class Problem:
     fix: str = ""
 
 
+def conflict(what: str, keys: Sequence[str], *, why: str = "", fix: str = "", code: str = "CFG04") -> Problem:
+    """A conflict between keys, named with dots: ``conflict("...", ["train.lr", "train.min_lr"])``."""
+    paths: tuple[KeyPath, ...] = tuple(tuple(key.split(".")) for key in keys)
+    return Problem(code=code, what=what, keys=paths, why=why, fix=fix)
+
+
 class Origins:
     """Where each value came from: ``recipe.toml:12``, or the flag."""
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slime_core.config.problems import KeyPath, Problem
+from slime_core.config import algorithm_rules
+from slime_core.config.problems import Problem, conflict as _conflict
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -27,6 +28,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_batches(config),
         *_lengths(config),
         *_sampling(config),
+        *algorithm_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
@@ -57,18 +59,11 @@ def incomplete(config: Config) -> list[Problem]:
 
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
-    train, evaluation = config.train, config.eval
-    found = []
-    if train.kl_loss_coef > 0 and train.kl_loss_type == "k1":
-        found.append("kl_loss_type = k1 has no gradient towards the reference in expectation; k3 is the usual choice")
+    evaluation = config.eval
+    found = algorithm_rules.notices(config)
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return found
-
-
-def _conflict(what: str, keys: list[str], *, why: str = "", fix: str = "", code: str = "CFG04") -> Problem:
-    paths: tuple[KeyPath, ...] = tuple(tuple(key.split(".")) for key in keys)
-    return Problem(code=code, what=what, keys=paths, why=why, fix=fix)
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -155,16 +150,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
             code="CFG03",
             why="greedy samples of one prompt are all equal, so a group teaches nothing",
             fix="set rollout_temperature above 0",
-        )
-    own_way = rollout.rollout_function_path or config.train.custom_advantage_function_path
-    train = config.train
-    learns_by_group = train.loss_type == "policy_loss" and train.advantage_estimator == "grpo" and not own_way
-    if learns_by_group and rollout.n_samples_per_prompt == 1 and not config.data.tasks:
-        yield _conflict(
-            "advantage_estimator = grpo with n_samples_per_prompt = 1",
-            ["rollout.n_samples_per_prompt", "train.advantage_estimator"],
-            why="a reward is compared with the others of its group; alone, every advantage is 0 and nothing is learnt",
-            fix="set n_samples_per_prompt to 2 or more",
         )
     if config.reward.group_rm and not config.reward.custom_rm_path:
         yield _conflict(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from slime_core.config.algorithms import settle
 from slime_core.config.dump import to_toml
 from slime_core.config.load import load_config, stage_name, stages
 
@@ -34,7 +35,8 @@ level = 2
 
 def test_a_config_without_stages_is_one_stage_called_main(recipe):
     config = load_config(recipe("seed = 1\n"))
-    assert stages(config) == [config]
+    assert stages(config) == [config.model_copy(update={"train": settle(config.train)})]
+    assert stages(stages(config)[0]) == stages(config), "resolving a resolved stage changes nothing"
     assert stage_name(config) == "main"
 
 

@@ -1,0 +1,109 @@
+"""One page of facts an algorithm: a name in; formula, source, how others differ, keys with their settled values out.
+
+card("gspo")              what `docs/algorithms/gspo.md` and `slime config show --card` are made of
+option_rows(card, train)  (key, value, whether the algorithm set it, meaning), in the card's order
+card_text(card, train)    the card as plain text
+
+Nothing here imports numpy or torch; `tests/unit/config/test_cards.py` compares the cards with the code.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+WIDTH = 100
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Card:
+    """What a person should know about one algorithm, or about one part that algorithms share."""
+
+    name: str
+    title: str
+    formula: Mapping[str, str]  # part to formula, as plain text: advantage, ratio, objective, aggregation, ...
+    source: tuple[str, ...]  # authors, year, title, equation
+    differs: Mapping[str, str]  # "slime", "verl", "TRL" to what they do
+    options: tuple[str, ...]  # the keys it reads, names as in the schema
+    advice: str
+    functions: tuple[str, ...] = ()  # pure functions that compute it, below slime_core: "algo.kl.kl"
+    related: tuple[str, ...] = field(default=())  # names of other cards
+
+
+class OptionRow(NamedTuple):
+    """One key of a card."""
+
+    path: str  # "train.eps_clip"
+    value: str  # as TOML, what a run with these settings uses
+    preset: bool  # whether the algorithm, not the core's default or the user, decides it
+    text: str
+
+
+def cards() -> dict[str, Card]:
+    """Every card by name: algorithms in the order of `ALGORITHMS`, then the parts that they share."""
+    from slime_core.config.algorithm_cards import ALGORITHM_CARDS
+    from slime_core.config.part_cards import PART_CARDS
+
+    return {one.name: one for one in (*ALGORITHM_CARDS, *PART_CARDS)}
+
+
+def card(name: str) -> Card | None:
+    """The card of an algorithm or part; None where there is none (an estimator of a plugin)."""
+    return cards().get(name)
+
+
+def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
+    """The card's keys with the value each has in ``config``, by default in a config that names only the algorithm."""
+    from slime_core.config.algorithms import ALGORITHMS, settle
+    from slime_core.config.fields import core_keys
+    from slime_core.config.schema import Config, TrainSection
+    from slime_core.config.values import show
+
+    known, keys = ALGORITHMS.get(of.name), core_keys()
+    if config is None:
+        config = Config(train=TrainSection(advantage_estimator=of.name) if known else TrainSection())
+    sections: dict[str, Any] = {"train": settle(config.train)}
+    rows = []
+    for name in of.options:
+        key = keys[name]
+        value = getattr(sections.get(key.section) or getattr(config, key.section), name)
+        written = getattr(getattr(config, key.section), name)
+        preset = known is not None and name in known.presets and written == key.default and value != written
+        rows.append(OptionRow(key.path, show(value), preset, key.text))
+    return rows
+
+
+def card_text(of: Card, config: Config | None = None) -> str:
+    """The card as plain text of at most 100 columns, with the values of ``config``."""
+    lines = [f"{of.name}: {of.title}", ""]
+    lines += _block("  ", of.advice)
+    lines += ["", "formula"]
+    width = max(len(part) for part in of.formula)
+    for part, text in of.formula.items():
+        lines += _block(f"  {part:<{width}}  ", text)
+    lines += ["", "source"]
+    for text in of.source:
+        lines += _block("  ", text)
+    lines += ["", "elsewhere"]
+    for who, text in of.differs.items():
+        lines += _block(f"  {who:<5}  ", text)
+    lines += ["", "keys (* the algorithm's own value)"]
+    rows = option_rows(of, config)
+    first = max(len(row.path) for row in rows)
+    second = max(len(row.value) for row in rows)
+    for row in rows:
+        mark = "*" if row.preset else " "
+        lines += _block(f"  {row.path:<{first}} {row.value:>{second}} {mark} ", row.text)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _block(lead: str, text: str) -> list[str]:
+    """``text`` behind ``lead``, folded; the folded lines are indented to where it starts."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
+    ) or [lead.rstrip()]
