@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,18 @@ def _store(world: int, rendezvous: str | Path | None) -> Any:
     return stores.HashStore() if rendezvous is None else stores.FileStore(str(rendezvous), world)
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard every block and the rest, float32 masters, computing in ``dtype``; gradients are summed in float32."""
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
+    """Shard every block and the rest, computing in ``dtype``, ``exact`` modules in the dtype they have.
+
+    Gradients are summed in float32.
+    """
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     keep = mesh.size() == 1  # nothing is saved by freeing what one rank holds anyway
-    modules: list[nn.Module] = [*layers(policy.hf), policy]
+    modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
     for module in modules:
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+        own = MixedPrecisionPolicy() if module in exact else precision
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=not keep)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 

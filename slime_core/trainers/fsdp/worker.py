@@ -1,10 +1,8 @@
-"""One rank's model, optimizer and stage; every method runs on the torch thread and takes part in every collective."""
+"""One rank's models, optimizers and stage; methods run on the torch thread and take part in every collective."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,15 @@ import torch.distributed as dist
 
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import files
-from slime_core.trainers.fsdp.optimizer import AdamW, clip, global_norm
+from slime_core.trainers.fsdp import checks, files, frozen
+from slime_core.trainers.fsdp.critic import Critic, explained_variance
+from slime_core.trainers.fsdp.frozen import Frozen
+from slime_core.trainers.fsdp.learner import Learner
 from slime_core.trainers.fsdp.passes import Sums, backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.schedule import Schedule
-from slime_core.trainers.fsdp.sharding import full, join, local, own_part, reshard, shard
+from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
+from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
 from slime_core.types import WeightUpdate
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from slime_core.weights.folder import ModelFolder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SHOWN = 8  # sample ids in a message
 Tensors = dict[str, torch.Tensor]
 
 
@@ -47,30 +47,33 @@ class Worker:
         world: int,
         device: str,
         rendezvous: str | Path | None,
+        errors: Path | None = None,
     ) -> None:
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.plugins, self.folder, self.seed = plugins, folder, config.seed
         self.dtype = DTYPES[_dtype_name(config, self.device)]
-        mesh = join(rank, world, device, rendezvous)
-        self.policy = Policy(self._build(folder), chunk=config.train.logprob_chunk_tokens)
+        self.mesh = join(rank, world, device, rendezvous)
+        model: Any = folder.build_model("float32", self.seed)
+        self.policy = Policy(
+            model.to(self.device).eval().requires_grad_(True), chunk=config.train.logprob_chunk_tokens
+        )
         self.policy.try_model()
-        shard(self.policy, mesh, self.dtype)
+        shard(self.policy, self.mesh, self.dtype)
+        self.actor = Learner(self.policy, rank, world)
+        self.frozen = Frozen(folder, self.mesh, self.dtype, self.device)
+        self.critic: Critic | None = None
+        self.guard = Guard(errors=errors if rank == 0 else None)
         self.stage: Config | None = None
+        self.steps = 0  # calls of step in this stage
         self.loss: Loss
-        self.schedule: Schedule
-        self.optimizer: AdamW
-        self.reference: Tensors | None = None
-
-    def _build(self, folder: ModelFolder) -> Any:
-        return folder.build_model("float32", self.seed).to(self.device).eval().requires_grad_(True)
 
     def parameters(self) -> Tensors:
-        """Parameters by their names in the folder, tied ones once; DTensors."""
-        return dict(self.policy.hf.named_parameters())
+        """The policy's parameters by their names in the folder, tied ones once; DTensors."""
+        return self.actor.parameters()
 
     def locals(self) -> Tensors:
         """This rank's shards of the parameters."""
-        return {name: local(p.detach()) for name, p in self.parameters().items()}
+        return self.actor.locals()
 
     def begin(self, stage: Config) -> None:
         train = settle(stage.train)
@@ -81,33 +84,36 @@ class Worker:
                 where="train.dtype",
                 fix="set train.dtype for the run, not in a [[stage]]",
             )
-        self.stage, self.loss = stage, self.plugins.loss(train.loss_type)
+        needs = self.plugins.needs(train)
+        self.stage, self.loss, self.steps = stage, self.plugins.loss(train.loss_type), 0
+        self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
         self.policy.chunk, self.policy.recompute = train.logprob_chunk_tokens, train.gradient_checkpointing
-        self.optimizer = AdamW(train.adam_beta1, train.adam_beta2, train.adam_eps, train.weight_decay)
-        self.schedule = Schedule(
+        self._begin_critic(train, needs)
+        schedule = Schedule(
             peak=train.lr,
             low=train.min_lr,
             style=train.lr_decay_style,
             warmup=train.lr_warmup_iters,
-            decay=train.lr_decay_iters or optimizer_steps(stage),
+            decay=train.lr_decay_iters or optimizer_steps(stage, self._critic_only_steps),
         )
-        self.reference = self._reference(train) if train.kl_loss_coef > 0 else None
+        self.actor.begin(train, schedule)
+        if self.critic is not None:
+            self.critic.begin(train, optimizer_steps(stage))
+        self.frozen.begin(needs, train, self.actor)
 
-    def _reference(self, train: Any) -> Tensors:
-        if not train.ref_load:
-            return {name: tensor.clone() for name, tensor in self.locals().items()}
-        folder = type(self.folder).open(train.ref_load)
-        mine = self.parameters()
-        theirs = dict(self._build(folder).named_parameters())
-        wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
-        if wrong:
-            raise TrainerError(
-                f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
-                code="TRN104",
-                where=f"train.ref_load = {train.ref_load}",
-                fix="name a model of the same architecture and vocabulary",
+    def _begin_critic(self, train: Any, needs: frozenset[Role]) -> None:
+        """A critic goes on from the stage before it, where that had the same one."""
+        if "values" not in needs:
+            self.critic = None
+        elif self.critic is None or self.critic.path != train.critic_load:
+            self.critic = Critic(
+                train, self.actor, self.folder, self.mesh, seed=self.seed, dtype=self.dtype, device=self.device
             )
-        return {name: own_part(tensor.detach(), mine[name]).clone() for name, tensor in theirs.items()}
+
+    @property
+    def _critic_only_steps(self) -> int:
+        assert self.stage is not None
+        return self.stage.train.num_critic_only_steps if self.critic is not None else 0
 
     @torch.no_grad()
     def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
@@ -115,48 +121,37 @@ class Worker:
         found: dict[str, Columns] = {}
         for role in sorted(roles):
             if role in ("policy", "old_policy"):
-                found[role] = self._score(batch)
-            elif role == "reference" and self.reference is not None:
-                with self._weights(self.reference):
-                    found[role] = {"log_probs": self._score(batch)["log_probs"]}
+                found[role] = self._score(batch, self.policy)
+            elif role == "reference" and self.frozen.reference is not None:
+                with self.frozen.as_reference(self.actor):
+                    found[role] = {"log_probs": self._score(batch, self.policy)["log_probs"]}
+            elif role == "teacher" and self.frozen.teacher is not None:
+                self.frozen.check_teacher(batch)
+                found[role] = {"log_probs": self._score(batch, self.frozen.teacher)["log_probs"]}
+            elif role == "values" and self.critic is not None:
+                found[role] = self.critic.score(batch, self._pack(batch, self.critic.model, whole=True)[0])
             else:
-                raise TrainerError(
-                    f"this trainer holds no {role} model",
-                    why="a reference is kept where train.kl_loss_coef > 0" if role == "reference" else "",
-                )
+                raise frozen.missing(role)
         return found
 
-    def _score(self, batch: Batch) -> Columns:
+    def _score(self, batch: Batch, model: Policy) -> Columns:
         columns = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in self._pack(batch, whole=True)[0]:
-            log_probs, entropy = forward(self.policy, micro, self._temperature(micro), self.device)
+        for micro in self._pack(batch, model, whole=True)[0]:
+            log_probs, entropy = forward(model, micro, self._temperature(micro), self.device)
             where = torch.from_numpy(micro.response).to(self.device)
             columns[0, where], columns[1, where] = log_probs.float(), entropy.float()
-        reshard(self.policy)
+        reshard(model)
         if self.world > 1:
             dist.all_reduce(columns)
         log_probs, entropy = columns.cpu().numpy()
         bad = np.flatnonzero(~np.isfinite(log_probs))
         if bad.size:
-            sample = int(np.searchsorted(batch.response_offsets, bad[0], side="right")) - 1
+            sample = checks.sample_at(batch, int(bad[0]))
             raise TrainerError(
-                f"a log-prob of sample {batch.sample_ids[sample]} is {log_probs[bad[0]]}", code="TRN95",
-                where=f"sample {batch.sample_ids[sample]}", why="the weights or a logit are not finite",
+                f"a log-prob of sample {sample} is {log_probs[bad[0]]}", code="TRN95",
+                where=f"sample {sample}", why="the weights or a logit are not finite",
             )  # fmt: skip
         return {"log_probs": log_probs, "entropy": entropy}
-
-    @contextmanager
-    def _weights(self, other: Tensors) -> Iterator[None]:
-        """Compute with other weights inside the block."""
-        mine = self.locals()
-        kept = {name: tensor.clone() for name, tensor in mine.items()}
-        try:
-            for name, tensor in mine.items():
-                tensor.copy_(other[name])
-            yield
-        finally:
-            for name, tensor in mine.items():
-                tensor.copy_(kept[name])
 
     def step(self, batch: Batch) -> dict[str, float]:
         self._check(batch)
@@ -166,49 +161,86 @@ class Worker:
                 f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
                 why=f"it has {sorted(batch.columns)}",
             )
-        done = [self._optimizer_step(batch, micros) for micros in self._pack(batch)]
-        trained = [metrics for metrics in done if metrics]
-        names = trained[0].keys() if trained else ()
-        means = {name: sum(m[name] for m in trained) / len(trained) for name in names}
-        return {
-            "loss": 0.0,
-            **means,
-            "lr": trained[-1]["lr"] if trained else 0.0,
-            "train_tokens": float(batch.loss_mask.sum()),
-            "optimizer_steps": float(len(trained)),
-            "skipped_steps": float(len(done) - len(trained)),
-        }
+        alone = self.steps < self._critic_only_steps
+        micros = self._pack(batch)
+        if self.critic is None:
+            outcomes = [self._optimizer_step(batch, mine) for mine in micros]
+            known = {}
+        else:
+            self.critic.check(batch)
+            known = explained_variance(batch)
+            same = self.critic.model.packs == self.policy.packs
+            others = micros if same else self._pack(batch, self.critic.model)
+            outcomes = [self._optimizer_step(batch, *both, alone) for both in zip(micros, others, strict=True)]
+        self.steps += 1
+        return summary(outcomes, batch) | known
 
-    def _optimizer_step(self, batch: Batch, micros: list[MicroBatch]) -> dict[str, float]:
-        """One optimizer step; an empty answer where every token is masked, and nothing changes."""
+    def _optimizer_step(
+        self, batch: Batch, micros: list[MicroBatch], critics: list[MicroBatch] | None = None, alone: bool = False
+    ) -> Outcome:
+        """One optimizer step of the policy, of the critic where its packs are given, or of the critic ``alone``.
+
+        Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
+        """
         sums = Sums(batch.response_offsets, self.device)
         weight = sums.reduce_scalar(sum(float(m.weight.sum(dtype=np.float64)) for m in micros), self.world)
         if weight == 0:
-            return {}
+            return Outcome("masked")
+        metrics: dict[str, float] = {}
+        grads: Tensors = {}
+        theirs: Tensors = {}
+        bad: list[int] = []
+        norm = 0.0
+        if not alone:
+            self._backward(micros, sums)
+            totals, bad = sums.finish(self.world)
+            grads, norm = self.actor.gradients()
+            metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()} | {"grad_norm": norm}
+        if self.critic is not None and critics is not None:
+            sums = Sums(batch.response_offsets, self.device)
+            self.critic.backward(critics, sums)
+            totals, worse = sums.finish(self.world)
+            theirs, metrics["critic_grad_norm"] = self.critic.learner.gradients()
+            metrics |= {
+                "value_loss" if n == "loss" else n: v if n == "loss" else v / weight for n, v in totals.items()
+            }
+            bad = sorted({*bad, *worse})
+        norms = norm, metrics.get("critic_grad_norm", 0.0)
+        if bad or not all(map(math.isfinite, norms)):
+            self._forget()
+            loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
+            return self.guard.skip(batch, bad, loss, math.hypot(*norms))
+        self.guard.passed()
+        return self._update(grads, theirs, metrics, alone)
+
+    def _update(self, grads: Tensors, theirs: Tensors, metrics: dict[str, float], alone: bool) -> Outcome:
+        """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
+        if self.critic is not None and "critic_grad_norm" in metrics:
+            learner, norm = self.critic.learner, metrics["critic_grad_norm"]
+            metrics["critic_lr"] = learner.update(theirs, norm) if norm else learner.rate
+        if alone:
+            return Outcome("critic_only", metrics)
+        norm = metrics["grad_norm"]
+        metrics["lr"] = self.actor.update(grads, norm) if norm else self.actor.rate
+        self._forget()
+        return Outcome("made" if norm else "no_gradient", metrics)
+
+    def _backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+        """The policy's gradients of one optimizer step, and its sums."""
         assert self.stage is not None
         for number, micro in enumerate(micros):
-            self._reduce_gradients(number + 1 == len(micros) or self.world > 1)
+            self.actor.reduce_gradients(number + 1 == len(micros))
             backward(self.policy, self.loss, self.stage.train, micro, self._temperature(micro), sums)
-        metrics, bad = sums.finish(self.world)
-        grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
-        norm = global_norm(grads, self.world)
-        if bad or not math.isfinite(norm):
-            self.policy.zero_grad()
-            raise _not_finite(batch, bad, metrics["loss"], norm)
-        clip(grads, norm, self.stage.train.clip_grad)
-        lr = self.schedule.at(self.optimizer.steps)
-        self.optimizer.step(self.locals(), grads, lr)
-        self.policy.zero_grad()
-        loss = metrics.pop("loss")
-        return {"loss": loss, **{n: v / weight for n, v in metrics.items()}, "grad_norm": norm, "lr": lr}
 
-    def _reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward pass hands gradients to the shards; one rank adds them up where they are first."""
-        policy: Any = self.policy
-        policy.set_requires_gradient_sync(now)
-        policy.set_reshard_after_backward(now)
+    def _forget(self) -> None:
+        """Drop all gradients."""
+        for learner in self._learners():
+            learner.forget()
 
-    def _pack(self, batch: Batch, whole: bool = False) -> list[list[MicroBatch]]:
+    def _learners(self) -> list[Learner]:
+        return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
+
+    def _pack(self, batch: Batch, model: Policy | None = None, whole: bool = False) -> list[list[MicroBatch]]:
         assert self.stage is not None
         train = self.stage.train
         return pack(
@@ -218,7 +250,7 @@ class Worker:
             global_batch_size=0 if whole else train.global_batch_size,
             aggregation=train.loss_aggregation,
             divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
-            alone=not self.policy.packs,
+            alone=not (model or self.policy).packs,
             rank=self.rank,
             world=self.world,
         )
@@ -232,23 +264,8 @@ class Worker:
     def _check(self, batch: Batch) -> None:
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        if len(batch) == 0:
-            raise TrainerError("the batch is empty", where=f"step {batch.version}")
-        high = int(batch.tokens.max())
-        if high >= self.folder.vocab_size:
-            place = int(batch.tokens.argmax())
-            sample = batch.sample_ids[int(np.searchsorted(batch.offsets, place, side="right")) - 1]
-            raise TrainerError(
-                f"sample {sample} holds token id {high}, outside the vocabulary of {self.folder.vocab_size}",
-                code="TOK44",
-                where=f"sample {sample}",
-            )
-        for name, values in batch.columns.items():
-            if values.shape[:1] != batch.loss_mask.shape:
-                raise TrainerError(
-                    f"column {name} has shape {values.shape}, the batch {batch.loss_mask.shape} response tokens",
-                    code="TRN102",
-                )
+        checks.compare_ranks(batch, self.rank, self.world)
+        checks.check_batch(batch, self.folder.vocab_size)
 
     def publish(self, version: int) -> WeightUpdate:
         if self.world == 1:
@@ -271,18 +288,20 @@ class Worker:
         return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
-        mine = self.parameters()
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-        files.write_shards(path / files.PARAMETERS, self.locals(), mine.__getitem__, self.rank)
-        optimizer = self.optimizer
-        moments = {f"moment1.{n}": t for n, t in optimizer.moment1.items()}
-        moments |= {f"moment2.{n}": t for n, t in optimizer.moment2.items()}
-        files.write_shards(path / files.MOMENTS, moments, lambda n: mine[n.partition(".")[2]], self.rank)
-        if self.reference is not None:
-            files.write_shards(path / files.REFERENCE, self.reference, mine.__getitem__, self.rank)
+        self.actor.save(path, files.PARAMETERS, files.MOMENTS)
+        self.frozen.save(path, self.actor)
+        state: dict[str, Any] = {
+            "optimizer_steps": self.actor.optimizer.steps,
+            "steps": self.steps,
+            "nonfinite_in_a_row": self.guard.in_a_row,
+            "reference": self.frozen.reference is not None,
+        }
+        if self.critic is not None:
+            self.critic.save(path)
+            state["critic_optimizer_steps"] = self.critic.learner.optimizer.steps
         if self.rank == 0:
-            state = {"optimizer_steps": optimizer.steps, "reference": self.reference is not None}
             files.write_state(path / files.STATE, state)
         self._barrier()
 
@@ -290,18 +309,15 @@ class Worker:
     def restore(self, path: Path) -> None:
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) before restore(path)")
-        state, mine = files.read_state(path / files.STATE), self.parameters()
-        moments = files.read_shards(path / files.MOMENTS, lambda n: mine[n.partition(".")[2]])
-        stored = files.read_shards(path / files.PARAMETERS, mine.__getitem__)
-        if missing := sorted(set(mine) - set(stored)):
-            raise TrainerError(f"the checkpoint lacks {len(missing)} parameters: {missing[:5]}", where=str(path))
-        for name, tensor in self.locals().items():
-            tensor.copy_(stored[name])
-        self.optimizer.steps = int(state["optimizer_steps"])
-        self.optimizer.moment1 = {n[8:]: t for n, t in moments.items() if n.startswith("moment1.")}
-        self.optimizer.moment2 = {n[8:]: t for n, t in moments.items() if n.startswith("moment2.")}
+        state = files.read_state(path / files.STATE)
+        self.actor.restore(path, files.PARAMETERS, files.MOMENTS, int(state["optimizer_steps"]))
+        self.steps, self.guard.in_a_row = int(state.get("steps", 0)), int(state.get("nonfinite_in_a_row", 0))
+        if self.critic is not None:
+            if "critic_optimizer_steps" not in state:
+                raise TrainerError("the checkpoint holds no critic", where=str(path))
+            self.critic.restore(path, int(state["critic_optimizer_steps"]))
         if state["reference"]:
-            self.reference = files.read_shards(path / files.REFERENCE, mine.__getitem__)
+            self.frozen.restore(path, self.actor)
         self._barrier()
 
     def export(self, path: Path) -> None:
@@ -311,19 +327,21 @@ class Worker:
         self._barrier()
 
     def release(self, what: set[str]) -> None:
-        self.policy.zero_grad()
-        if self.device.type != "cpu" and "optimizer" in what:
-            self.optimizer.to("cpu")
-        if self.device.type != "cpu" and "parameters" in what:
-            self.policy.to("cpu")
+        self._forget()
+        if self.device.type != "cpu":
+            self._move("cpu", what)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reacquire(self, what: set[str]) -> None:
-        if self.device.type != "cpu" and "parameters" in what:
-            self.policy.to(self.device)
-        if self.device.type != "cpu" and "optimizer" in what:
-            self.optimizer.to(self.device)
+        if self.device.type != "cpu":
+            self._move(self.device, what)
+
+    def _move(self, device: torch.device | str, what: set[str]) -> None:
+        for learner in self._learners():
+            learner.to(device, what)
+        if "parameters" in what:
+            self.frozen.to(device)
 
     def _barrier(self) -> None:
         if self.world > 1:
@@ -335,22 +353,9 @@ def _dtype_name(config: Config, device: torch.device) -> str:
     return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
-def optimizer_steps(stage: Config) -> int:
-    """Optimizer steps of a whole stage."""
+def optimizer_steps(stage: Config, without: int = 0) -> int:
+    """Optimizer steps of a whole stage, less those of its first ``without`` rollouts."""
     rollout, train = stage.rollout, stage.train
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     a_rollout = -(-rollouts // train.global_batch_size) if train.global_batch_size else train.num_steps_per_rollout
-    return max(1, rollout.num_rollout * a_rollout)
-
-
-def _not_finite(batch: Batch, bad: list[int], loss: float, norm: float) -> TrainerError:
-    ids = [batch.sample_ids[i] for i in bad]
-    shown = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
-    what = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
-    return TrainerError(
-        what,
-        code="TRN95",
-        where=f"step {batch.version}" + (f", samples {shown}" if bad else f", {len(batch)} samples"),
-        why="no weight was changed by this optimizer step",
-        fix="lower train.lr, or set train.clip_grad=1.0",
-    )
+    return max(1, (rollout.num_rollout - without) * a_rollout)

@@ -1,0 +1,163 @@
+"""What is refused before a pass: unfit batches, batches that differ between ranks, models of other vocabularies.
+
+Every check raises a TrainerError that names the sample, the ranks or the two models; none changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime_core.errors import SlimeError, TrainerError
+from slime_core.weights.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from slime_core.types import Batch
+
+SHOWN = 8  # sample ids in a message
+
+
+def check_batch(batch: Batch, vocab_size: int) -> None:
+    """Refuse what no pass can be made of.
+
+    Raises:
+        TrainerError: TRN00 an empty batch, TOK44 a token outside the vocabulary, TRN102 a column of another length.
+    """
+    if len(batch) == 0:
+        raise TrainerError("the batch is empty", where=f"step {batch.version}")
+    if sample := beyond(batch, vocab_size):
+        raise TrainerError(
+            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the vocabulary of {vocab_size}",
+            code="TOK44",
+            where=f"sample {sample}",
+        )
+    for name, values in batch.columns.items():
+        if values.shape[:1] != batch.loss_mask.shape:
+            raise TrainerError(
+                f"column {name} has shape {values.shape}, the batch {batch.loss_mask.shape} response tokens",
+                code="TRN102",
+            )
+
+
+def beyond(batch: Batch, vocab_size: int) -> str:
+    """The sample that holds the highest token id, where that id is outside a vocabulary; else an empty string."""
+    place = int(batch.tokens.argmax())
+    if int(batch.tokens[place]) < vocab_size:
+        return ""
+    return batch.sample_ids[int(np.searchsorted(batch.offsets, place, side="right")) - 1]
+
+
+def sample_at(batch: Batch, row: int) -> str:
+    """The id of the sample that owns a response token."""
+    return batch.sample_ids[int(np.searchsorted(batch.response_offsets, row, side="right")) - 1]
+
+
+def parts_of(batch: Batch) -> dict[str, int]:
+    """A checksum (crc32) of each part of a batch that all ranks must have alike."""
+    names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
+    arrays = {name: getattr(batch, name) for name in ("tokens", "offsets", "response_offsets", "loss_mask", "rollout")}
+    arrays["temperature"] = batch.temperature if batch.temperature is not None else np.zeros(0, np.float32)
+    sums = {"samples": zlib.crc32(names.encode())}
+    sums |= {name: zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data) for name, values in arrays.items()}
+    columns = 0
+    for name in sorted(batch.columns):
+        columns = zlib.crc32(np.ascontiguousarray(batch.columns[name]).view(np.uint8).data, columns)
+    return sums | {"columns": columns}
+
+
+def compare_ranks(batch: Batch, rank: int, world: int) -> None:
+    """Refuse a batch that is not the same on every rank, on all of them; a collective of a few numbers.
+
+    Raises:
+        TrainerError: TRN106 with the ranks that differ from most, and in what.
+    """
+    if world == 1:
+        return
+    parts = parts_of(batch)
+    mine = torch.tensor(list(parts.values()), dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    seen = [tuple(row.tolist()) for row in rows]
+    usual = max(seen, key=lambda row: (seen.count(row), -seen.index(row)))
+    odd = [number for number, row in enumerate(seen) if row != usual]
+    if odd:
+        differ = [name for i, name in enumerate(parts) if any(seen[number][i] != usual[i] for number in odd)]
+        raise TrainerError(
+            f"ranks {odd} of {world} were given another batch than the others",
+            code="TRN106",
+            where=f"step {batch.version}, rank {rank}",
+            why=f"they differ in {', '.join(differ)}",
+            fix="a function given by path (slime_batch, an advantage) must not depend on the process it runs in",
+        )
+
+
+def open_model(key: str, path: str, policy: ModelFolder, *, weights: bool = True) -> ModelFolder:
+    """The model folder that a config key names, whose token ids mean what the policy's do.
+
+    Args:
+        key: such as ``train.teacher_load``
+        weights: False leaves the weights unread and unchecked, for checkpoints of another kind of model
+
+    Raises:
+        TrainerError: TRN104 another vocabulary; both folders are named.
+        SlimeError: what `ModelFolder.open` raises, with the key.
+    """
+    try:
+        other = ModelFolder.open(
+            path, trust_remote_code=policy.trust_remote_code, init_weights="load" if weights else "random"
+        )
+    except SlimeError as error:
+        error.where = f"{key} = {path}: {error.where}"
+        raise
+    same_vocabulary(policy, other, key)
+    return other
+
+
+def same_vocabulary(policy: ModelFolder, other: ModelFolder, key: str) -> None:
+    """Refuse a model that reads the policy's token ids as other tokens, or has no row for one.
+
+    Raises:
+        TrainerError: TRN104.
+    """
+    mine, theirs = policy.tokenizer().get_vocab(), other.tokenizer().get_vocab()
+    wrong = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
+    top = max(mine.values(), default=-1)
+    if not wrong and top < other.vocab_size:
+        return
+    why = f"its embedding has {other.vocab_size} rows, token ids reach {top}"
+    if wrong:
+        i, token = wrong[0]
+        there = theirs.get(token)
+        what = f"id {there}" if there is not None else "no token"
+        why = f"{len(wrong)} of {len(mine)} tokens differ: {token!r} is id {i} for the policy and {what} there"
+    raise TrainerError(
+        f"the model of {key} has another vocabulary than the policy",
+        code="TRN104",
+        where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
+        why=why,
+        fix=f"name a model with the policy's tokenizer in {key}",
+    )
+
+
+def not_finite(batch: Batch, bad: list[int], loss: float, norm: float) -> TrainerError:
+    """TRN95 for a loss or a gradient, with the samples where they are known."""
+    shown = ids_of(batch, bad)
+    what = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
+    return TrainerError(
+        what,
+        code="TRN95",
+        where=f"step {batch.version}" + (f", samples {shown}" if bad else f", {len(batch)} samples"),
+        why="no weight was changed by this optimizer step",
+        fix="lower train.lr, or set train.clip_grad=1.0",
+    )
+
+
+def ids_of(batch: Batch, samples: list[int], most: int = SHOWN) -> str:
+    """Ids of samples for a message, the first few of them."""
+    ids = [batch.sample_ids[i] for i in samples]
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")

@@ -1,0 +1,140 @@
+"""Models that do not learn: the reference, a second set of the policy's weights, and the teacher, a model of its own.
+
+A stage holds what its estimator and loss say they read (`Plugins.needs`). Both score with the policy's temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.errors import TrainerError
+from slime_core.trainers.fsdp import checks, files
+from slime_core.trainers.fsdp.policy import Policy
+from slime_core.trainers.fsdp.sharding import own_part, shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from slime_core.protocols import Role
+    from slime_core.trainers.fsdp.learner import Learner
+    from slime_core.types import Batch
+    from slime_core.weights.folder import ModelFolder
+
+Tensors = dict[str, torch.Tensor]
+WHY = {
+    "reference": "a reference is kept where train.kl_loss_coef or train.kl_coef is above 0",
+    "teacher": "train.teacher_load names a teacher, and train.teacher_place = trainer keeps it here",
+    "values": "a critic is kept where the estimator reads values: train.advantage_estimator = ppo",
+}
+
+
+class Frozen:
+    """The reference and the teacher of a stage, each where it is needed."""
+
+    def __init__(self, folder: ModelFolder, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._mesh, self._dtype, self._device = folder, mesh, dtype, device
+        self.reference: Tensors | None = None
+        self.teacher: Policy | None = None
+        self._teacher_path = ""
+        self._teacher_vocab = 0
+
+    def begin(self, needs: frozenset[Role], train: Any, policy: Learner) -> None:
+        """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
+
+        Raises:
+            TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named.
+        """
+        self.reference = self._reference(train.ref_load, policy) if "reference" in needs else None
+        if "teacher" not in needs:
+            self.teacher, self._teacher_path = None, ""
+        elif not train.teacher_load:
+            raise TrainerError(
+                "a teacher is needed and none is named",
+                where="train.teacher_load",
+                fix="name the teacher's model folder: --teacher-load DIR",
+            )
+        else:
+            self._begin_teacher(train)
+
+    def _reference(self, path: str, policy: Learner) -> Tensors:
+        if not path:
+            return {name: tensor.clone() for name, tensor in policy.locals().items()}
+        folder = checks.open_model("train.ref_load", path, self._folder)
+        mine = policy.parameters()
+        theirs = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
+        wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
+        if wrong:
+            raise TrainerError(
+                f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
+                code="TRN104",
+                where=f"train.ref_load = {path}, rollout.hf_checkpoint = {self._folder.path}",
+                fix="name a model of the same architecture and vocabulary",
+            )
+        return {name: own_part(tensor.detach(), mine[name]).clone() for name, tensor in theirs.items()}
+
+    def _begin_teacher(self, train: Any) -> None:
+        if self.teacher is None or self._teacher_path != train.teacher_load:
+            folder = checks.open_model("train.teacher_load", train.teacher_load, self._folder)
+            self.teacher = None
+            teacher = Policy(folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens)
+            teacher.try_model()
+            for parameter in teacher.parameters():  # tried in float32, kept in the dtype it computes in
+                parameter.data = parameter.data.to(self._dtype)
+                parameter.requires_grad_(False)
+            shard(teacher, self._mesh, torch.float32)
+            self.teacher, self._teacher_path, self._teacher_vocab = teacher, train.teacher_load, folder.vocab_size
+        self.teacher.chunk = train.logprob_chunk_tokens
+
+    @contextmanager
+    def as_reference(self, policy: Learner) -> Iterator[None]:
+        """The policy computes with the reference's weights inside the block."""
+        mine = policy.locals()
+        kept = {name: tensor.clone() for name, tensor in mine.items()}
+        assert self.reference is not None
+        try:
+            for name, tensor in mine.items():
+                tensor.copy_(self.reference[name])
+            yield
+        finally:
+            for name, tensor in mine.items():
+                tensor.copy_(kept[name])
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
+
+        Raises:
+            TrainerError: TRN104 with the sample.
+        """
+        if sample := checks.beyond(batch, self._teacher_vocab):
+            raise TrainerError(
+                f"sample {sample} holds token id {int(batch.tokens.max())}, outside the teacher's "
+                f"vocabulary of {self._teacher_vocab}",
+                code="TRN104",
+                where=f"train.teacher_load = {self._teacher_path}, rollout.hf_checkpoint = {self._folder.path}",
+            )
+
+    def save(self, path: Path, policy: Learner) -> None:
+        """Write the reference's weights, which are no other file's; a collective."""
+        if self.reference is not None:
+            files.write_shards(path / files.REFERENCE, self.reference, policy.parameters().__getitem__, policy.rank)
+
+    def restore(self, path: Path, policy: Learner) -> None:
+        """Read the reference that :meth:`save` wrote."""
+        self.reference = files.read_shards(path / files.REFERENCE, policy.parameters().__getitem__)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all weights."""
+        if self.reference is not None:
+            self.reference = {name: tensor.to(device) for name, tensor in self.reference.items()}
+        if self.teacher is not None:
+            self.teacher.to(device)
+
+
+def missing(role: str) -> TrainerError:
+    """A role was asked for that the stage does not hold."""
+    return TrainerError(f"this trainer holds no {role} model", why=WHY.get(role, ""))
