@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.compat.session import Session
+from slime_core.config.algorithms import settle
 from slime_core.errors import PluginError
 from slime_core.protocols import Loss, Role
 from slime_core.types import Batch
@@ -25,20 +26,20 @@ EXTRA = (SAMPLE, LENGTH, WEIGHT, DENOMINATOR)
 MASK = "slime_mask"
 
 
-def extra_columns(batch: Batch, train: Any) -> None:
+def extra_columns(batch: Batch, config: Config) -> None:
     """Add what the functions need of every token: its sample, weight, and its optimizer step's denominator."""
     from slime_core.algo.aggregate import token_weights
     from slime_core.trainers.pack import split_rollouts
 
+    train = settle(config.train)
+    divisor = train.loss_divisor or config.rollout.rollout_max_response_len
     sample = batch.sample_of_token()
     weight = np.zeros(len(batch.loss_mask), dtype=np.float32)
     denominator = np.ones(len(batch.loss_mask), dtype=np.float32)
     for rollouts in split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size):
         mine = np.isin(batch.rollout, rollouts)[sample]
         mask = batch.loss_mask[mine]
-        weight[mine] = token_weights(
-            mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation, train.loss_divisor or 1
-        )
+        weight[mine] = token_weights(mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation, divisor)
         per_token = train.loss_aggregation == "token_mean"
         denominator[mine] = max(float(mask.sum()), 1.0) if per_token else len(rollouts)
     batch.columns[SAMPLE] = sample.astype(np.float32)
@@ -96,7 +97,9 @@ def wrap(
         return more | ({"policy"} if functions(train)["tis"] is not None else frozenset())
 
     columns = tuple(dict.fromkeys([*inner.columns, "rollout_log_probs", *EXTRA, MASK]))
-    return Loss(name=inner.name, fn=fn, needs=inner.needs, needs_when=needs_when, columns=columns)
+    return Loss(
+        name=inner.name, fn=fn, needs=inner.needs, needs_when=needs_when, columns=columns, prepare=inner.prepare
+    )
 
 
 def _lengths(columns: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -136,7 +139,9 @@ def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> A
     import torch
 
     responses, totals = _lengths(columns)
-    reduce = fn(totals, responses, list(columns[MASK].split(responses)), train.loss_aggregation == "token_mean")
+    reduce = fn(
+        totals, responses, list(columns[MASK].split(responses)), settle(train).loss_aggregation == "token_mean"
+    )
     probe = pg.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         value = reduce(probe)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime_core.config.algorithms import settle
+from slime_core.config.algorithms import settle
 from slime_core.errors import PluginError
 from slime_core.trainers.pack import pack
 from slime_core.types import Batch
@@ -132,7 +134,7 @@ def trained(plugins, config, ctx, max_tokens, log_probs=None):
     assert all(name in batch.columns for name in loss.columns)
     given = torch.tensor(batch.columns["rollout_log_probs"] + 0.1, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
-    (micros,) = pack(batch, max_tokens=max_tokens, aggregation=config.train.loss_aggregation)
+    (micros,) = pack(batch, max_tokens=max_tokens, aggregation=settle(config.train).loss_aggregation)
     for micro in micros:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         mine = given[torch.from_numpy(micro.response)]
