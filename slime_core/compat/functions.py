@@ -148,7 +148,7 @@ class Functions:
         if any(_named(self._config_of(train), key) for key in LOSSES.values()):
             from slime_core.compat.losses import extra_columns
 
-            extra_columns(batch, train)
+            extra_columns(batch, self._config_of(train))
 
     def files(self) -> list[Path]:
         """Files of all functions that were loaded."""
