@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from slime_core.config.algorithms import settle
-from slime_core.config.algorithms import settle
 from slime_core.errors import PluginError
 from slime_core.trainers.pack import pack
 from slime_core.types import Batch
