@@ -45,7 +45,7 @@ def _needs(train: Any, *, name: str) -> frozenset[Role]:
     roles: set[Role] = {"policy"} if train.kl_coef > 0 or distils else set()
     if train.kl_coef > 0:
         roles.add("reference")
-    if distils and train.teacher_load:
+    if distils and train.teacher_load and train.teacher_place == "trainer":
         roles.add("teacher")
     return frozenset(roles)
 

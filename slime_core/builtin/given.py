@@ -102,18 +102,20 @@ def role_column(batch: Batch, role: str) -> NDArray[Any]:
 
 
 def teacher_column(batch: Batch, train: Any) -> NDArray[Any]:
-    """The teacher's log-probs [R]: of the model ``teacher_load``, else those that samples bring.
+    """The teacher's log-probs [R]: of the trainer's model ``teacher_load``, else those that samples bring.
+
+    With ``teacher_place = engine`` the core's `slime_sample_done` has filled the samples.
 
     Raises:
         TrainerError: TRN00 neither is there.
     """
-    if train.teacher_load:
+    if train.teacher_load and train.teacher_place == "trainer":
         return role_column(batch, "teacher")
     if "teacher_log_probs" not in batch.columns:
         raise TrainerError(
             "distillation has no teacher's log-probs",
             where=f"step {batch.version}",
-            why="train.teacher_load is empty, and not every sample brings teacher_log_probs",
+            why="train.teacher_load is empty, or an engine's, and not every sample brings teacher_log_probs",
             fix="name the teacher: --teacher-load DIR   or fill sample.teacher_log_probs in slime_generate",
         )
     return batch.columns["teacher_log_probs"]

@@ -102,3 +102,195 @@ def test_any_step_has_the_advantages_of_the_reference(name, step, train):
     assert set(found) == ({"advantages", "returns"} if name == "ppo" else {"advantages"})
     if returns is not None:
         np.testing.assert_allclose(found["returns"], [v for row in returns for v in row], rtol=1e-5, atol=1e-5)
+
+
+def sample(group, rollout, reward, mask=(1, 1), **more):
+    return (
+        {"group": group, "rollout": rollout, "reward": reward, "mask": list(mask)}
+        | {role: [-0.5] * len(mask) for role in ("policy", "reference", "teacher", "values")}
+        | more
+    )
+
+
+def test_every_algorithm_has_one_estimator():
+    assert sorted(BY_NAME) == sorted(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "roles"),
+    [
+        ("grpo", {}, set()),
+        ("rloo", {"kl_coef": 0.1}, {"policy", "reference"}),
+        ("reinforce_plus_plus", {"kl_coef": 0.1, "opd_kl_coef": 1.0}, {"policy", "reference"}),
+        ("grpo", {"opd_kl_coef": 0.1}, {"policy"}),
+        ("grpo", {"opd_kl_coef": 0.1, "teacher_load": "t"}, {"policy", "teacher"}),
+        ("grpo", {"teacher_load": "t"}, set()),
+        ("on_policy_distillation", {}, {"policy"}),
+        ("on_policy_distillation", {"teacher_load": "t"}, {"policy", "teacher"}),
+        ("ppo", {}, {"values"}),
+        ("ppo", {"kl_coef": 0.1}, {"values", "policy", "reference"}),
+        ("sft", {"kl_coef": 0.1, "opd_kl_coef": 1.0, "teacher_load": "t"}, set()),
+    ],
+)
+def test_an_estimator_needs_exactly_what_it_reads(name, train, roles):
+    estimator, train = BY_NAME[name], TrainSection(**train)
+    assert estimator.needs | estimator.needs_when(train) == roles
+    step = batch_of([sample(0, 0, 1.0), sample(0, 1, 0.0, mask=(1, 0, 1))])
+    extra = {} if train.teacher_load else {"teacher_log_probs": step.columns["teacher"]}
+    step.columns = {role: step.columns[role] for role in roles} | extra
+    assert np.isfinite(estimator.fn(step, train)["advantages"]).all()
+    for role in roles:
+        step.columns = {r: v for r, v in step.columns.items() if r != role}
+        with pytest.raises(TrainerError, match=f"no column '{role}'"):
+            estimator.fn(step, train)
+        step.columns = step.columns | {role: np.zeros(5, np.float32)}
+
+
+def test_the_plugin_that_the_run_loads_brings_them_all():
+    from slime_core.config.schema import Config
+    from slime_core.plugins import load_plugins
+
+    train = TrainSection(advantage_estimator="ppo", kl_coef=0.5, kl_reward_type="k1")
+    plugins = load_plugins(Config(train=train))
+    assert plugins.needs(train) >= {"values", "policy", "reference"}
+    step = batch_of([sample(0, 0, 1.0)])
+    step.columns = {}
+    scores = {
+        "policy": {"log_probs": np.array([-1, -1], np.float32), "entropy": np.zeros(2, np.float32)},
+        "reference": {"log_probs": np.array([-2, -1], np.float32)},
+        "values": {"values": np.array([0.25, 0.5], np.float32)},
+    }
+    done = plugins.advantage(step, scores, train).columns
+    # KL 1 at token 0 costs 1/2: rewards -1/2 and 1; with gamma and lambda 1 the returns are 1/2 and 1
+    assert done["returns"].tolist() == [0.5, 1.0]
+    assert done["advantages"].tolist() == [0.25, 0.5]
+
+
+def test_kl_is_taken_from_group_advantages_token_by_token():
+    step = [
+        sample(0, 0, 1.0, mask=(1, 0, 1), policy=[-1.0] * 3, reference=[-2.0, -9.0, -1.5]),
+        sample(0, 1, 0.0, mask=(1,)),
+    ]
+    got = run("dr_grpo", step, kl_coef=0.5)["advantages"]
+    assert got[[0, 2, 3]].tolist() == [0.5 - 0.5, 0.5 - 0.25, -0.5]
+
+
+def test_distillation_reads_the_teachers_column_by_where_the_teacher_is():
+    step = batch_of([sample(0, 0, 7.0, policy=[-1.0, -2.0], teacher=[-3.0, -1.0])])
+    train = TrainSection(teacher_load="model")
+    fn = BY_NAME["on_policy_distillation"].fn
+    assert fn(step, train)["advantages"].tolist() == [-2.0, 1.0]
+    step.columns["teacher_log_probs"] = step.columns["policy"]
+    assert fn(step, train)["advantages"].tolist() == [-2.0, 1.0]
+    assert fn(step, TrainSection())["advantages"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("train", [{"opd_kl_coef": 0.5}, {"advantage_estimator": "on_policy_distillation"}], ids=str)
+def test_a_missing_teacher_is_a_clear_error(train):
+    train = TrainSection(**train)
+    with pytest.raises(TrainerError) as caught:
+        BY_NAME[train.advantage_estimator].fn(batch_of([sample(0, 0, 1.0)]), train)
+    assert "no teacher's log-probs" in caught.value.what
+    assert "--teacher-load" in caught.value.fix
+
+
+def test_distillation_is_added_before_whitening():
+    step = [sample(0, 0, 1.0, policy=[-1.0, -2.0]), sample(0, 1, 0.0, mask=(1,))]
+    batch = batch_of(step)
+    batch.columns["teacher_log_probs"] = batch.columns["teacher"]
+    got = BY_NAME["dr_grpo"].fn(batch, TrainSection(opd_kl_coef=1.0, normalize_advantages=True))["advantages"]
+    # 0.5 + 0.5, 0.5 + 1.5 and -0.5: mean 5/6, deviations 1/6, 7/6, -8/6, variance (1 + 49 + 64) / 36 / 2
+    np.testing.assert_allclose(got, np.array([1, 7, -8]) / 6 / np.sqrt(114 / 72), rtol=1e-6)
+
+
+def test_what_stands_at_masked_tokens_never_enters():
+    """A tool's tokens may be anything to the policy: infinite KL there changes nothing."""
+    train = {"kl_coef": 0.1, "kl_reward_type": "k3", "opd_kl_coef": 0.2, "normalize_advantages": True}
+    for name in EVERY:
+        found = []
+        for odd in (-1.0, -1e30):
+            step = [sample(0, r, float(r), mask=(1, 0, 1), policy=[-1, odd, -2], values=[1, odd, 2]) for r in range(3)]
+            batch = batch_of(step)
+            batch.columns["teacher_log_probs"] = batch.columns["teacher"]
+            section = TrainSection(**train, pass_k=2)
+            found.append(BY_NAME[name].fn(batch, section)["advantages"][batch.loss_mask > 0])
+        np.testing.assert_array_equal(*found, err_msg=name)
+
+
+def test_supervised_tokens_weigh_one_whatever_the_section_says():
+    train = {"kl_coef": 0.1, "opd_kl_coef": 0.2, "normalize_advantages": True}
+    assert run("sft", [sample(0, 0, 3.0, mask=(1, 0, 1))], **train)["advantages"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", sorted(GROUPED | {"reinforce_plus_plus"}))
+@pytest.mark.parametrize("level", ["trajectory", "turn", "token"])
+def test_equal_rewards_are_exactly_zero(name, level):
+    step = [sample(g, 3 * g + r, 0.1, mask=(1, 0, 1, 1)[: 1 + r]) for g in range(2) for r in range(3)]
+    level = "trajectory" if name == "pass_at_k" else level
+    got = run(name, step, credit_level=level, pass_k=2, normalize_advantages=True)["advantages"]
+    assert got.tolist() == [0.0] * len(got)
+
+
+@pytest.mark.parametrize("name", sorted(GROUPED))
+def test_a_group_of_one_is_exactly_zero(name):
+    step = [sample(0, 0, 5.0), sample(1, 1, 1.0), sample(1, 2, 0.0)]
+    got = run(name, step, pass_k=1)["advantages"]
+    trained_alone = got[:2] if name != "reinforce_plus_plus_baseline" else got[:2] - got.mean()
+    assert trained_alone.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("level", ["trajectory", "turn", "token"])
+def test_all_masked_and_zero_length_steps_are_finite(name, level):
+    level = "trajectory" if name == "pass_at_k" else level
+    more = {"credit_level": level, "normalize_advantages": True, "kl_coef": 0.1, "pass_k": 1, "teacher_load": "t"}
+    masked = run(name, [sample(0, 0, 1.0, mask=(0, 0)), sample(0, 1, 2.0, mask=())], **more)
+    assert masked["advantages"].tolist() == [0.0, 0.0]
+    assert run(name, [sample(0, 0, 1.0, mask=()), sample(0, 1, 2.0, mask=())], **more)["advantages"].shape == (0,)
+
+
+def test_a_group_smaller_than_k_is_named():
+    with pytest.raises(TrainerError) as caught:
+        run("pass_at_k", [sample(4, 0, 1.0), sample(7, 1, 0.0), sample(4, 2, 0.0)], pass_k=2)
+    assert caught.value.code == "TRN99"
+    assert "group 7 has 1 rollouts, pass_k is 2" in caught.value.what
+
+
+def test_pass_at_k_has_no_credit_below_a_trajectory():
+    with pytest.raises(ConfigError) as caught:
+        run("pass_at_k", [sample(0, 0, 1.0)], credit_level="turn")
+    assert "credit_level = turn" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        ({"by_token": [1.0]}, "TRN102", "sample main/0-1 has 1 entries of token_rewards and 3 response tokens"),
+        ({"by_turn": [1.0]}, "TRN102", "sample main/0-1 has 1 entries of turn_rewards and 2 turns"),
+        ({"by_turn": [1, 2], "by_token": [1, 2, 3]}, "TRN102", "token_rewards and turn_rewards"),
+        ({"by_turn": [1.0, float("nan")]}, "TRN95", "no list of finite numbers"),
+        ({"by_turn": ["good", 1.0]}, "TRN95", "no list of finite numbers"),
+        ({"by_turn": [[1.0, 2.0]]}, "TRN95", "no list of finite numbers"),
+    ],
+    ids=["tokens", "turns", "both", "nan", "text", "nested"],
+)
+def test_rewards_that_do_not_fit_name_their_sample(more, code, words):
+    step = [sample(0, 0, 1.0), sample(0, 1, 0.0, mask=(1, 0, 1), **more)]
+    with pytest.raises(TrainerError) as caught:
+        run("ppo", step)
+    assert caught.value.code == code
+    assert words in caught.value.what
+    assert run("grpo", step)["advantages"].shape == (5,)  # reads the scalar alone
+
+
+def test_a_removed_sample_may_bring_rewards_of_turns_and_counts_with_their_sum():
+    # 1 + 2 = 3 against 1
+    step = [sample(0, 0, 9.0, mask=(0, 0, 0), by_turn=[1.0, 2.0]), sample(0, 1, 1.0, mask=(1,))]
+    assert run("dr_grpo", step, credit_level="turn")["advantages"].tolist() == [0, 0, 0, -1]
+
+
+def test_reinforce_whitens_over_the_whole_step_and_ignores_groups():
+    step = [sample(0, 0, 1.0), sample(1, 1, 0.0)]
+    got = run("reinforce_plus_plus", step)["advantages"]
+    # 1 1 0 0: deviation sqrt(1/3)
+    np.testing.assert_allclose(got, np.array([1, 1, -1, -1]) / 2 / np.sqrt(1 / 3), rtol=1e-6)

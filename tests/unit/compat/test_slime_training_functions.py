@@ -51,6 +51,29 @@ def test_post_processed_rewards_take_the_place_of_group_normalisation(by, connec
     assert advantages(plugins, config)["advantages"].tolist() == [2, 0, 0, 3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("key", ["custom_reward_post_process_path", "custom_advantage_function_path"])
+def test_distillation_and_whitening_follow_a_function_as_in_slime(by, connect, key):
+    """Advantages 1 for sample 0, else 0; less the gap 2 at token 0 times 1/2; then mean 0 over trainable tokens."""
+    source = (
+        "def fn(args, data):\n"
+        "    if isinstance(data, list):\n        return [s.reward for s in data], [1.0, 0.0, 0.0, 0.0]\n"
+        "    data['advantages'] = [torch.full((n,), float(i == 0)) for i, n in enumerate(data['response_lengths'])]\n"
+    )
+    config = sections(by, source, **{key: True}, opd_kl_coef=0.5, normalize_advantages=True, kl_coef=0.0)
+    plugins, _ = connect(config)
+    assert plugins.needs(config.train) == {"policy"}
+    batch = step()
+    batch.columns["teacher_log_probs"] = np.full(7, -1.0, np.float32)
+    scores = {"policy": {"log_probs": np.array([1, -1, -1, -1, -1, -1, -1], np.float32)}}
+    found = advantages(plugins, config, batch, scores)["advantages"]
+    assert found.tolist() == [0.0] * 7  # 1 - 1 = 0 as all the others
+    scores["policy"]["log_probs"][1] = 0.0
+    found = advantages(plugins, config, batch, scores)["advantages"]
+    trained = found[batch.loss_mask > 0].astype(np.float64)
+    assert trained.mean() == pytest.approx(0, abs=1e-6)
+    assert trained.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "body", ["return [1.0], [1.0]", "return [0.0] * 4, [float('nan')] * 4"], ids=["length", "nan"]
 )
