@@ -13,6 +13,8 @@ Ints = NDArray[np.int64]
 def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weights: NDArray[np.float32]) -> MicroBatch:
     """Pack ``members`` in their order; without ``real`` no response row is trained on.
 
+    Columns are the batch's, ``loss_mask``, and ``sample``: a number a sequence of the pack, int64.
+
     Args:
         prompt_of: [S], an id a prompt; members with the same id share it
         weights: [R], of the optimizer step
@@ -36,6 +38,8 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
     prompt_ends = np.where(prefix_of >= 0, cu[1:][prefix_of], ends - responses[members])
     predict = np.where(within == 0, np.repeat(prompt_ends, counts), at) - 1
     response = np.repeat(batch.response_offsets[members], counts) + within
+    columns = {name: values[response] for name, values in batch.columns.items()}
+    columns["loss_mask"], columns["sample"] = batch.loss_mask[response], np.repeat(np.arange(len(members)), counts)
     return MicroBatch(
         samples=owners,
         tokens=tokens,
@@ -46,7 +50,7 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
         target=tokens[at],
         response=response,
         weight=weights[response],
-        columns={name: values[response] for name, values in batch.columns.items()},
+        columns=columns,
         temperature=np.repeat(batch.temperature[members], counts) if batch.temperature is not None else None,
     )
 

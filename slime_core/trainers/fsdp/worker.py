@@ -22,6 +22,7 @@ from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
 from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
+from slime_core.trainers.prepare import prepared
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class Worker:
                 f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
                 why=f"it has {sorted(batch.columns)}",
             )
+        assert self.stage is not None
+        batch = prepared(batch, self.loss, self.stage.train)
         alone = self.steps < self._critic_only_steps
         micros = self._pack(batch)
         if self.critic is None:
