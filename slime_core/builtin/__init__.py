@@ -3,6 +3,7 @@
 slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
 slime_reward     by rm_type                       slime_sampling   the config's
 slime_advantage  `config.algorithms`              slime_loss       policy_loss, sft_loss
+slime_sample_done  the teacher's log-probs, where it is an engine
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.builtin.advantages import estimators
 from slime_core.builtin.losses import losses
+from slime_core.builtin.teacher import score_by_teacher
 from slime_core.errors import ConfigError, DataError
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.boundary import together
@@ -42,6 +44,13 @@ class Core:
         if ctx.sampling is None:
             raise RuntimeError("the context has no sampling parameters")
         return ctx.sampling
+
+    @hookimpl(trylast=True)
+    async def slime_sample_done(self, sample: Sample, ctx: Context) -> None:
+        """With ``teacher_place = engine``: ``teacher_log_probs`` of a training sample, under the plain softmax."""
+        train = ctx.config.train
+        if train.teacher_load and train.teacher_place == "engine" and not ctx.evaluation:
+            await score_by_teacher(sample, ctx)
 
     @hookimpl(trylast=True)
     async def slime_reward(self, group: Group, ctx: Context) -> list[Reward]:

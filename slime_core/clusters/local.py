@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import QuietTurns
+from slime_core.config.load import stages
 from slime_core.engines.local import LocalEngine
+from slime_core.errors import ConfigError
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.checks import open_model
 from slime_core.types import WeightUpdate
 from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Trainer
+    from slime_core.protocols import Engine, Trainer
     from slime_core.report import Report
 
 
@@ -49,7 +52,9 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         stack.callback(thread.close)
         trainer: Trainer
         if world == 1:
-            trainer = FsdpTrainer(config, plugins, folder, thread=thread, device=config.cluster.device)
+            trainer = FsdpTrainer(
+                config, plugins, folder, thread=thread, device=config.cluster.device, errors=run_dir / "errors"
+            )
         else:
             ranks = RankTrainer(
                 config,
@@ -61,12 +66,17 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             )
             trainer = await stack.enter_async_context(ranks)
         engine = await stack.enter_async_context(_engine(config, folder, thread))
+        roles: dict[str, Engine] = {}
+        if teacher := teacher_of(config):
+            roles["teacher"] = await stack.enter_async_context(_teacher(config, teacher, folder, thread))
+            report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
         ledger = SqliteLedger(run_dir)
         stack.push_async_callback(ledger.close)
         yield Parts(
             engines=engine,
             tokenizer=folder.tokenizer(),
             vocab_size=folder.vocab_size,
+            roles=roles,
             trainer=trainer,
             ledger=ledger,
             turns=QuietTurns(engine),
@@ -86,12 +96,44 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
         yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
 
 
+def teacher_of(config: Config) -> str:
+    """The model folder that an engine serves as teacher in any stage; empty where none does.
+
+    Raises:
+        ConfigError: CFG04 stages that name several.
+    """
+    trains = [stage.train for stage in stages(config)]
+    found = list(dict.fromkeys(t.teacher_load for t in trains if t.teacher_load and t.teacher_place == "engine"))
+    if len(found) > 1:
+        raise ConfigError(
+            f"stages name {len(found)} teachers with teacher_place = engine: {', '.join(found)}",
+            code="CFG04",
+            where="train.teacher_load",
+            why="one teacher engine serves the whole run",
+            fix="set teacher_place = trainer in all stages but one",
+        )
+    return found[0] if found else ""
+
+
 @asynccontextmanager
-async def _engine(config: Config, folder: ModelFolder, thread: TorchThread) -> AsyncIterator[LocalEngine]:
+async def _teacher(config: Config, path: str, policy: ModelFolder, thread: TorchThread) -> AsyncIterator[LocalEngine]:
+    """A frozen engine of another model that reads the policy's token ids; it only scores, so it has one slot."""
+    folder = await thread.run(open_model, "train.teacher_load", path, policy)
+    length = min(context_len(config, policy), folder.context_len)
+    async with _engine(config, folder, thread, slots=1, length=length) as engine:
+        model = await thread.run(folder.build_model, dtype="float32")
+        await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
+        yield engine
+
+
+@asynccontextmanager
+async def _engine(
+    config: Config, folder: ModelFolder, thread: TorchThread, *, slots: int = 0, length: int = 0
+) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(
         folder,
-        slots=config.rollout.rollout_slots,
-        context_len=context_len(config, folder),
+        slots=slots or config.rollout.rollout_slots,
+        context_len=length or context_len(config, folder),
         dtype=config.train.dtype,
         device=config.cluster.device,
         thread=thread,

@@ -64,6 +64,7 @@ def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
         world=hello["world"],
         device=hello["device"],
         rendezvous=hello["rendezvous"],
+        errors=Path(hello["errors"]),
     )
 
 

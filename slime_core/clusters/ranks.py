@@ -60,6 +60,7 @@ class RankTrainer:
                 "device": self._device,
                 "cpu_threads": self._cpu_threads,
                 "rendezvous": str(self._rendezvous),
+                "errors": str(self._log_dir.parent / "errors"),
             }
             await send(rank.writer, hello)
         await self._replies()

@@ -168,6 +168,14 @@ def _teacher(config: Config) -> Iterator[Problem]:
             why="teacher_load is empty, and no plugin or function is named that could set sample.teacher_log_probs",
             fix="--teacher-load DIR",
         )
+    temperature = config.rollout.rollout_temperature
+    if train.teacher_load and train.teacher_place == "engine" and temperature != 1:
+        yield conflict(
+            f"teacher_place = engine with rollout_temperature = {temperature:g}",
+            ["train.teacher_place", "rollout.rollout_temperature"],
+            why="an engine scores at temperature 1; the student's log-probs are at the temperature of the draw",
+            fix="set teacher_place = trainer, which scores at the draw's temperature, or rollout_temperature = 1",
+        )
 
 
 def _distils(train: Any) -> str:

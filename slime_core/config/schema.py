@@ -176,7 +176,7 @@ class TrainSection(Section):
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     teacher_load: str = Field("", description="Teacher model folder of on-policy distillation.")
     teacher_place: Literal["trainer", "engine"] = Field(
-        "trainer", description="Where the teacher scores: with the trainer, or as a frozen engine beside the policy's."
+        "trainer", description="Where the teacher scores: in the trainer, or a frozen engine (at temperature 1 only)."
     )
     opd_kl_coef: float = Field(0.0, ge=0, description="Weight of reverse KL to the teacher, added to advantages.")
     critic_load: str = Field("", description="Critic model folder; empty starts from the policy's weights.")

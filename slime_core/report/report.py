@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.dump import redacted, to_toml
+from slime_core.report.alarms import Alarms
 from slime_core.report.live import Live, PlainLines
 from slime_core.report.samples import SampleLog
 from slime_core.report.sinks import JsonlSink, evaluation_report
@@ -51,6 +52,7 @@ class Report:
         self._sinks: list[Sink] = [self._jsonl, *sinks]
         self._samples = SampleLog(run_dir.samples, config.report.save_samples)
         self._last: StepReport | None = None
+        self._alarms = Alarms()
         self._mark = time.monotonic()
 
     def start(self) -> None:
@@ -71,6 +73,8 @@ class Report:
         self._mark, self._last = now, report
         self._each(lambda sink: sink.write(report))
         self._guard("live", lambda: self._live.step(report, wall))
+        for line in self._alarms.see(report):
+            self.note(line)
 
     def evaluation(self, name: str, version: int, metrics: dict[str, float]) -> None:
         """One evaluation set at ``version``; the metric ``seconds`` counts as a time, not as a result."""

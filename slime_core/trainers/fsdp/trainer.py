@@ -23,7 +23,7 @@ class FsdpTrainer:
     """Trains the folder's model on data-parallel ranks; with one rank no launcher is needed.
 
     With more, every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that
-    all see. The answers of rank 0 count.
+    all see. The answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite.
 
     Example:
         trainer = FsdpTrainer(config, plugins, folder, thread=TorchThread(2))
@@ -42,17 +42,23 @@ class FsdpTrainer:
         world: int = 1,
         device: str = "cpu",
         rendezvous: str | Path | None = None,
+        errors: Path | None = None,
     ) -> None:
         self._thread = thread
         self._held = set(HOLDS)
-        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous)
+        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
 
     async def begin(self, stage: Config) -> None:
-        """See `protocols.Trainer`: fresh optimizer and schedule; a reference snapshot where kl_loss_coef > 0."""
+        """See `protocols.Trainer`: fresh optimizers and schedules; reference, teacher and critic
+        where the stage's estimator or loss reads them.
+
+        Raises:
+            TrainerError: TRN104 a model of another vocabulary, or a reference of another architecture.
+        """
         await self._thread.run(self._worker.begin, stage)
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`; roles ``policy``, ``old_policy`` and ``reference`` live here."""
+        """See `protocols.Trainer`; every role lives here, where the stage needs it."""
         self._need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
@@ -60,7 +66,8 @@ class FsdpTrainer:
         """See `protocols.Trainer`.
 
         Raises:
-            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids; no weight has changed then.
+            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
+                of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
         self._need(HOLDS, "step")
         return await self._thread.run(self._worker.step, batch)
