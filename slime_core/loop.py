@@ -101,7 +101,13 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
     if not config.eval.skip_eval_before_train:
         await evaluator.run(version)
     async with Collector(
-        source=source, ledger=parts.ledger, plugins=plugins, ctx=ctx, vocab_size=parts.vocab_size, steps=steps
+        source=source,
+        ledger=parts.ledger,
+        plugins=plugins,
+        ctx=ctx,
+        vocab_size=parts.vocab_size,
+        steps=steps,
+        note=report.note,
     ) as collector:
         for step in range(steps):
             clock = Clock()
@@ -116,7 +122,7 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
                     await sync_weights(parts.trainer, parts.engines, version)
             counts = collector.pop_counts()
             collector.admit(version)
-            metrics |= rollout_metrics(groups, version - 1, counts.drops, counts.issued)
+            metrics |= rollout_metrics(groups, version - 1, counts.drops, counts.issued) | counts.metrics
             metrics |= {f"data/{name}": float(count) for name, count in source.counts().items()}
             report.samples(version, groups)
             tell(

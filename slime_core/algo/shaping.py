@@ -52,8 +52,8 @@ def group_normalised(values: NDArray[np.float64], rollout: NDArray[np.int64]) ->
         return np.zeros(len(values), dtype=np.float64)
     _, place = np.unique(rollout, return_inverse=True)
     means = np.bincount(place, values) / np.bincount(place)
-    centred = values - means.mean()
-    return centred / (means.std(ddof=1) + STD_EPSILON) if len(means) > 1 else centred
+    scale = float(means.std(ddof=1)) + STD_EPSILON if len(means) > 1 else 1.0
+    return np.asarray((values - means.mean()) / scale, dtype=np.float64)
 
 
 def weighed(

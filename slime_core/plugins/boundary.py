@@ -22,6 +22,8 @@ T = TypeVar("T")
 Frames = Sequence[tuple[str, int]]  # file and line, outermost first
 HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
 """On a hook's thread: the loop that waits for it."""
+DEADLINE: contextvars.ContextVar[asyncio.Timeout] = contextvars.ContextVar("slime_hook_deadline")
+"""Inside an async hook: its deadline, which whoever makes the hook wait may move."""
 
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)
 ENDINGS = (SystemExit, KeyboardInterrupt)
@@ -95,6 +97,7 @@ def _frames_of(thread: threading.Thread) -> Frames:
 
 async def _awaited(work: Awaitable[Any], deadline: float) -> Any:
     scope = asyncio.timeout(deadline)
+    token = DEADLINE.set(scope)
     try:
         async with scope:
             return await work
@@ -104,6 +107,8 @@ async def _awaited(work: Awaitable[Any], deadline: float) -> Any:
         raise
     except ENDINGS as error:
         raise Carried(error) from None
+    finally:
+        DEADLINE.reset(token)
 
 
 async def call(

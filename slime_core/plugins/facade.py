@@ -121,6 +121,11 @@ class Plugins:
         """Whether :meth:`rollout` makes this task's groups; core's own does for the supervised loss alone."""
         return self._router.replaces_rollout(task, config, evaluation)
 
+    def generates_itself(self, task: str, config: Config) -> bool:
+        """Whether a plugin or a function makes this task's samples (`slime_generate`), and not the core's one turn."""
+        answer = self._router.owner("slime_generate", task, config, False)
+        return answer is None or answer.provider.source != "core"
+
     async def rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
         """Make the groups of a step whole (`slime_rollout`), each by the provider of its task, in the given order."""
         made: dict[str, Group] = {}

@@ -1,11 +1,13 @@
 """Prompts in, finished groups out: the only rollout loop, for on-policy and for asynchronous runs.
 
     source.next -> issue (ledger) -> generate -> check -> score -> finish (ledger) -> kept -> take
-                                        |                   |
+                                        |                   |                           `- surplus: next step, or drop
                                         `--- drop(reason) --'   a dropped group's place goes to the next prompt
 
 One number bounds the waiting: a prompt starts only while issued-but-untrained groups are fewer than
-``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training.
+``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training. With over-sampling the number is
+``over_sampling_batch_size`` at the start of a step; the surplus makes up for dropped groups, and new prompts start
+where it is used up (`rollout.surplus` says which groups a step then takes).
 """
 
 from __future__ import annotations
@@ -15,20 +17,24 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, cast
 
 from slime_core.errors import PluginError, SlimeError
 from slime_core.rollout.check import check_group, issued_ids
+from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.score import score_group
+from slime_core.rollout.streak import Streak
+from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
 from slime_core.types import Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Ledger
+    from slime_core.protocols import Engine, Ledger
 
 P = ParamSpec("P")
+Drops = list[tuple[list[Sample], Drop]]
 
 
 class Source(Protocol):
@@ -46,13 +52,14 @@ class Counts:
     issued: int = 0  # groups
     drops: Counter[str] = field(default_factory=Counter)  # samples by reason
     tokens: int = 0  # response tokens of kept and dropped groups
+    metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
 
 
 class Collector:
     """Keeps groups in flight and hands them over in order.
 
     In ``lockstep`` groups are taken in prompt order, so a run is a function of its seed; in ``free`` as they finish,
-    but never past one that would grow older than ``max_staleness``.
+    but never past one that would grow older than ``max_staleness``. ``note`` gets sentences for people.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Collector:
         ctx: Context,
         vocab_size: int,
         steps: int,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._source, self._ledger, self._plugins, self._ctx = source, ledger, plugins, ctx
         self._vocab_size = vocab_size
@@ -74,12 +82,18 @@ class Collector:
         self._steps_left = steps
         self._open = 0  # issued and not yet trained or dropped
         self._taken = 0  # of those, handed over for the step in training
-        self._flying: dict[int, int] = {}  # position -> version it was issued under
-        self._kept: dict[int, Group] = {}
+        self._flying: dict[int, Flight] = {}  # by position
+        self._kept: dict[int, Group] = {}  # by position, in the order in which they finished
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._filling = asyncio.Lock()
+        self._ended = False  # the source has
         self._error: BaseException | None = None
+        self._streak = Streak(rollout.max_dropped_groups, self._batch, note)
+        self._race: Race | None = None
+        if rollout.over_sampling_batch_size > self._batch and ctx.engine is not None:
+            gate = Gate(ctx.engine, ctx.tokenizer, self._changed.set)
+            self._race, self._ctx = Race(ctx.config, gate), replace(ctx, engine=cast("Engine", gate))
         self.counts = Counts()
 
     async def __aenter__(self) -> Self:
@@ -96,21 +110,27 @@ class Collector:
         """The next ``count`` kept groups, in prompt order; waits for them.
 
         Raises:
-            SlimeError: whatever a group's generation or reward ran into.
+            SlimeError: whatever a group's generation or reward ran into; DAT28 the data ended, TRN100 too many groups
+                were dropped in a row.
         """
-        await self._fill()
+        if self._race is not None:
+            self._race.begin()
+        await self._fill(new_step=True)
         while (ready := self._ready(count)) is None:
-            if self._error is None and all(task.done() for task in self._tasks):
-                raise SlimeError(
-                    f"the data ended with {len(self._kept)} of the {count} groups that a step needs", code="DAT28"
-                )
-            await self._wait()
+            self._require_supply(count)
+            await self._go_on()
         self._taken += len(ready)
-        return [self._kept.pop(position) for position in ready]
+        groups = [self._kept.pop(position) for position in sorted(ready)]
+        self._streak.step()
+        if self._race is not None:
+            await self._cut(self._race, ready)
+        if self._ctx.config.rollout.partial_rollout:
+            self.counts.metrics |= version_metrics(groups, self._ctx.version)
+        return groups
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight (lockstep does so before new weights are loaded)."""
-        while self._flying:
+        """Wait until nothing is in flight, or all that is stands still (before new weights are loaded in lockstep)."""
+        while self._flying and not (self._race is not None and self._race.quiet(self._flying.values())):
             await self._wait()
 
     def admit(self, version: int) -> None:
@@ -127,6 +147,15 @@ class Collector:
         counts, self.counts = self.counts, Counts()
         return counts
 
+    async def _go_on(self) -> None:
+        """Wait, or begin the next round of a race in lockstep."""
+        race = self._race
+        if race is not None and race.lockstep and race.quiet(self._flying.values()) and self._error is None:
+            race.more()
+            await self._fill()
+        else:
+            await self._wait()
+
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
@@ -136,42 +165,78 @@ class Collector:
             raise self._error
 
     def _ready(self, count: int) -> list[int] | None:
+        if self._race is not None:
+            return None if self._error else self._race.first(self._kept, self._flying.values(), count)
         positions = sorted(self._kept)[:count]
         if self._lockstep:
             oldest = min(self._flying, default=None)
         else:
             due = self._ctx.version - (self._ahead - 1)
-            oldest = min((p for p, version in self._flying.items() if version <= due), default=None)
+            oldest = min((p for p, flight in self._flying.items() if flight.version <= due), default=None)
         if len(positions) < count or (oldest is not None and oldest < positions[-1]):
             return None
         return positions
 
-    async def _fill(self) -> None:
+    def _require_supply(self, count: int) -> None:
+        """Raises SlimeError DAT28 where the data ended and what is in flight cannot fill the step."""
+        if self._race is None:
+            over = all(task.done() for task in self._tasks)
+        else:
+            short = len(self._kept) + len(self._flying) < count
+            over = short and not self._filling.locked() and not self._may_fill()
+        if self._error is None and over:
+            raise SlimeError(
+                f"the data ended with {len(self._kept)} of the {count} groups that a step needs", code="DAT28"
+            )
+
+    def _may_fill(self) -> bool:
+        """Whether a lockstep race fills up at its next round."""
+        race = self._race
+        return race is not None and race.lockstep and not self._ended
+
+    def _wanted(self, new_step: bool) -> int:
+        """Prompts that may start now."""
+        if self._race is None:
+            return min(self._ahead, self._steps_left) * self._batch - self._open
+        if not new_step and self._open >= self._batch:
+            return 0  # the surplus makes up for what was dropped
+        return self._race.size - self._open
+
+    async def _fill(self, *, new_step: bool = False) -> None:
         async with self._filling:
-            limit = min(self._ahead, self._steps_left) * self._batch
-            wanted = limit - self._open
+            wanted = self._wanted(new_step)
             if wanted <= 0:
                 return
             groups = [pending_group(prompt, self._ctx.config) for prompt in self._source.next(wanted)]
+            self._ended = len(groups) < wanted
             self._open += len(groups)
             await self._ledger.issue(groups)
             self.counts.issued += len(groups)
             self._launch(groups)
 
     def _launch(self, groups: Sequence[Group]) -> None:
+        config, by_plugin = self._ctx.config, self._plugins.generates_itself
+        whole = [g for g in groups if self._plugins.replaces_rollout(g.prompt.task, config)]
         for group in groups:
-            self._flying[group.prompt.position] = self._ctx.version
-        whole = [g for g in groups if self._plugins.replaces_rollout(g.prompt.task, self._ctx.config)]
+            position = group.prompt.position
+            flight = Flight(position, list(group.samples), self._ctx.version)
+            self._flying[position] = flight
+            self._streak.issued(position)
+            if self._race is not None:
+                self._race.enter(flight, by_plugin=group in whole or by_plugin(group.prompt.task, config))
         if whole:
-            self._spawn(self._run_whole, whole, self._ctx)
+            task = self._spawn(self._run_whole, whole, self._ctx)
+            for group in whole:
+                self._flying[group.prompt.position].task = task
         for group in groups:
             if group not in whole:
-                self._spawn(self._run_group, group, self._ctx)
+                self._flying[group.prompt.position].task = self._spawn(self._run_group, group, self._ctx)
 
-    def _spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work, *args, **kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _guarded(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -187,40 +252,87 @@ class Collector:
         issued = {group.prompt.position: issued_ids(group) for group in groups}
         done = await self._plugins.rollout(groups, ctx)
         for group in done:
+            self._generated(group)
             check_group(group, issued[group.prompt.position], self._vocab_size)
         await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
+        rollout = ctx.config.rollout
         try:
             ids = issued_ids(group)
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
             done = await self._plugins.generate(group, group_ctx)
+            self._generated(done)
             check_group(done, ids, self._vocab_size)
-            scored = await score_group(done, self._plugins, group_ctx)
+            if rollout.partial_rollout and rollout.mask_offpolicy_in_partial_rollout:
+                mask_older(done.samples)
+            scored = await score_group(done, self._plugins, replace(group_ctx, version=self._ctx.version))
         except PluginError:
-            if ctx.config.rollout.on_plugin_error == "fail":
+            if rollout.on_plugin_error == "fail":
                 raise
-            await self._discard(group, group.samples, Drop(reason="plugin_error"))
+            await self._discard(group, [(group.samples, Drop(reason="plugin_error"))])
             return
-        for samples, drop in scored.drops:
-            await self._ledger.drop(samples, drop)
-            self.counts.drops[drop.reason] += len(samples)
         if scored.group is None:
-            await self._discard(group, [], Drop(reason=""))
+            await self._discard(group, scored.drops)
         else:
+            await self._drop(scored.drops)
             await self._keep(scored.group)
 
+    def _generated(self, group: Group) -> None:
+        flight = self._flying[group.prompt.position]
+        flight.generated = True
+        if self._race is not None:
+            self._race.leave(flight, group)
+
     async def _keep(self, group: Group) -> None:
+        position = group.prompt.position
         await self._ledger.finish(group)
         self.counts.tokens += sum(sample.response_length for sample in group.samples)
-        self._kept[group.prompt.position] = group
-        del self._flying[group.prompt.position]
+        self._kept[position] = group
+        del self._flying[position]
+        self._streak.kept(position)
 
-    async def _discard(self, group: Group, samples: list[Sample], drop: Drop) -> None:
-        """Free the group's place, and let the next prompt take it."""
-        if samples:
+    async def _discard(self, group: Group, drops: Drops) -> None:
+        """Drop what is left of a group and free its place, which the next prompt takes."""
+        position = group.prompt.position
+        await self._drop(drops)
+        flight = self._flying.pop(position)
+        self._open -= 1
+        if self._race is not None:
+            self._race.leave(flight, None)
+            self._race.drop(position)
+        self._streak.dropped(position, drops[-1][1].reason, [sample for samples, _ in drops for sample in samples])
+        if self._race is None or not self._race.lockstep:
+            await self._fill()
+
+    async def _drop(self, drops: Drops) -> None:
+        for samples, drop in drops:
             await self._ledger.drop(samples, drop)
             self.counts.drops[drop.reason] += len(samples)
-        del self._flying[group.prompt.position]
-        self._open -= 1
-        await self._fill()
+
+    async def _cut(self, race: Race, taken: Sequence[int]) -> None:
+        """Stop what the step did not take; drop it, unless the next step goes on with it."""
+        for position in taken:
+            race.drop(position)
+        await race.gate.close()
+        if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
+            return
+        while self._error is not None or any(flight.generated for flight in self._flying.values()):
+            await self._wait()  # it is being judged; the reward is not asked in vain, nor a ledger's entry cut short
+        flights = list(self._flying.values())
+        tasks = [flight.task for flight in flights if flight.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._error = None  # a plugin may answer its end with an error; what came before was raised by `_wait`
+        left = {position: group.samples for position, group in self._kept.items()}
+        left |= {flight.position: flight.samples for flight in flights}
+        for flight in flights:
+            race.leave(flight, None)
+        self._flying.clear()
+        self._kept.clear()
+        for position, samples in sorted(left.items()):
+            race.drop(position)
+            self._open -= 1
+            self._streak.left_out(position)
+            await self._drop([(samples, Drop(reason=OVER_SAMPLED))])

@@ -61,6 +61,16 @@ class FakeEngine:
         out = Completion(id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[])
         out.epoch = self.epoch
         self._running[request.id] = out
+        try:
+            await self._decode(request, out)
+        finally:
+            del self._running[request.id]
+            self._aborted.discard(request.id)
+        self.served.append(request.id)
+        out.text = " ".join(map(str, out.tokens))
+        return out
+
+    async def _decode(self, request: GenerateRequest, out: Completion) -> None:
         while len(out.tokens) < request.params.max_new_tokens:
             await asyncio.sleep(0)
             while self._paused and request.id not in self._aborted:
@@ -68,16 +78,11 @@ class FakeEngine:
                 await self._stirred.wait()
             if request.id in self._aborted:
                 out.finish = "abort"
-                break
+                return
             self._draw(request, out)
             if out.tokens[-1] == self.stop_token or out.tokens[-1] in request.params.stop_token_ids:
                 out.finish = "stop"
-                break
-        del self._running[request.id]
-        self._aborted.discard(request.id)
-        self.served.append(request.id)
-        out.text = " ".join(map(str, out.tokens))
-        return out
+                return
 
     def _draw(self, request: GenerateRequest, out: Completion) -> None:
         if self._held != MEMORY:

@@ -1,0 +1,267 @@
+"""An Engine before the run's own that can stop samples between two tokens and let them go on, under any weights.
+
+    sample's request -> Gate -> piece, piece, ... -> engine        one Completion comes back, whatever was in between
+
+A *tick* is one token of each sample that runs. In a bounded round (``begin(limit)``, ``more``) a watched sample stops
+at the limit; ``close`` stops all at once, wherever they are. A stopped sample keeps its tokens, log-probs and the
+version of each; it goes on with the tokens that are there (``GenerateRequest.kept``). Draws are functions of (seed,
+position), so stopping changes no token. Whoever called ``generate`` (the core, or a plugin between two of its turns)
+simply waits, and its deadline with it. Requests that no watched sample makes pass through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.errors import EngineError
+from slime_core.plugins.boundary import DEADLINE
+from slime_core.protocols import Ability, Engine, PauseMode
+from slime_core.types import Completion, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.types import WeightUpdate
+
+FULL = "ENG72"  # a prompt that fills the context
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request on its way, and what its pieces have brought."""
+
+    request: GenerateRequest
+    pieces: list[Completion] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort", ""] = ""  # empty while it goes on
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens so far."""
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    def rest(self, room: int | None) -> GenerateRequest:
+        """What is still to do, ``room`` tokens of it at most."""
+        made = self.tokens
+        left = self.request.params.max_new_tokens - len(made)
+        params = replace(self.request.params, max_new_tokens=left if room is None else min(left, room))
+        tokens, kept = [*self.request.tokens, *made], self.request.kept + len(made)
+        return replace(self.request, tokens=tokens, kept=kept, params=params)
+
+    def add(self, piece: Completion, asked: int) -> None:
+        """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
+        self.pieces.append(piece)
+        whole = len(self.tokens) >= self.request.params.max_new_tokens
+        if piece.finish != "length" or whole or len(piece.tokens) < asked:
+            self.finish = piece.finish
+
+    def completion(self, tokenizer: Any) -> Completion:
+        """All pieces as one; the text is decoded anew where there are several."""
+        tokens, finish = self.tokens, self.finish or "length"
+        if len(self.pieces) == 1:
+            return replace(self.pieces[0], finish=finish)
+        return Completion(
+            id=self.request.id,
+            tokens=tokens,
+            log_probs=[p for piece in self.pieces for p in piece.log_probs],
+            plain_log_probs=[p for piece in self.pieces for p in piece.plain_log_probs],
+            finish=finish,
+            versions=[v for piece in self.pieces for v in piece.versions],
+            epoch=self.pieces[-1].epoch if self.pieces else 0,
+            text=_text(tokenizer, tokens, self.request.params, finish),
+        )
+
+
+def _text(tokenizer: Any, tokens: Sequence[int], params: SamplingParams, finish: str) -> str:
+    """Decoded, and cut before the first stop string where one ended the response, as an engine does."""
+    if not tokens or tokenizer is None:
+        return ""
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    found = [text.find(stop) for stop in params.stop if stop in text]
+    return text[: min(found)] if found and finish == "stop" else text
+
+
+class Gate:
+    """See the module. ``changed`` is called whenever a watched sample stops or ends a request.
+
+    Example:
+        gate = Gate(engine, tokenizer, changed=event.set)
+        gate.watch(["grpo/17-0"])
+        gate.begin(limit=16)           # sixteen tokens, then it is in gate.held
+        gate.more(16)
+        await gate.close()             # partial tokens are kept
+        gate.begin(limit=None)         # goes on
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, changed: Callable[[], None]) -> None:
+        self._engine, self._tokenizer, self._changed = engine, tokenizer, changed
+        self._limit: int | None = 0
+        self.start = 0  # tick at which the present round began
+        self._used: dict[str, int] = {}  # ticks of each watched sample since `begin`
+        self._running: set[str] = set()  # watched samples with a piece on the engine
+        self._released = asyncio.Event()
+        self.busy: set[str] = set()  # watched samples that may still make tokens in this round
+        self.held: set[str] = set()  # watched samples that wait for more room
+
+    def watch(self, ids: Iterable[str]) -> None:
+        """Measure these samples from the beginning of the round on."""
+        for name in ids:
+            self._used[name] = self.start
+            self.busy.add(name)
+
+    def watches(self, ids: Iterable[str]) -> bool:
+        """Whether any of these is measured."""
+        return any(name in self._used for name in ids)
+
+    def forget(self, ids: Iterable[str]) -> int:
+        """Stop measuring; the answer is the tick at which the last of these samples ended."""
+        ends = []
+        for name in ids:
+            ends.append(self._used.pop(name, 0))
+            self.busy.discard(name)
+            self.held.discard(name)
+        return max(ends, default=0)
+
+    def begin(self, limit: int | None) -> None:
+        """A new step: every watched sample has made 0 ticks and may make ``limit`` (None: as many as it wants)."""
+        self._used = dict.fromkeys(self._used, 0)
+        self.start, self._limit = 0, limit
+        self._release()
+
+    def more(self, ticks: int) -> None:
+        """A new round of the step."""
+        self.start = self._limit or 0
+        self._limit = self.start + ticks
+        self._release()
+
+    async def close(self) -> None:
+        """Stop every watched sample where it is, until the next :meth:`begin`."""
+        self.start = self._limit = 0
+        self._used = dict.fromkeys(self._used, 0)
+        await self._engine.abort(sorted(self._running))
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `protocols.Engine`; may take as long as the gate is closed."""
+        name = request.id
+        if name not in self._used:
+            return await self._engine.generate(request)
+        self.busy.add(name)
+        turn = Turn(request)
+        try:
+            while not turn.finish:
+                await self._piece(turn)
+        finally:
+            self.busy.discard(name)
+            self.held.discard(name)
+            self._changed()
+        return turn.completion(self._tokenizer)
+
+    async def _piece(self, turn: Turn) -> None:
+        name = turn.request.id
+        room = await self._room(name)
+        wanted = turn.rest(room)
+        self._running.add(name)
+        try:
+            piece = await self._engine.generate(wanted)
+        except EngineError as error:
+            if not turn.pieces or error.code != FULL:
+                raise
+            turn.finish = "length"
+            return
+        finally:
+            self._running.discard(name)
+        if name in self._used:
+            self._used[name] += len(piece.tokens)
+        turn.add(piece, wanted.params.max_new_tokens)
+        if turn.finish == "abort" and self._closed(name):
+            turn.finish = ""
+
+    def _closed(self, name: str) -> bool:
+        return self._limit is not None and self._used.get(name, 0) >= self._limit
+
+    async def _room(self, name: str) -> int | None:
+        """Tokens that the sample may make now, at least one; waits for them."""
+        if self._closed(name):
+            with _stopped_clock():
+                while self._closed(name):
+                    self.busy.discard(name)
+                    self.held.add(name)
+                    self._changed()
+                    await self._released.wait()
+        return None if self._limit is None else self._limit - self._used.get(name, 0)
+
+    def _release(self) -> None:
+        self.busy |= self.held
+        self.held.clear()
+        self._released.set()
+        self._released = asyncio.Event()
+
+    # -- the rest of an Engine, as it is
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """See `protocols.Engine`."""
+        return self._engine.abilities
+
+    @property
+    def version(self) -> int:
+        """See `protocols.Engine`."""
+        return self._engine.version
+
+    @property
+    def epoch(self) -> int:
+        """See `protocols.Engine`."""
+        return self._engine.epoch
+
+    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+        """See `protocols.Engine`."""
+        return await self._engine.score(tokens, start)
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """See `protocols.Engine`."""
+        return await self._engine.abort(ids)
+
+    async def load(self, update: WeightUpdate) -> None:
+        """See `protocols.Engine`."""
+        await self._engine.load(update)
+
+    async def fingerprints(self) -> dict[str, str]:
+        """See `protocols.Engine`."""
+        return await self._engine.fingerprints()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `protocols.Engine`."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """See `protocols.Engine`."""
+        await self._engine.resume()
+
+    async def release(self, what: set[str]) -> None:
+        """See `protocols.Engine`."""
+        await self._engine.release(what)
+
+    async def reacquire(self, what: set[str]) -> None:
+        """See `protocols.Engine`."""
+        await self._engine.reacquire(what)
+
+
+@contextmanager
+def _stopped_clock() -> Iterator[None]:
+    """The deadline of the hook that is running does not count inside."""
+    scope = DEADLINE.get(None)
+    due = scope.when() if scope is not None else None
+    if scope is None or due is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    left = due - loop.time()
+    scope.reschedule(None)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # the hook has ended meanwhile
+            scope.reschedule(loop.time() + left)
