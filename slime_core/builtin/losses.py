@@ -79,7 +79,7 @@ def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train
     from slime_core.algo import losses
 
     train = settle(train)
-    mask, sample = columns.get("loss_mask"), columns.get("sample")
+    mask, sample = columns["loss_mask"], columns["sample"]
     trainer = columns["policy"] if "policy" in columns else log_probs.detach()
     if train.use_rollout_logprobs and ENGINE not in columns:
         raise _lacking(ENGINE, "train.use_rollout_logprobs")
@@ -117,8 +117,7 @@ def _correct(
     """Weights of the policy term, rejected tokens (each None where nothing asks for them), and metrics."""
     from slime_core.algo import corrections
 
-    mask, sample, engine = columns.get("loss_mask"), columns.get("sample"), columns.get(ENGINE)
-    mask = log_probs.new_ones(len(log_probs)) if mask is None else mask
+    mask, sample, engine = columns["loss_mask"], columns["sample"], columns.get(ENGINE)
     weights = rejected = None
     metrics: dict[str, Any] = {}
     if engine is None:
@@ -172,4 +171,4 @@ def _lacking(column: str, key: str) -> TrainerError:
 def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
     from slime_core.algo.losses import sft_loss
 
-    return sft_loss(log_probs, columns.get("loss_mask"))
+    return sft_loss(log_probs, columns["loss_mask"])
