@@ -51,7 +51,7 @@ class ValueModel(Policy):
         if self.packs:
             kwargs["segments"] = segments
         hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, predict)
-        values: torch.Tensor = self.score(hidden.float())[:, 0]
+        values: torch.Tensor = self.score(hidden.float()).sum(1)  # of one column; FSDP wants no view
         return values
 
 
