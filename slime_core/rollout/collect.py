@@ -91,7 +91,8 @@ class Collector:
         self._error: BaseException | None = None
         self._streak = Streak(rollout.max_dropped_groups, self._batch, note)
         self._race: Race | None = None
-        if rollout.over_sampling_batch_size > self._batch and ctx.engine is not None:
+        over, supervised = rollout.over_sampling_batch_size > self._batch, ctx.config.train.loss_type == "sft_loss"
+        if over and not supervised and ctx.engine is not None:
             gate = Gate(ctx.engine, ctx.tokenizer, self._changed.set)
             self._race, self._ctx = Race(ctx.config, gate), replace(ctx, engine=cast("Engine", gate))
         self.counts = Counts()
