@@ -89,7 +89,11 @@ def collect(collect):
 @pytest.mark.parametrize("partial", [(), ("--partial-rollout",)], ids=["dropped", "partial"])
 def test_the_outcome_does_not_depend_on_the_engines_speed(collect, partial):
     plain = collect(*OVER, *partial, steps=4)
-    for slow in (lambda name: len(name) * 7 % 5, lambda name: int(name[-1]) * 9, lambda name: crc32(name.encode()) % 40):
+    for slow in (
+        lambda name: len(name) * 7 % 5,
+        lambda name: int(name[-1]) * 9,
+        lambda name: crc32(name.encode()) % 40,
+    ):
         other = collect(*OVER, *partial, steps=4, engine=Shuffled(slow))
         assert other.ids() == plain.ids()
         assert other.payload() == plain.payload()

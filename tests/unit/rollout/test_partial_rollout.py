@@ -1,0 +1,364 @@
+"""Unfinished surplus goes on in the next step: the same tokens, each with the weights that made it, and no work twice."""
+
+import asyncio
+from zlib import crc32
+
+import pytest
+
+from slime_core.plugins.boundary import DEADLINE
+from slime_core.rollout.gate import Gate
+from slime_core.rollout.surplus import mask_older
+from slime_core.seeds import seed_of
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
+from slime_core.types import GenerateRequest, Sample, SamplingParams, WeightUpdate
+
+pytestmark = pytest.mark.unit
+
+PARTIAL = ("--over-sampling-batch-size", "6", "--partial-rollout")
+FREE = ("--async-schedule", "free")
+MASK = "--mask-offpolicy-in-partial-rollout"
+COUNTED = """
+import slime_core
+
+seen = {}
+
+
+@slime_core.hookimpl
+def slime_reward(group, ctx):
+    seen[group.id] = seen.get(group.id, 0) + 1
+    return [float(i) for i in range(len(group.samples))]
+
+
+@slime_core.hookimpl
+def slime_step_done(report, ctx):
+    pass
+"""
+
+
+def uninterrupted(name, limit=32, vocab=16):
+    """The tokens that a sample has where nothing stops it: a function of the seed."""
+    seed, tokens = seed_of(5, "sample", name, 0), []
+    while len(tokens) < limit and 0 not in tokens:
+        tokens.append(seed_of(seed, 4 + len(tokens)) % vocab)
+    return tokens
+
+
+class Recorded(FakeEngine):
+    """Keeps every request and answer, and may serve some late."""
+
+    def __init__(self, slow=lambda name: 0):
+        super().__init__(vocab_size=16)
+        self.answers, self.slow = [], slow
+
+    async def generate(self, request):
+        for _ in range(self.slow(request.id)):
+            await asyncio.sleep(0)
+        done = await super().generate(request)
+        self.answers.append((request, done))
+        return done
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_a_continued_response_is_the_uninterrupted_one(collect, schedule):
+    ran = collect(*PARTIAL, "--async-schedule", schedule, steps=5, engine=Recorded(lambda n: crc32(n.encode()) % 50))
+    samples = [s for step in ran.steps for group in step for s in group.samples]
+    mixed = [s for s in samples if len(set(s.weight_versions)) > 1]
+    assert mixed, "nothing was ever continued"
+    for sample in samples:
+        assert sample.response_tokens == uninterrupted(sample.id)
+        assert len(sample.rollout_log_probs) == sample.response_length
+        assert sample.weight_versions == sorted(sample.weight_versions)
+        assert sample.attempt == 0
+    for sample in mixed:
+        assert sample.response == CharTokenizer().decode(sample.response_tokens), "the text is of the whole response"
+
+
+def test_no_token_is_generated_twice(collect):
+    engine = Recorded()
+    ran = collect(*PARTIAL, steps=5, engine=engine)
+    drawn = {}
+    for request, done in engine.answers:
+        for k in range(len(done.tokens)):
+            key = (request.id, len(request.tokens) + k)
+            assert key not in drawn, f"{key} was drawn twice"
+            drawn[key] = done.versions[k]
+        assert request.kept == len(request.tokens) - 4, "stop strings look back over what was kept"
+    for step in ran.steps:
+        for sample in (s for group in step for s in group.samples):
+            assert [drawn[sample.id, 4 + k] for k in range(sample.response_length)] == sample.weight_versions
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_every_group_is_judged_once(collect, schedule):
+    ran = collect(*PARTIAL, "--async-schedule", schedule, plugin=COUNTED, steps=5)
+    import sys
+
+    seen = sys.modules["judge_plugin_module"].seen
+    assert set(seen.values()) == {1}
+    assert {group.id for step in ran.steps for group in step} <= set(seen)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_no_sample_is_lost_and_what_is_left_in_the_end_is_dropped(collect, schedule):
+    ran = collect(*PARTIAL, "--async-schedule", schedule, steps=4)
+    counts = ran.balance()
+    assert counts["trained"] == 4 * 2 * 2
+    assert counts["issued"] == (6 + 2 + 2 + 2) * 2, "a step issues what the last one trained"
+    assert counts["dropped/over_sampled"] == 4 * 2
+    assert counts["pending"] == 0
+    assert [sum(c.drops.values()) for c in ran.counts] == [0, 0, 0, 8]
+
+
+def test_what_was_left_over_goes_before_new_prompts_that_end_no_earlier(collect):
+    ran = collect(*PARTIAL, steps=6)
+    taken = [group.prompt.position for step in ran.steps for group in step]
+    assert len(set(taken)) == len(taken)
+    first = {
+        position: step for step, groups in enumerate(ran.steps) for position in [g.prompt.position for g in groups]
+    }
+    longest = {p: max(len(uninterrupted(f"main/{p}-{j}")) for j in range(2)) for p in range(6)}
+    order = sorted(range(6), key=lambda p: (longest[p], p))
+    steps = [first.get(p, 99) for p in order]
+    assert steps == sorted(steps), "of prompts that start together the shorter are taken earlier"
+
+
+def test_finished_surplus_is_taken_first(collect):
+    ran = collect("--over-sampling-batch-size", "8", "--partial-rollout", "--rollout-max-response-len", "1", steps=3)
+    assert ran.ids() == [["main/0", "main/1"], ["main/2", "main/3"], ["main/4", "main/5"]]
+    versions = [{v for g in step for s in g.samples for v in s.weight_versions} for step in ran.steps]
+    assert versions == [{0}, {0}, {0}], "they were finished in the first step"
+    assert [c.metrics["rollout/offpolicy_tokens"] for c in ran.counts] == [0.0, 1.0, 1.0]
+
+
+def test_metrics_count_what_was_continued(collect):
+    ran = collect(*PARTIAL, steps=5)
+    for version, (step, counts) in enumerate(zip(ran.steps, ran.counts)):
+        made = [s.weight_versions for group in step for s in group.samples]
+        older = sum(v < version for row in made for v in row) / sum(map(len, made))
+        assert counts.metrics["rollout/offpolicy_tokens"] == older
+        assert counts.metrics["rollout/continued_samples"] == sum(len(set(row)) > 1 for row in made)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_tokens_of_older_weights_are_masked_where_that_is_asked_for(collect, schedule):
+    ran = collect(*PARTIAL, MASK, "--async-schedule", schedule, steps=5)
+    masked = 0
+    for sample in (s for step in ran.steps for group in step for s in group.samples):
+        newest = max(sample.weight_versions)
+        assert sample.loss_mask == [int(v == newest) for v in sample.weight_versions]
+        assert ran.ledger.rows[sample.id].sample.loss_mask == sample.loss_mask
+        masked += sample.loss_mask.count(0)
+    assert masked
+
+
+def test_a_tools_tokens_and_a_sample_of_one_version_keep_their_mask():
+    sample = Sample(id="a", tokens=[1])
+    sample.append_response([1, 2], log_probs=[-1, -1], version=[3, 3])
+    sample.append_response([5], mask=0)
+    mask_older([sample])
+    assert sample.loss_mask == [1, 1, 0]
+    sample.append_response([6, 7], log_probs=[-1, -1], version=[3, 4])
+    mask_older([sample])
+    assert sample.loss_mask == [0, 0, 0, 0, 1]
+    empty = Sample(id="b", tokens=[1], loss_mask=[])
+    mask_older([empty])
+    assert empty.loss_mask == []
+
+
+PLUGIN = """
+import asyncio
+import slime_core
+
+turns = []
+
+@slime_core.hookimpl
+async def slime_generate(group, ctx):
+    async def play(sample):
+        await ctx.generate(sample)
+        turns.append((sample.id, 1))
+        for _ in range(40):
+            await asyncio.sleep(0)                     # a tool
+        sample.append_response([2, 3], mask=0, text="tool")
+        await ctx.generate(sample)
+        turns.append((sample.id, 2))
+    await asyncio.gather(*(play(sample) for sample in group.samples))
+    return group
+
+@slime_core.hookimpl
+def slime_reward(group, ctx):
+    return [float(i) for i in range(len(group.samples))]
+"""
+
+
+def test_a_plugin_of_several_turns_waits_inside_generate_and_goes_on(collect):
+    ran = collect(*PARTIAL, *FREE, plugin=PLUGIN, steps=6, engine=Recorded(lambda n: crc32(n.encode()) % 60))
+    import sys
+
+    turns = sys.modules["judge_plugin_module"].turns
+    assert len(turns) == len(set(turns)), "a turn was played twice"
+    samples = [s for step in ran.steps for group in step for s in group.samples]
+    assert any(len({v for v in s.weight_versions if v >= 0}) > 1 for s in samples)
+    for sample in samples:
+        assert sample.attempt == 0
+        assert sample.loss_mask == [int(v >= 0) for v in sample.weight_versions]
+        made = [v for v in sample.weight_versions if v >= 0]
+        assert made == sorted(made)
+    counts = ran.balance()
+    assert (counts["trained"], counts["pending"]) == (24, 0)
+
+
+@pytest.mark.parametrize("flags", [(), (MASK,)], ids=["plain", "masked"])
+def test_two_runs_are_the_same_whatever_the_engine_does(collect, flags):
+    one = collect(*PARTIAL, *flags, steps=6)
+    two = collect(*PARTIAL, *flags, steps=6, engine=Recorded(lambda name: crc32(name.encode()) % 90))
+    assert one.payload() == two.payload()
+    assert [c.metrics for c in one.counts] == [c.metrics for c in two.counts]
+
+
+# -- the gate alone
+
+
+def _request(name="a", new=12, stop=(), kept=0):
+    params = SamplingParams(max_new_tokens=new, stop=stop)
+    return GenerateRequest(id=name, tokens=[1, 2, 3], params=params, seed=9, kept=kept)
+
+
+def _gated(work, engine=None):
+    async def main():
+        served = engine or FakeEngine(vocab_size=16, stop_token=99)
+        await served.load(WeightUpdate(version=0, epoch=1, transport="tensors"))
+        gate = Gate(served, CharTokenizer(), lambda: None)
+        return await asyncio.wait_for(work(gate, served), 10)
+
+    return asyncio.run(main())
+
+
+async def _until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_a_sample_stands_still_at_the_limit_and_goes_on_with_the_next_round():
+    async def work(gate, engine):
+        whole = await engine.generate(_request())
+        gate.begin(5)
+        gate.watch(["a"])
+        task = asyncio.create_task(gate.generate(_request()))
+        await _until(lambda: "a" in gate.held)
+        assert not gate.busy
+        await engine.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
+        gate.more(4)
+        await _until(lambda: "a" in gate.held)
+        gate.more(40)
+        done = await task
+        assert done.tokens == whole.tokens
+        assert done.versions == [0] * 5 + [1] * 7
+        assert len(done.log_probs) == len(done.plain_log_probs) == 12
+        assert done.finish == "length"
+        assert gate.forget(["a"]) == 12
+
+    _gated(work)
+
+
+def test_closing_keeps_what_was_made_wherever_that_is():
+    async def work(gate, engine):
+        gate.begin(None)
+        gate.watch(["a", "b"])
+        task = asyncio.create_task(gate.generate(_request(new=400)))
+        await _until(lambda: engine._running.get("a") is not None and len(engine._running["a"].tokens) == 7)
+        await gate.close()
+        await _until(lambda: "a" in gate.held)
+        late = asyncio.create_task(gate.generate(_request("b", new=3)))  # a next turn, asked for while it is closed
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not engine._running
+        assert gate.held == {"a", "b"}
+        gate.begin(None)
+        assert len((await task).tokens) == 400
+        assert len((await late).tokens) == 3
+
+    _gated(work)
+
+
+def test_an_abort_that_is_not_the_gates_ends_the_request():
+    async def work(gate, engine):
+        gate.begin(None)
+        gate.watch(["a"])
+        task = asyncio.create_task(gate.generate(_request(new=400)))
+        await _until(lambda: engine._running.get("a") is not None)
+        await gate.abort(["a"])
+        assert (await task).finish == "abort"
+
+    _gated(work)
+
+
+def test_requests_of_nobody_pass_through_a_closed_gate():
+    async def work(gate, engine):
+        assert len((await gate.generate(_request("door/1"))).tokens) == 12
+
+    _gated(work)
+
+
+def test_a_context_that_is_full_at_the_limit_ends_the_response():
+    class Short(FakeEngine):
+        async def generate(self, request):
+            from slime_core.errors import EngineError
+
+            if len(request.tokens) >= 8:
+                raise EngineError("full", code="ENG72")
+            room = min(request.params.max_new_tokens, 8 - len(request.tokens))
+            params = SamplingParams(max_new_tokens=room)
+            return await super().generate(GenerateRequest(id=request.id, tokens=request.tokens, params=params, seed=9))
+
+    async def work(gate, engine):
+        for limit in (5, 3):
+            gate.begin(limit)
+            gate.watch(["a"])
+            task = asyncio.create_task(gate.generate(_request()))
+            await _until(lambda task=task: task.done() or "a" in gate.held)
+            gate.more(10)
+            done = await task
+            assert (len(done.tokens), done.finish) == (5, "length")
+            gate.forget(["a"])
+
+    _gated(work, Short(vocab_size=16, stop_token=99))
+
+
+def test_a_stop_string_across_two_pieces_is_cut_from_the_text():
+    class Stops(FakeEngine):
+        async def generate(self, request):
+            done = await super().generate(request)
+            done.finish = "stop" if len(done.tokens) < 4 else done.finish
+            return done
+
+    async def work(gate, engine):
+        gate.begin(4)
+        gate.watch(["a"])
+        whole = (await FakeEngine.generate(engine, _request(new=6))).tokens
+        text = CharTokenizer().decode(whole)
+        task = asyncio.create_task(gate.generate(_request(new=6, stop=(text[3:5],))))
+        await _until(lambda: "a" in gate.held)
+        gate.more(10)
+        done = await task
+        assert done.finish == "stop"
+        assert done.text == text[: text.find(text[3:5])]
+
+    _gated(work, Stops(vocab_size=16, stop_token=99))
+
+
+def test_the_hooks_deadline_does_not_count_while_it_waits():
+    async def work(gate, engine):
+        gate.begin(2)
+        gate.watch(["a"])
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(30) as scope:
+            token = DEADLINE.set(scope)
+            task = asyncio.create_task(gate.generate(_request()))
+            DEADLINE.reset(token)
+            await _until(lambda: "a" in gate.held)
+            assert scope.when() is None
+            gate.more(20)
+            await task
+            assert 0 < scope.when() - loop.time() <= 30
+
+    _gated(work)
