@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 STD_EPSILON = 1e-6  # added to the standard deviation, as the group estimators do
+TIE = 1e-12  # means that differ by less, relatively, differ by rounding
 
 
 def soft_overlong(length: NDArray[np.int64], limit: int, buffer: int, factor: float) -> NDArray[np.float64]:
@@ -40,8 +41,8 @@ def group_normalised(values: NDArray[np.float64], rollout: NDArray[np.int64]) ->
 
     This is the first step of GDPO (Liu et al. 2026, group reward-decoupled normalization): each term is compared
     within its group alone, so that a term of large spread does not drown the others. Statistics are over rollouts, a
-    rollout's value being the mean of its samples'. Where all values tie the answer is exactly 0; one rollout is
-    centred and not divided.
+    rollout's value being the mean of its samples'. Where all values tie the answer is exactly 0; where only rollouts
+    tie (one rollout, or siblings that differ) values are centred and not divided.
 
     Args:
         values: [S], the term of each sample.
@@ -52,7 +53,8 @@ def group_normalised(values: NDArray[np.float64], rollout: NDArray[np.int64]) ->
         return np.zeros(len(values), dtype=np.float64)
     _, place = np.unique(rollout, return_inverse=True)
     means = np.bincount(place, values) / np.bincount(place)
-    scale = float(means.std(ddof=1)) + STD_EPSILON if len(means) > 1 else 1.0
+    tie = float(means.max() - means.min()) <= TIE * float(np.abs(means).max())
+    scale = 1.0 if tie else float(means.std(ddof=1)) + STD_EPSILON
     return np.asarray((values - means.mean()) / scale, dtype=np.float64)
 
 
