@@ -204,7 +204,9 @@ class TrainSection(Section):
     global_batch_size: int = Field(0, ge=0, description="Rollouts an optimizer step; 0 follows num_steps_per_rollout.")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="Tokens of a packed micro-batch.")
     gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward pass.")
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of [tokens, vocab] logits alive at once.")
+    logprob_chunk_tokens: int = Field(
+        0, ge=0, description="Rows of [tokens, vocab] logits alive at once; 0: what 512 MiB hold, 64 MiB on a CPU."
+    )
     custom_advantage_function_path: str = Field("", description="Function by path.")
     custom_loss_function_path: str = Field("", description="Function by path.")
     custom_tis_function_path: str = Field("", description="Function by path.")

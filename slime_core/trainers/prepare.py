@@ -35,7 +35,8 @@ def prepared(batch: Batch, loss: Loss, train: Any) -> Batch:
     """
     if loss.prepare is None:
         return batch
-    of_token, made = batch.sample_of_token(), {}
+    of_token = batch.sample_of_token()
+    made: Columns = {}
     given = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
     where = f"step {batch.version}, loss '{loss.name}'"
     for number, rollouts in enumerate(split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)):

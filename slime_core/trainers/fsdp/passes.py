@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.attention import Segments
+from slime_core.trainers.fsdp.policy import Rows
 
 if TYPE_CHECKING:
     from slime_core.protocols import Loss
@@ -59,17 +60,8 @@ def forward(
     policy: Policy, micro: MicroBatch, temperature: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every response token of the pack, [R]."""
-
-    def on_device(array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     found: tuple[torch.Tensor, torch.Tensor] = policy(
-        on_device(micro.tokens),
-        on_device(micro.position_ids),
-        Segments.of(micro.cu_seqlens, micro.prefix, device),
-        on_device(micro.predict),
-        on_device(micro.target),
-        temperature,
+        *_pack(micro, device), Rows(_tensor(micro.predict, device), _tensor(micro.target, device), temperature)
     )
     return found
 
@@ -82,30 +74,75 @@ def backward(
     Raises:
         TrainerError: a loss of another shape, or without a gradient.
     """
-    log_probs, entropy = forward(policy, micro, temperature, sums.device)
-    columns = {n: torch.from_numpy(np.ascontiguousarray(v)).to(sums.device) for n, v in micro.columns.items()}
-    values, metrics = loss.fn(log_probs, entropy, columns, train)
-    if values.shape != log_probs.shape or not values.requires_grad:
-        raise TrainerError(
-            f"the loss '{loss.name}' gave shape {tuple(values.shape)} for {len(log_probs)} tokens"
-            if values.shape != log_probs.shape
-            else f"the loss '{loss.name}' has no gradient",
-            fix="return one value a response token, computed from log_probs",
+    if within_forward(policy, loss, train):
+        rows = np.flatnonzero(micro.weight > 0)
+        share = _Share(loss, train, micro, rows, sums.device)
+        place = torch.from_numpy(rows)
+        mine = Rows(
+            _tensor(micro.predict[rows], sums.device),
+            _tensor(micro.target[rows], sums.device),
+            temperature[place.to(temperature.device)] if temperature is not None else None,
         )
-    weight = torch.from_numpy(micro.weight).to(sums.device)
-    counts = weight > 0
-    total = torch.where(counts, values * weight, 0).sum()
+        (total,) = policy(*_pack(micro, sums.device), mine, share)
+    else:
+        share = _Share(loss, train, micro, np.arange(len(micro.weight)), sums.device)
+        total = share(slice(None), *forward(policy, micro, temperature, sums.device))
     total.backward()
+    sums.add({"loss": total, **share.seen})
     if not torch.isfinite(total.detach()):
-        _name_bad(micro, values.detach(), counts, sums)
-    with torch.no_grad():
-        seen = {"entropy": entropy.detach(), **metrics}
-        sums.add({"loss": total, **{n: torch.where(counts, v * weight, 0).sum() for n, v in seen.items()}})
+        share.name_bad(sums)
 
 
-def _name_bad(micro: MicroBatch, values: torch.Tensor, counts: torch.Tensor, sums: Sums) -> None:
-    """Note the samples that own tokens with a loss that is not finite."""
-    rows = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
-    sums.bad.update((np.searchsorted(sums.response_offsets, micro.response[rows], side="right") - 1).tolist())
-    if not len(rows):  # finite values whose sum is not
-        sums.bad.update(int(i) for i in micro.samples)
+def within_forward(policy: Policy, loss: Loss, train: Any) -> bool:
+    """Whether the gradient of the loss is taken inside the forward pass, so that logits are made once."""
+    return policy.linear_head and loss.local is not None and loss.local(train)
+
+
+class _Share:
+    """A micro-batch's share of the loss, on its response ``rows``, asked for whole or in blocks of them."""
+
+    def __init__(
+        self, loss: Loss, train: Any, micro: MicroBatch, rows: NDArray[np.int64], device: torch.device
+    ) -> None:
+        self.loss, self.train, self.micro, self.rows = loss, train, micro, rows
+        self.columns = {name: _tensor(values[rows], device) for name, values in micro.columns.items()}
+        self.weight = _tensor(micro.weight[rows], device)
+        self.seen: dict[str, torch.Tensor] = {}  # weighted sums of metrics
+        self.values: list[torch.Tensor] = []  # of the rows, block after block
+
+    def __call__(self, part: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        """The sum of weighted losses of the rows ``part``."""
+        columns = {name: values[part] for name, values in self.columns.items()}
+        values, metrics = self.loss.fn(log_probs, entropy, columns, self.train)
+        if values.shape != log_probs.shape or not values.requires_grad:
+            raise TrainerError(
+                f"the loss '{self.loss.name}' gave shape {tuple(values.shape)} for {len(log_probs)} tokens"
+                if values.shape != log_probs.shape
+                else f"the loss '{self.loss.name}' has no gradient",
+                fix="return one value a response token, computed from log_probs",
+            )
+        weight = self.weight[part]
+        counts = weight > 0
+        with torch.no_grad():
+            self.values.append(values.detach())
+            for name, row in {"entropy": entropy.detach(), **metrics}.items():
+                total = torch.where(counts, row * weight, 0).sum(dtype=torch.float64)
+                self.seen[name] = self.seen[name] + total if name in self.seen else total
+        return torch.where(counts, values * weight, 0).sum()
+
+    def name_bad(self, sums: Sums) -> None:
+        """Note the samples that own tokens with a loss that is not finite."""
+        bad = (~torch.isfinite(torch.cat(self.values)) & (self.weight > 0)).nonzero()[:, 0].cpu().numpy()
+        tokens = self.micro.response[self.rows[bad]]
+        sums.bad.update((np.searchsorted(sums.response_offsets, tokens, side="right") - 1).tolist())
+        if not len(bad):  # finite values whose sum is not
+            sums.bad.update(int(i) for i in self.micro.samples)
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _pack(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    segments = Segments.of(micro.cu_seqlens, micro.prefix, device)
+    return _tensor(micro.tokens, device), _tensor(micro.position_ids, device), segments

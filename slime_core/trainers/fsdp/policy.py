@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slime_core.algo.fused_loss import BlockLoss, linear_loss
 from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
 from slime_core.trainers.fsdp.attention import NAME, Segments, register
 from slime_core.trainers.fsdp.fused import fuse
@@ -23,6 +24,17 @@ log = logging.getLogger(__name__)
 
 TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
 TOLERANCE = 1e-3
+
+
+class Rows:
+    """The response tokens of a pack. No dataclass, in which FSDP would turn temperatures to the dtype of compute."""
+
+    __slots__ = ("predict", "target", "temperature")
+
+    def __init__(self, predict: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor | None) -> None:
+        self.predict = predict  # [R] int64, rows of the pack
+        self.target = target  # [R] int64, token ids
+        self.temperature = temperature  # [R] float32; None is 1
 
 
 class Policy(nn.Module):
@@ -81,20 +93,25 @@ class Policy(nn.Module):
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
         segments: Segments,
-        predict: torch.Tensor,
-        target: torch.Tensor,
-        temperature: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each target and entropy, both [R]; arguments as in `types.MicroBatch`, as tensors."""
+        rows: Rows,
+        loss: BlockLoss | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-prob of each target and entropy, both [R]; arguments as in `types.MicroBatch`, as tensors.
+
+        With ``loss``, for models with a linear head, its sum alone, with the gradient taken in this pass.
+        """
         kwargs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": position_ids[None], "use_cache": False}
         if self.packs:
             kwargs["segments"] = segments
         if not self.linear_head:
-            logits = self.hf(**kwargs, logits_to_keep=predict).logits[0]
-            return logits_log_probs(logits, target, temperature=temperature, chunk=self.chunk)
-        hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, predict)
+            logits = self.hf(**kwargs, logits_to_keep=rows.predict).logits[0]
+            return logits_log_probs(logits, rows.target, temperature=rows.temperature)
+        hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, rows.predict)
         head = self.hf.get_output_embeddings()
-        return linear_log_probs(hidden, head.weight, target, bias=head.bias, temperature=temperature, chunk=self.chunk)
+        more: dict[str, Any] = {"bias": head.bias, "temperature": rows.temperature, "chunk": self.chunk}
+        if loss is not None:
+            return (linear_loss(hidden, head.weight, rows.target, loss, **more),)
+        return linear_log_probs(hidden, head.weight, rows.target, **more)
 
 
 class _Trial:
