@@ -129,7 +129,7 @@ def _run(sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: to
     start, stop = int(flat[0]), int(flat[-1]) + 1
     short = length <= SHORT and torch.device(device).type == "cpu"
     future = torch.full((length, length), -math.inf).triu(1) if short else None
-    if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all():
+    if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all() and not seen[flat].any():
         seen[flat] = True
         return Run(start, stop, count, length, None, None, None, future)
     filled = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
