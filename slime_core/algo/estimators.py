@@ -63,8 +63,7 @@ def compare(
     mean = means(score, group_of_rollout)[group_of_rollout]
     baseline, scale = mean, np.ones_like(mean)
     if leave_one_out:
-        others = mean - (score - mean) / np.maximum(count - 1, 1)
-        baseline = np.where(count > 1, others, mean)
+        baseline = mean - (score - mean) / np.maximum(count - 1, 1)
     if std != "none":
         scale = _scale(score, group_of_rollout if std == "group" else np.zeros_like(group_of_rollout))
     return Comparison(baseline[rollout_of], scale[rollout_of])
@@ -72,7 +71,9 @@ def compare(
 
 def _scale(score: Floats, place: Ints) -> Floats:
     """The standard deviation plus epsilon at each value's place; 1 where one value or ties leave none."""
-    low, high = bounds(score, place)
+    low, high = np.full(place.max() + 1, np.inf), np.full(place.max() + 1, -np.inf)
+    np.minimum.at(low, place, score)
+    np.maximum.at(high, place, score)
     tied = high - low <= TIE * np.maximum(abs(low), abs(high))
     count = np.bincount(place)
     centred = score - means(score, place)[place]
@@ -81,20 +82,10 @@ def _scale(score: Floats, place: Ints) -> Floats:
 
 
 def means(value: Floats, place: Ints) -> Floats:
-    """The mean at each place 0..n-1 of values [N] that lie there; exactly the value where all are equal."""
-    count, (low, high) = np.bincount(place), bounds(value, place)
+    """The mean at each place 0..n-1 of values [N] that lie there, in two passes: exact where all are equal."""
+    count = np.bincount(place)
     rough = np.bincount(place, value) / count
-    fine = rough + np.bincount(place, value - rough[place]) / count
-    return np.asarray(np.clip(fine, low, high))
-
-
-def bounds(value: Floats, place: Ints) -> tuple[Floats, Floats]:
-    """The smallest and the largest value at each place 0..n-1."""
-    places = int(place.max()) + 1
-    low, high = np.full(places, np.inf), np.full(places, -np.inf)
-    np.minimum.at(low, place, value)
-    np.maximum.at(high, place, value)
-    return low, high
+    return np.asarray(rough + np.bincount(place, value - rough[place]) / count)
 
 
 def _places(group: Ints, rollout: Ints) -> tuple[Any, Any]:

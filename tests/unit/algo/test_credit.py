@@ -79,6 +79,7 @@ def test_discounts_count_tokens_or_ends_of_turns():
     mask, sample = flat([1, 1, 0, 1], [1])
     assert discounts(mask, sample, 0.5, "token").tolist() == [0.5] * 5
     assert discounts(mask, sample, 0.5, "turn").tolist() == [1, 0.5, 0.5, 0.5, 0.5]
+    assert discounts(*flat([1], [1]), 0.5, "turn").tolist() == [0.5, 0.5]
 
 
 def credit(rewards, total, masks, group, *, rollout=None, level, gamma=1.0, **how):

@@ -82,8 +82,8 @@ def test_fan_out_siblings_count_once():
 def test_rollouts_that_tie_while_their_siblings_differ_are_never_divided_by_nothing():
     # rollout 0 has (0 + 2) / 2 = 1, rollout 1 has 1: there is no deviation between rollouts
     np.testing.assert_array_equal(run([0, 2, 1], [0] * 3, [0, 0, 1]), [-1, 1, 0])
-    # 0.1 and 0.5 have a mean that is 0.3 but for the last bit
-    np.testing.assert_allclose(run([0.1, 0.5, 0.3], [0] * 3, [0, 0, 1]), [-0.2, 0.2, 0], atol=1e-7)
+    # 0.1 and 0.2 have a mean that is 0.15 but for the last bit
+    np.testing.assert_allclose(run([0.1, 0.2, 0.15], [0] * 3, [0, 0, 1]), [-0.05, 0.05, 0], atol=1e-7)
 
 
 def test_a_deviation_of_the_whole_batch_divides_every_group():

@@ -34,9 +34,8 @@ def test_low_var_kl_is_bounded_where_k3_overflows():
 
 
 def test_k3_of_nearly_equal_policies_keeps_its_digits():
-    # d = -1e-6: k3 = d^2 / 2 - d^3 / 6 + ..., which exp(-d) - 1 + d would lose
-    got = reward_kl(np.array([-1.0]), np.array([-1.0 + 1e-6]), "k3")
-    np.testing.assert_allclose(got, [5e-13], rtol=1e-3)
+    # d = -1e-8: k3 = d^2 / 2 - d^3 / 6 + ..., which exp(-d) - 1 + d would lose
+    np.testing.assert_allclose(reward_kl(np.array([0.0]), np.array([1e-8]), "k3"), [5e-17], rtol=1e-3)
 
 
 def test_another_kl_is_refused():
