@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slime_core.clusters import build_cluster
@@ -24,6 +25,7 @@ from slime_core.data.source import open_source
 from slime_core.errors import StorageError
 from slime_core.evaluate import Evaluator
 from slime_core.report.metrics import batch_metrics, rollout_metrics
+from slime_core.report.verification import write_verification
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params
 from slime_core.trainers.batch import make_batch
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 
 BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
+Checked = Callable[[dict[str, float]], dict[str, float]]
 
 
 @dataclass(slots=True)
@@ -56,10 +59,13 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
-async def run(config: Config, plugins: Plugins, report: Report, *, cluster: BuildCluster = build_cluster) -> int:
+async def run(
+    config: Config, plugins: Plugins, report: Report, *, cluster: BuildCluster = build_cluster, verify_step: int = 0
+) -> int:
     """Train every stage of ``config`` and write ``final/``; the answer is the last version.
 
-    ``cluster`` starts engines, trainer and ledger; the default does so by ``cluster_backend``.
+    ``cluster`` starts engines, trainer and ledger; the default does so by ``cluster_backend``. The gradient of the
+    step ``verify_step``, counted from 1, is recomputed the slow way and compared.
 
     Raises:
         SlimeError: bad data, a plugin, engine or trainer that failed; the ledger then holds everything up to there.
@@ -68,14 +74,16 @@ async def run(config: Config, plugins: Plugins, report: Report, *, cluster: Buil
     async with cluster(config, plugins, report) as parts:
         version = 0
         for stage in stages(config):
-            version = await run_stage(stage, version, parts, plugins, report)
+            version = await run_stage(stage, version, parts, plugins, report, verify_step)
         if config.report.export_final:
             await parts.trainer.export(report.run_dir.final)
         await check_conservation(parts)
     return version
 
 
-async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins, report: Report) -> int:
+async def run_stage(
+    config: Config, version: int, parts: Parts, plugins: Plugins, report: Report, verify_step: int = 0
+) -> int:
     """Run one stage from ``version`` on; the answer is the version after its last step."""
     ctx = Context(
         config=config,
@@ -113,7 +121,8 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
             clock = Clock()
             with clock.part("rollout"):
                 groups = await collector.take(config.rollout.rollout_batch_size)
-            metrics = await train_on(groups, version, parts, plugins, ctx, clock)
+            checked = partial(write_verification, report, version + 1) if version + 1 == verify_step else None
+            metrics = await train_on(groups, version, parts, plugins, ctx, clock, checked)
             version += 1
             if config.rollout.async_schedule == "lockstep":
                 await collector.drain()
@@ -136,9 +145,18 @@ async def run_stage(config: Config, version: int, parts: Parts, plugins: Plugins
 
 
 async def train_on(
-    groups: list[Group], version: int, parts: Parts, plugins: Plugins, ctx: Context, clock: Clock
+    groups: list[Group],
+    version: int,
+    parts: Parts,
+    plugins: Plugins,
+    ctx: Context,
+    clock: Clock,
+    checked: Checked | None = None,
 ) -> dict[str, float]:
-    """Journal, score and train one step's groups; the ledger says trained only when the step is done."""
+    """Journal, score and train one step's groups; the ledger says trained only when the step is done.
+
+    With ``checked`` the step is verified first; it turns the trainer's answer to metrics.
+    """
     batch: Batch = make_batch(version, ctx.stage, groups)
     await parts.ledger.journal(batch)
     train = ctx.config.train
@@ -147,8 +165,12 @@ async def train_on(
             columns = await parts.trainer.score(batch, plugins.needs(train))
         batch = plugins.advantage(batch, columns, train)
         plugins.batch(batch, ctx)
+        verified: dict[str, float] = {}
+        if checked is not None:
+            with clock.part("verify"):
+                verified = checked(await parts.trainer.verify(batch))
         with clock.part("train"):
-            metrics = await parts.trainer.step(batch) | batch_metrics(batch)
+            metrics = await parts.trainer.step(batch) | batch_metrics(batch) | verified
     await parts.ledger.trained(version + 1)
     return metrics
 

@@ -98,6 +98,14 @@ class Trainer(Protocol):
         """All optimizer steps of one batch, whose columns hold ``advantages`` and what the loss needs."""
         ...
 
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """Compare the loss and gradients that ``step`` would make with those of a slow recomputation; change nothing.
+
+        ``gradient_error`` (the worst parameter's, relative), ``loss_error``, ``limit`` for both, and
+        ``gradient_error/PARAMETER``.
+        """
+        ...
+
     async def publish(self, version: int) -> WeightUpdate:
         """Start a transfer of the current weights and return without waiting for any engine."""
         ...

@@ -36,11 +36,18 @@ All keys: slime config keys.   --num-rollout counts in the last stage."""
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run lies; default runs/NAME-N.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
+@click.option("--verify-step", type=click.IntRange(min=1), metavar="N", help="Recompute step N slowly; compare.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.pass_obj
 def command(
-    session: Session, words: tuple[str, ...], run_dir: Path | None, dry_run: bool, as_json: bool, verbose: bool
+    session: Session,
+    words: tuple[str, ...],
+    run_dir: Path | None,
+    dry_run: bool,
+    verify_step: int | None,
+    as_json: bool,
+    verbose: bool,
 ) -> None:
     """Train. RECIPE is a TOML file, or PLUGIN/NAME; without one, the default recipe of the named plugin."""
     from slime_cli.settings import load_settings
@@ -49,19 +56,39 @@ def command(
     with terminable():
         settings = load_settings(words, session)
         try:
+            check_step(settings, verify_step or 0)
             if dry_run:
                 from slime_cli.plan import make_plan, print_plan
 
                 plan = asyncio.run(make_plan(settings, run_dir))
                 click.echo(json.dumps(plan, indent=1, sort_keys=True, default=str)) if as_json else print_plan(plan)
             else:
-                answer = train(settings, session, run_dir)
+                answer = train(settings, session, run_dir, verify_step or 0)
                 click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
         finally:
             settings.plugins.close()
 
 
-def train(settings: Settings, session: Session, at: Path | None) -> dict[str, Any]:
+def check_step(settings: Settings, number: int) -> None:
+    """Refuse to verify a step that the run does not have.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    from slime_core.config.load import stages
+    from slime_core.errors import ConfigError
+
+    steps = sum(stage.rollout.num_rollout for stage in stages(settings.config))
+    if number > steps:
+        raise ConfigError(
+            f"--verify-step {number} is after the last of the run's {steps} steps",
+            code="CFG04",
+            where="--verify-step",
+            fix=f"name a step from 1 to {steps}",
+        )
+
+
+def train(settings: Settings, session: Session, at: Path | None, verify_step: int = 0) -> dict[str, Any]:
     """Run every stage in a run directory of its own; the answer names it."""
     from slime_core import loop
     from slime_core.clusters.machine import resolve_machine
@@ -74,7 +101,7 @@ def train(settings: Settings, session: Session, at: Path | None) -> dict[str, An
         say(f"run {run_dir.path}")
         with reporting(settings, run_dir, config, session) as (report, seen):
             started = time.monotonic()
-            version = asyncio.run(drive(loop.run(config, settings.plugins, report)))
+            version = asyncio.run(drive(loop.run(config, settings.plugins, report, verify_step=verify_step)))
             seconds = time.monotonic() - started
         run_dir.write_info({"status": "finished", "version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None

@@ -78,8 +78,8 @@ async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
         return await getattr(trainer, method)(Path(args[0]))
     if method in ("release", "reacquire"):
         return await getattr(trainer, method)(set(args[0]))
-    if method == "step":
-        return await trainer.step(args[0])
+    if method in ("step", "verify"):
+        return await getattr(trainer, method)(args[0])
     return await trainer.publish(args[0])
 
 

@@ -144,6 +144,11 @@ class RankTrainer:
         answer: dict[str, float] = await self._all("step", batch)
         return answer
 
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer`."""
+        answer: dict[str, float] = await self._all("verify", batch)
+        return answer
+
     async def publish(self, version: int) -> WeightUpdate:
         """See `protocols.Trainer`; the tensors arrive through this process's memory."""
         answer: WeightUpdate = await self._all("publish", version)

@@ -204,6 +204,18 @@ async def trainer_step_changes_what_it_publishes(case: TrainerCase) -> None:
         assert any((before[name] != after[name]).any() for name in before), "a step moved no weight"
 
 
+async def trainer_verifies_a_step_and_changes_nothing(case: TrainerCase) -> None:
+    """The gradient agrees with the slow way, and the weights stay as they are."""
+    await case.trainer.begin(case.stage)
+    before = await _published(case, 0)
+    found = await case.trainer.verify(case.batch)
+    after = await _published(case, 0)
+    assert found["gradient_error"] <= found["limit"], found
+    assert found["loss_error"] <= found["limit"], found
+    assert any(name.startswith("gradient_error/") for name in found), found
+    assert all((before[name] == after[name]).all() for name in before), "verifying moved a weight"
+
+
 async def trainer_restores_what_it_saved(case: TrainerCase) -> None:
     """The step after a restore is the step that followed the save, bit for bit."""
     await case.trainer.begin(case.stage)
@@ -309,6 +321,7 @@ TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_publish_returns_before_any_engine_loads,
     trainer_scores_every_response_token,
     trainer_step_changes_what_it_publishes,
+    trainer_verifies_a_step_and_changes_nothing,
     trainer_restores_what_it_saved,
 )
 LEDGER_CHECKS: tuple[LedgerCheck, ...] = (

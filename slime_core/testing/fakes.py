@@ -196,6 +196,13 @@ class FakeTrainer:
         self.batches.append(list(batch.sample_ids))
         return {"loss": float(np.abs(self.weights["head"]).sum())}
 
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer`: the whole gradient against the sum of each sample's."""
+        fast = self.gradient(batch)
+        slow = np.sum([self.gradient(batch, i, len(batch)) for i in range(len(batch))], axis=0)
+        error = float(np.linalg.norm(fast - slow) / max(np.linalg.norm(slow), 1e-300))
+        return {"gradient_error": error, "loss_error": 0.0, "limit": 1e-9, "gradient_error/head": error}
+
     def gradient(self, batch: Batch, rank: int = 0, world: int = 1) -> NDArray[np.float64]:
         """This rank's share of the step: samples rank, rank + world, ..."""
         out = np.zeros(4)

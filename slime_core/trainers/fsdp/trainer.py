@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.errors import TrainerError
+from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.fsdp.worker import Worker
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class FsdpTrainer:
         """
         self._need(HOLDS, "step")
         return await self._thread.run(self._worker.step, batch)
+
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
+        self._need(HOLDS, "verify")
+        return await self._thread.run(verify, self._worker, batch)
 
     async def publish(self, version: int) -> WeightUpdate:
         """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""

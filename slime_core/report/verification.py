@@ -1,0 +1,54 @@
+"""What a verified step found, written down: errors in, ``verify.json``, a sentence and metrics out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_core.report.report import Report
+
+FILE = "verify.json"
+EACH = "gradient_error/"
+
+
+def write_verification(report: Report, version: int, found: Mapping[str, float]) -> dict[str, float]:
+    """Write ``verify.json`` into the run directory and say in one sentence whether the step's gradient is right.
+
+    Args:
+        version: the step, counted from 1
+        found: what `Trainer.verify` answers
+
+    Returns:
+        ``verify/gradient_error``, ``verify/loss_error`` and ``verify/ok`` (1 or 0), for the step's metrics.
+    """
+    each = {name.removeprefix(EACH): error for name, error in found.items() if name.startswith(EACH)}
+    worst = max(each, key=lambda name: each[name], default="")
+    gradient, loss, limit = found["gradient_error"], found["loss_error"], found["limit"]
+    ok = gradient <= limit and loss <= limit
+    kind = "float64" if found.get("float64") else "float32"
+    errors = f"gradient error {gradient:.1e} (worst: {worst or 'none'}), loss error {loss:.1e}, limit {limit:g}"
+    verdict = (
+        f"agrees with the plain recomputation in {kind}" if ok else f"DIFFERS from the plain recomputation in {kind}"
+    )
+    report.note(f"step {version} {verdict}: {errors}")
+    answer = {
+        "step": version,
+        "ok": ok,
+        "gradient_error": _number(gradient),
+        "worst_parameter": worst,
+        "loss": found.get("loss", 0.0),
+        "loss_error": _number(loss),
+        "limit": limit,
+        "recomputed_in": kind,
+        "parameters": {name: _number(error) for name, error in each.items()},
+    }
+    (report.run_dir.path / FILE).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    return {"verify/gradient_error": gradient, "verify/loss_error": loss, "verify/ok": float(ok)}
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else str(value)
