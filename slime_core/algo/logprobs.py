@@ -9,6 +9,8 @@ are one or two float32 arrays. The gradient takes the place of the logits, and i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -126,11 +128,25 @@ def _parts(logits: Tensor, dtype: torch.dtype) -> list[slice]:
     return blocks(len(logits), logits.shape[1] * dtype.itemsize, EXACT.get(logits.device.type, EXACT["other"]))
 
 
+def _by_kernel(logits: Tensor) -> bool:
+    """Whether `softmax_cuda` does the work: on a GPU with triton, in 32 bits or fewer."""
+    return logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1 and _triton()
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def softmax(logits: Tensor, target: Tensor, inverse: Tensor | None) -> Softmax:
     """Log-prob of each target and entropy of its row of ``logits`` [n, vocab] * ``inverse`` [n]; nothing is changed.
 
     With z the shifted logits and s = sum exp(z): log p(y) = z_y - log s, H = log s - sum(exp(z) z) / s.
     """
+    if _by_kernel(logits):
+        from slime_core.algo.softmax_cuda import statistics
+
+        return Softmax(*statistics(logits, target, inverse))
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = Softmax(*(logits.new_empty(len(logits), dtype=dtype) for _ in range(4)))
     for part in _parts(logits, dtype):
@@ -154,6 +170,11 @@ def gradient_(
     d_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Logits [n, vocab] in, their gradient in the same place: d log p(y) = 1[y] - p, d H = -p (log p + H)."""
+    if _by_kernel(logits):
+        from slime_core.algo.softmax_cuda import gradient_ as by_kernel
+
+        by_kernel(logits, target, inverse, soft, d_log_probs, d_entropy)
+        return
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scale = inverse if inverse is not None else torch.ones_like(soft.total)
     own = (d_log_probs if d_log_probs is not None else torch.zeros_like(scale)) * scale
