@@ -1,4 +1,5 @@
-"""`logprobs.softmax` and `logprobs.gradient_` as Triton kernels: each reads the logits once, nothing is copied to float32.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""`logprobs.softmax` and `logprobs.gradient_` as Triton kernels: logits are read once, no float32 copy of them exists.
 
 Imported on a GPU alone, where triton comes with torch. One row of logits is read by one program, with a running
 maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
@@ -16,7 +17,7 @@ WARPS = 8
 
 
 @triton.jit
-def _statistics(logits, target, inverse, log_probs, entropy, peak, total, vocab, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _statistics(logits, target, inverse, log_probs, entropy, peak, total, vocab, stride, BLOCK: tl.constexpr):
     """Of one row x: m = max x, s = sum exp(z) and t = sum exp(z) z with z = (x - m) inverse."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
@@ -45,7 +46,7 @@ def _statistics(logits, target, inverse, log_probs, entropy, peak, total, vocab,
 @triton.jit
 def _gradient(
     logits, target, inverse, peak, total, entropy, d_log_prob, d_entropy, vocab, stride, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """x becomes inverse * (d_log_prob (1[y] - p) - d_entropy p (log p + H))."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
