@@ -80,8 +80,12 @@ class Learner:
         """Write parameters and moments as files of these names into ``path``; a collective."""
         mine = self.parameters()
         files.write_shards(path / parameters, self.locals(), mine.__getitem__, self.rank)
-        both = {f"moment1.{n}": t for n, t in self.optimizer.moment1.items()}
-        both |= {f"moment2.{n}": t for n, t in self.optimizer.moment2.items()}
+        both: Tensors = {}
+        if self.optimizer.steps:  # a rank whose part of a parameter is empty has no moments of it, and takes part
+            for kind, known in (("moment1", self.optimizer.moment1), ("moment2", self.optimizer.moment2)):
+                both |= {
+                    f"{kind}.{n}": known[n] if n in known else torch.zeros_like(t) for n, t in self.locals().items()
+                }
         files.write_shards(path / moments, both, lambda n: mine[n.partition(".")[2]], self.rank)
 
     @torch.no_grad()

@@ -8,11 +8,14 @@ import trainer_bench as made
 from safetensors.torch import save_file
 
 from slime_core.plugins import load_plugins
+from slime_core.plugins.columns import role_columns
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.weights.folder import ModelFolder
 
-CASES = ("plain", "alone", "broken")  # alone: fewer samples than ranks; broken: a loss that is not finite on one rank
+CASES = ("plain", "alone", "critic", "skipping", "broken", "divergent")
+"""alone: fewer samples than ranks; skipping and broken: a loss that is not finite on one rank, tolerated or not;
+divergent: the last rank has another batch."""
 
 
 def run(case: str, folder: Path, out: Path, thread: TorchThread, rank: int = 0, world: int = 1) -> None:
@@ -20,17 +23,31 @@ def run(case: str, folder: Path, out: Path, thread: TorchThread, rank: int = 0, 
     settings = {"max_tokens_per_gpu": 40, "num_steps_per_rollout": 2, "kl_loss_coef": 0.05, "lr": 1e-3}
     # AdamW divides by the size of the gradient: with its usual epsilon, rounding of a gradient near 0 would be compared
     settings["adam_eps"] = 1e-3
+    roles = {"policy", "reference"}
+    if case == "critic":
+        settings |= {"advantage_estimator": "ppo", "critic_lr": 1e-3}
+        roles |= {"values"}
+    if case == "skipping":
+        settings["max_nonfinite_steps"] = 4
     config = made.config_of(folder, **settings)
     trainer = FsdpTrainer(
         config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
-        rendezvous=out / "meet" if world > 1 else None,
+        rendezvous=out / "meet" if world > 1 else None, errors=out / f"{case}-errors",
     )  # fmt: skip
     worker = trainer._worker
     thread.call(worker.begin, config)
     batch = made.batch_of(groups=1, rollouts=1, fan_out=False) if case == "alone" else made.batch_of()
-    scored = thread.call(worker.score, batch, frozenset({"policy", "reference"}))
-    batch.columns |= {role: columns["log_probs"] for role, columns in scored.items()}
-    if case == "broken":
+    if case == "critic":
+        torch.manual_seed(2)
+        head = torch.randn(1, worker.critic.model.hf.config.hidden_size)
+        rows = worker.critic.learner.locals()["score.weight"]
+        rows.copy_(head[: len(rows)])
+        batch.columns["returns"] = batch.columns["rollout_log_probs"].copy()
+    scored = thread.call(worker.score, batch, frozenset(roles))
+    batch.columns |= role_columns(scored)
+    if case == "divergent" and rank == world - 1 > 0:
+        batch.tokens[1] += 1
+    if case in ("broken", "skipping"):
         batch.columns["advantages"][0] = float("inf")
     metrics = []
     try:
@@ -43,7 +60,7 @@ def run(case: str, folder: Path, out: Path, thread: TorchThread, rank: int = 0, 
     update = thread.call(worker.publish, 2)
     if rank == 0:
         found = {name: tensor.clone() for name, tensor in update.tensors.items()}
-        found |= {f"score.{role}": torch.from_numpy(columns["log_probs"].copy()) for role, columns in scored.items()}
+        found |= {f"score.{role}": torch.from_numpy(values.copy()) for role, values in role_columns(scored).items()}
         for i, row in enumerate(metrics):
             found |= {f"metric.{i}.{name}": torch.tensor(value).double() for name, value in row.items()}
         save_file(found, str(out / f"{case}.safetensors"))

@@ -1,5 +1,6 @@
 """Ranks over gloo: several processes do what one does, idle ranks included, and fail together."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def together(request, folder, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("case", ["plain", "alone"])
+@pytest.mark.parametrize("case", ["plain", "alone", "critic", "skipping"])
 def test_several_ranks_score_and_train_as_one(alone, together, case):
     one, many = (load_file(str(out / f"{case}.safetensors")) for out in (alone, together))
     assert one.keys() == many.keys()
@@ -53,10 +54,17 @@ def test_several_ranks_score_and_train_as_one(alone, together, case):
 
 
 @pytest.mark.parametrize(
-    "file", ["saved/moments.safetensors", "saved/parameters.safetensors", "final/model.safetensors"]
+    "file",
+    [
+        "plain-saved/moments.safetensors",
+        "plain-saved/parameters.safetensors",
+        "plain-final/model.safetensors",
+        "critic-saved/critic.safetensors",
+        "critic-saved/critic_moments.safetensors",
+    ],
 )
 def test_several_ranks_write_the_files_of_one(alone, together, file):
-    one, many = (load_file(str(out / f"plain-{file}")) for out in (alone, together))
+    one, many = (load_file(str(out / file)) for out in (alone, together))
     assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in many.items()}
 
 
@@ -66,3 +74,29 @@ def test_ranks_fail_together_and_name_the_sample(together):
     (error,) = errors
     assert "TRN95" in error
     assert "main/0-0" in error
+
+
+def test_ranks_train_one_critic_between_them(alone, together):
+    one, many = (load_file(str(out / "critic-saved" / "critic.safetensors")) for out in (alone, together))
+    for name, tensor in one.items():
+        torch.testing.assert_close(many[name], tensor, rtol=2e-4, atol=3e-6, msg=lambda t, name=name: f"{name}: {t}")
+    metrics = load_file(str(together / "critic.safetensors"))
+    assert metrics["metric.1.value_loss"] > 0
+    assert metrics["score.values"].abs().max() > 0
+
+
+def test_ranks_skip_together_and_one_of_them_writes_the_samples(alone, together):
+    for out in (alone, together):
+        rows = [json.loads(line) for line in (out / "skipping-errors" / "nonfinite.jsonl").read_text().splitlines()]
+        assert [row["samples"] for row in rows] == [["main/0-0"]] * 2
+    metrics = load_file(str(together / "skipping.safetensors"))
+    assert (metrics["metric.0.skipped_steps/nonfinite"], metrics["metric.0.optimizer_steps"]) == (1.0, 1.0)
+
+
+def test_a_rank_with_another_batch_is_named_by_all(together):
+    errors = [file.read_text() for file in sorted(together.glob("divergent-error-*"))]
+    world = len(errors)
+    assert world > 1
+    for error in errors:
+        assert error.startswith(f"TRN106 ranks [{world - 1}] of {world}")
+        assert "tokens" in error
