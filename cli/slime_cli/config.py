@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slime_cli.failure import Session, say
 from slime_cli.tables import heading, print_table
 from slime_cli.words import PASSING
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+
+SFT = "sft_loss"
 
 
 @click.group("config")
@@ -20,16 +26,22 @@ def command() -> None:
 @command.command("show", context_settings=PASSING)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--stage", help="One stage, resolved.")
+@click.option("--card", "as_card", is_flag=True, help="The algorithm's card as comments first, and settled values.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
-def show(session: Session, words: tuple[str, ...], stage: str | None, as_json: bool) -> None:
-    """Print the resolved config as TOML: flag over recipe over plugin default over core default."""
+def show(session: Session, words: tuple[str, ...], stage: str | None, as_card: bool, as_json: bool) -> None:
+    """Print the resolved config as TOML: flag over recipe over plugin default over core default.
+
+    With --card, or an --advantage-estimator on the command line, the algorithm's card stands before it, and keys that
+    are left to the algorithm show its values.
+    """
     from slime_cli.settings import load_words
     from slime_core.config.dump import redacted, to_toml
     from slime_core.config.load import split, stage_name, stages
     from slime_core.errors import ConfigError
 
-    loaded = load_words(split(words), session)
+    asked = split(words)
+    loaded = load_words(asked, session)
     config = loaded.config
     if stage is not None:
         parts = {stage_name(part): part for part in stages(config)}
@@ -44,8 +56,27 @@ def show(session: Session, words: tuple[str, ...], stage: str | None, as_json: b
     config = redacted(config, loaded.secrets)
     if as_json:
         click.echo(json.dumps(config.model_dump(mode="json"), indent=1, sort_keys=True, default=str))
-    else:
-        click.echo(to_toml(config), nl=False)
+        return
+    if as_card or any(word.name.rpartition(".")[2] == "advantage_estimator" for word in asked.overrides):
+        click.echo(card_comments(config), nl=False)
+        config = config if config.stage else stages(config)[0]
+    click.echo(to_toml(config), nl=False)
+
+
+def card_comments(config: Config) -> str:
+    """The cards of a config's algorithms as TOML comments, with the keys' values as each stage settles them."""
+    from slime_core.config.cards import card, card_text
+    from slime_core.config.load import stage_name, stages
+
+    lines: list[str] = []
+    parts = stages(config)
+    for part in [one for one in parts if one.train.loss_type != SFT] or parts:
+        name = "sft" if part.train.loss_type == SFT else part.train.advantage_estimator
+        found = card(name)
+        text = card_text(found, part) if found else f"{name}: of a plugin, which has no card here\n"
+        lines += [f"stage {stage_name(part)}", ""] if len(config.stage) > 1 else []
+        lines += [*text.splitlines(), ""]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
 
 
 @command.command("keys")

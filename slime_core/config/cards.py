@@ -40,7 +40,7 @@ class OptionRow(NamedTuple):
 
     path: str  # "train.eps_clip"
     value: str  # as TOML, what a run with these settings uses
-    preset: bool  # whether the algorithm, not the core's default or the user, decides it
+    preset: bool  # whether it is the algorithm's own value, and not the core's default
     text: str
 
 
@@ -65,6 +65,7 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
     from slime_core.config.values import show
 
     known, keys = ALGORITHMS.get(of.name), core_keys()
+    presets = known.presets if known is not None else {}
     if config is None:
         config = Config(train=TrainSection(advantage_estimator=of.name) if known else TrainSection())
     sections: dict[str, Any] = {"train": settle(config.train)}
@@ -72,8 +73,7 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
     for name in of.options:
         key = keys[name]
         value = getattr(sections.get(key.section) or getattr(config, key.section), name)
-        written = getattr(getattr(config, key.section), name)
-        preset = known is not None and name in known.presets and written == key.default and value != written
+        preset = name in presets and value == presets[name]
         rows.append(OptionRow(key.path, show(value), preset, key.text))
     return rows
 

@@ -1,6 +1,7 @@
 """`slime config show | keys | check`."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -31,6 +32,37 @@ def test_one_stage_can_be_shown_resolved(cli, tmp_path):
     done = cli("config", "show", "r.toml", "--stage", "c")
     assert done.code == 2
     assert "use one of: a, b" in done.err
+
+
+def test_an_algorithm_named_on_the_command_line_brings_its_card_and_its_values(cli, tmp_path):
+    done = cli("config", "show", "--advantage-estimator", "gspo")
+    assert done.code == 0
+    assert done.out.startswith("# gspo: Group sequence policy optimization\n")
+    train = tomllib.loads(done.out)["train"]
+    assert (train["importance_level"], train["eps_clip"], train["eps_clip_high"]) == ("sequence", 3e-4, 4e-4)
+    assert train["loss_aggregation"] == "rollout_mean"
+    card = "".join(line + "\n" for line in done.out.splitlines() if line.startswith("#"))
+    assert "Zheng et al. 2025" in card
+    assert re.search(r"train\.eps_clip +0\.0003 \*", card)
+    (tmp_path / "again.toml").write_text(done.out)
+    again = cli("config", "show", "again.toml").out
+    assert again == done.out.removeprefix(card).lstrip("\n")
+
+
+def test_the_card_is_shown_on_request_for_every_stage_that_learns(cli):
+    done = cli("config", "show", "--plugin", "rm_math", "--card")
+    assert done.out.startswith("# stage grpo\n")
+    assert "# stage warmup" not in done.out
+    data = tomllib.loads(done.out)
+    assert data["train"]["loss_aggregation"] == "auto", "a stage may name another algorithm"
+    assert cli("config", "show", "--card", "--loss-type", "sft_loss").out.startswith("# sft: ")
+    assert cli("config", "show", "--advantage-estimator", "mine").out.startswith("# mine: of a plugin")
+
+
+def test_without_a_named_algorithm_and_in_json_there_is_no_card(cli):
+    assert "#" not in cli("config", "show", "--lr", "0.5").out
+    data = json.loads(cli("config", "show", "--advantage-estimator", "gspo", "--json").out)
+    assert data["train"]["eps_clip"] == 0
 
 
 def test_keys_lists_every_core_key(cli):
