@@ -130,9 +130,8 @@ def rejected(
 
 def vetoed(gap: torch.Tensor, mask: torch.Tensor, sample: torch.Tensor | None, threshold: float) -> torch.Tensor:
     """Where the sequence has any trainable token whose ratio is below ``threshold`` (above 0), bool [R]."""
-    trains = mask > 0
-    below = ((gap < math.log(threshold)) & trains).to(gap.dtype)
-    return (over_sequence(below, mask, sample, mean=False) > 0) & trains
+    below = (gap < math.log(threshold)).to(gap.dtype)
+    return (over_sequence(below, mask, sample, mean=False) > 0) & (mask > 0)
 
 
 def off_policy(

@@ -73,6 +73,12 @@ def test_masked_tokens_change_nothing_whatever_they_hold(level, junk):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("junk", [NAN, INF, 5000.0], ids=str)
+def test_a_masked_tokens_own_ratio_is_one_and_never_overflows(junk):
+    found = importance_ratio(t(junk), t(0.0), t(0), None, "token")
+    assert (found.value.item(), found.log_ratio.item(), found.overflow.item()) == (1.0, 0.0, False)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_tokens_give_no_ratios(level):
     assert importance_ratio(t(), t(), t(), torch.zeros(0, dtype=torch.int64), level).value.shape == (0,)
