@@ -63,7 +63,7 @@ def _kind(path: KeyPath) -> str:
     key = _key_of(path)
     if key == "prompt_data" or (key == "eval_prompt_data" and isinstance(path[-1], int) and path[-1] % 2):
         return "data"
-    if key in ("hf_checkpoint", "ref_load"):
+    if key in ("hf_checkpoint", "ref_load", "teacher_load", "critic_load"):
         return "model"
     in_task = len(path) > 2 and isinstance(path[-2], int) and path[-3] in ("tasks", "eval_tasks")
     if (in_task and key in ("generate", "reward")) or (key.endswith("_path") and key in sections_of_keys()):

@@ -66,6 +66,13 @@ def test_names_that_are_no_paths_stay_names(tree):
         pytest.param(["--hf-checkpoint", "gone"], "rollout.hf_checkpoint", "work/gone", id="model"),
         pytest.param(["--hf-checkpoint", "./a/b"], "rollout.hf_checkpoint", "work/a/b", id="model path"),
         pytest.param(["--ref-load", "/nowhere/ref"], "train.ref_load", "/nowhere/ref", id="reference model"),
+        pytest.param(["--teacher-load", "gone"], "train.teacher_load", "work/gone", id="teacher model"),
+        pytest.param(
+            ["--critic-load", "./gone", "--advantage-estimator", "ppo"],
+            "train.critic_load",
+            "work/gone",
+            id="critic model",
+        ),
         pytest.param(["--custom-rm-path", "gone.py:fn"], "reward.custom_rm_path", "work/gone.py", id="function"),
         pytest.param(
             ["--eval-prompt-data", "a", "gone.jsonl"], "eval.eval_prompt_data[1]", "work/gone.jsonl", id="eval"
