@@ -5,9 +5,9 @@
     python tools/make_bands.py --check                      # compares with the stored bands and writes nothing
 
 A supervised warm-up a seed imitates a pupil who loses carries. Each algorithm then goes on from that model, with
-rewards alone (distillation: with a teacher that was trained longer, on right answers). Two optimizer steps follow each
-rollout, so that ratios and clips take part. Prints a Markdown table. Exit code 1 where a run failed, did not learn, or,
-with --check, left its band. `tests/e2e/test_learning_curves.py` runs the same, one seed and algorithm a test.
+rewards alone (distillation: with a teacher that was trained longer, on right answers). Two optimizer steps follow
+each rollout, so that ratios and clips take part. Prints a Markdown table. Exit code 1 where a run failed, did not
+learn, or, with --check, left its band. `tests/e2e/test_learning_curves.py` runs the same, a seed and algorithm a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -240,7 +240,13 @@ def store(found: dict[str, list[Outcome]]) -> None:
 
 
 def run_all(
-    folder: Path, names: Sequence[str], seeds: Sequence[int], jobs: int
+    folder: Path,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    jobs: int,
+    *,
+    warm: Callable[[Path, int], Path] = warm,
+    learn: Callable[[Path, str, int], Outcome] = learn,
 ) -> tuple[dict[str, list[Outcome]], list[str]]:
     """Every run, ``jobs`` at a time; outcomes of the algorithms whose seeds all ended well, and what went wrong."""
     wrong: list[str] = []
