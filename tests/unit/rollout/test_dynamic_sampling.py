@@ -184,3 +184,16 @@ def test_only_a_few_rewards_are_shown():
     for position in range(9):
         _dropped(streak, position, reward=float(position))
     assert "and 4 others" in told[0]
+
+
+def test_each_step_is_spoken_of_by_itself():
+    told = []
+    streak = Streak(0, 1, told.append)
+    streak.issued(0)
+    for position in range(8):
+        if position == 4:
+            streak.kept(3)
+            streak.step()
+        else:
+            _dropped(streak, position)
+    assert [note.split(";")[0] for note in told] == ["3 groups were dropped in this step and 0 kept"] * 2

@@ -50,6 +50,57 @@ def test_a_step_takes_the_groups_that_need_the_fewest_tokens(collect):
     assert len(set(ends.values())) > 2, "the prompts' lengths say nothing"
 
 
+def race(lengths, *, steps, over, batch, quantum, partial, equal=lambda position: False):
+    """The rules of a lockstep race, told once more: positions taken a step. ``lengths(position)`` of its samples."""
+    taken, flying, kept, fresh = [], {}, {}, 0  # flying: position -> tick it would end at; kept: -> tick it ended at
+    for _ in range(steps):
+        limit, here = quantum, dict.fromkeys(kept, 0)
+        while True:
+            if limit == quantum or len(flying) + len(here) < batch:
+                while len(flying) + len(here) < over:
+                    flying[fresh] = limit - quantum + max(lengths(fresh))
+                    fresh += 1
+            for position, end in sorted(flying.items()):
+                if end <= limit:
+                    del flying[position]
+                    if not equal(position):
+                        here[position] = end
+            if len(here) >= batch:
+                break
+            limit += quantum
+        step = sorted(here, key=lambda p: (here[p], p))[:batch]
+        taken.append(sorted(step))
+        kept = {p: 0 for p in here if p not in step} if partial else {}
+        flying = {p: end - limit for p, end in flying.items()} if partial else {}
+    return taken
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["all", "dynamic"])
+@pytest.mark.parametrize("partial", [False, True], ids=["dropped", "partial"])
+@pytest.mark.parametrize("limit", [32, 320])
+def test_steps_take_what_the_rules_say(collect, limit, partial, dynamic):
+    plugin = """
+import slime_core
+
+@slime_core.hookimpl
+def slime_reward(group, ctx):
+    return [0.0, float(group.prompt.position % 3 != 1)]
+"""
+    flags = (*OVER, "--rollout-max-response-len", limit, *(["--partial-rollout"] if partial else []))
+    flags += ("--dynamic-sampling", "equal_rewards") if dynamic else ()
+    ran = collect(*flags, plugin=plugin, steps=8, engine=Shuffled(lambda name: crc32(name.encode()) % 40))
+    want = race(
+        lambda position: [length(f"main/{position}-{j}", limit=limit) for j in range(2)],
+        steps=8,
+        over=6,
+        batch=2,
+        quantum=limit // 16,
+        partial=partial,
+        equal=(lambda position: position % 3 == 1) if dynamic else lambda position: False,
+    )
+    assert [[group.prompt.position for group in step] for step in ran.steps] == want
+
+
 def test_what_is_left_over_is_dropped_and_counted(collect):
     ran = collect(*OVER, steps=3)
     counts = ran.balance()
@@ -175,6 +226,12 @@ def slime_reward(group, ctx):
     ran = collect(*OVER, "--partial-rollout", plugin=plugin, steps=3)
     again = collect(*OVER, "--partial-rollout", steps=3, engine=Shuffled(lambda name: crc32(name.encode()) % 30))
     assert ran.payload() == again.payload()
+    rows = [row.sample for row in ran.ledger.rows.values() if row.sample.group_index < 6]
+    made = {
+        p: max(sum(s.weight_versions.count(v) for v in (0, 1, 2)) for s in rows if s.group_index == p)
+        for p in range(6)
+    }
+    assert ran.ids()[0] == [f"main/{p}" for p in sorted(sorted(made, key=lambda p: (made[p], p))[:2])]
     for version, step in enumerate(ran.steps):
         versions = [{v for v in s.weight_versions if v >= 0} for g in step for s in g.samples]
         assert all(len(found) == 1 for found in versions), "a turn was cut"

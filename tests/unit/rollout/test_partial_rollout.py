@@ -26,12 +26,8 @@ seen = {}
 @slime_core.hookimpl
 def slime_reward(group, ctx):
     seen[group.id] = seen.get(group.id, 0) + 1
+    assert ctx.version == max(v for s in group.samples for v in s.weight_versions), "the version in training"
     return [float(i) for i in range(len(group.samples))]
-
-
-@slime_core.hookimpl
-def slime_step_done(report, ctx):
-    pass
 """
 
 
@@ -157,9 +153,10 @@ def test_a_tools_tokens_and_a_sample_of_one_version_keep_their_mask():
     sample.append_response([5], mask=0)
     mask_older([sample])
     assert sample.loss_mask == [1, 1, 0]
+    sample.append_response([9], log_probs=[-1])  # of no weights, and yet trainable
     sample.append_response([6, 7], log_probs=[-1, -1], version=[3, 4])
     mask_older([sample])
-    assert sample.loss_mask == [0, 0, 0, 0, 1]
+    assert sample.loss_mask == [0, 0, 0, 1, 0, 1]
     empty = Sample(id="b", tokens=[1], loss_mask=[])
     mask_older([empty])
     assert empty.loss_mask == []
