@@ -13,8 +13,8 @@ PART_CARDS: tuple[Card, ...] = (
             "exp(sum of g); geometric exp(mean of g); over trainable tokens",
             "TIS": "use_tis, truncate: the policy term times min(ratio, tis_clip); clip: also at least tis_clip_low",
             "IcePop": "use_tis, tis_mode = mask: times the ratio inside [tis_clip_low, tis_clip], times 0 outside",
-            "MIS": "use_rs: tokens or sequences whose ratio leaves [rs_lower_bound, rs_upper_bound] are rejected; "
-            "veto: so are sequences with any token ratio below rs_veto_threshold",
+            "MIS": "use_rs: tokens or sequences whose ratio leaves [rs_lower_bound, rs_upper_bound] are rejected and "
+            "lose all their terms; rs_veto_threshold, also without use_rs: so are sequences with a token ratio below it",
             "OPSM": "use_opsm: the policy term is 0 where A < 0 and the sequence's mean of log pi_old - log pi "
             "exceeds opsm_delta",
             "normalise": "tis_batch_normalize: weights divided by their mean over the optimizer step's trainable "
@@ -128,7 +128,7 @@ PART_CARDS: tuple[Card, ...] = (
         title="Sampling control: which samples train, and how rewards are shaped",
         formula={
             "dynamic": "equal_rewards: a group whose rewards are all equal is dropped and the next prompt is taken; "
-            "over_sampling_batch_size prompts are in flight",
+            "over_sampling_batch_size prompts are in flight, and the step takes the first that finish",
             "partial": "partial_rollout: the surplus keeps its tokens and log-probs and is continued in a later step; "
             "mask_offpolicy_in_partial_rollout sets the mask of the older tokens to 0",
             "overlong": "penalty = overlong_penalty_factor * clip((length - (limit - overlong_buffer_len)) / "
@@ -164,7 +164,7 @@ PART_CARDS: tuple[Card, ...] = (
         ),
         advice="Switch dynamic_sampling on where reward/equal_groups is high, and partial_rollout where a few long "
         "responses hold a step. Watch the tokens that drops cost: rollout/issued_groups against rollout/groups.",
-        functions=(),
+        functions=("algo.shaping.soft_overlong", "algo.shaping.group_normalised"),
         related=("grpo", "aggregation"),
     ),
 )
