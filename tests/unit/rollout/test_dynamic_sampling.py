@@ -143,6 +143,13 @@ def test_a_sentence_comes_once_after_three_batches_of_drops(collect):
     assert ran.ids()[0] == ["main/9", "main/10"]
 
 
+def test_another_step_with_as_many_drops_has_its_own_sentence(collect):
+    twice = HOPELESS.replace("group.prompt.position >= 3", "group.prompt.position % 11 < 9")
+    ran = collect(*DYNAMIC, plugin=twice, steps=2)
+    assert ran.ids() == [["main/9", "main/10"], ["main/20", "main/21"]]
+    assert len(ran.notes) == 2
+
+
 def _dropped(streak, position, reward=0.0):
     streak.dropped(position, "r", [Sample(id="a", reward=reward)])
 

@@ -77,8 +77,8 @@ def race(lengths, *, steps, over, batch, quantum, partial, equal=lambda position
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["all", "dynamic"])
 @pytest.mark.parametrize("partial", [False, True], ids=["dropped", "partial"])
-@pytest.mark.parametrize("limit", [32, 320])
-def test_steps_take_what_the_rules_say(collect, limit, partial, dynamic):
+@pytest.mark.parametrize(("limit", "over"), [(32, 6), (320, 6), (320, 3)])
+def test_steps_take_what_the_rules_say(collect, limit, over, partial, dynamic):
     plugin = """
 import slime_core
 
@@ -86,13 +86,14 @@ import slime_core
 def slime_reward(group, ctx):
     return [0.0, float(group.prompt.position % 3 != 1)]
 """
-    flags = (*OVER, "--rollout-max-response-len", limit, *(["--partial-rollout"] if partial else []))
+    flags = ("--over-sampling-batch-size", over, "--rollout-max-response-len", limit)
+    flags += ("--partial-rollout",) if partial else ()
     flags += ("--dynamic-sampling", "equal_rewards") if dynamic else ()
     ran = collect(*flags, plugin=plugin, steps=8, engine=Shuffled(lambda name: crc32(name.encode()) % 40))
     want = race(
         lambda position: [length(f"main/{position}-{j}", limit=limit) for j in range(2)],
         steps=8,
-        over=6,
+        over=over,
         batch=2,
         quantum=limit // 16,
         partial=partial,
