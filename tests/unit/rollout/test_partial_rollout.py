@@ -212,6 +212,39 @@ def test_two_runs_are_the_same_whatever_the_engine_does(collect, flags):
     assert [c.metrics for c in one.counts] == [c.metrics for c in two.counts]
 
 
+DOOR = """
+from slime.utils.http_utils import post
+
+
+async def generate(args, sample, sampling_params):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    asked = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    made = await post(url, asked)
+    log_probs = [entry[0] for entry in made["meta_info"]["output_token_logprobs"]]
+    sample.append_response_tokens(
+        args, tokens=made["output_ids"], log_probs=log_probs, text=made["text"], meta_info=made["meta_info"]
+    )
+    return sample
+"""
+
+
+@pytest.mark.parametrize("partial", [True, False], ids=["partial", "dropped"])
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_functions_that_post_to_the_door_lose_nothing(collect, tmp_path, schedule, partial):
+    (tmp_path / "door.py").write_text(DOOR)
+    flags = ("--custom-generate-function-path", f"{tmp_path / 'door.py'}:generate", "--async-schedule", schedule)
+    over = PARTIAL if partial else PARTIAL[:2]
+    ran = collect(*over, *flags, steps=3)
+    counts = ran.balance()
+    assert (counts["trained"], counts["pending"]) == (12, 0)
+    assert counts["dropped/over_sampled"] == counts["issued"] - 12
+    if schedule == "lockstep":
+        again = collect(*over, *flags, steps=3)
+        assert again.ids() == ran.ids()
+        tokens = [[s.tokens for group in step for s in group.samples] for step in ran.steps]
+        assert [[s.tokens for group in step for s in group.samples] for step in again.steps] == tokens
+
+
 # -- the gate alone
 
 
