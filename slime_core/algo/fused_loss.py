@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slime_core.algo.logprobs import Head, HeadGradients, Softmax
+from slime_core.algo.logprobs import Head, HeadGradients, Softmax, inverse_of
 
 Tensor = torch.Tensor
 BlockLoss = Callable[[slice, Tensor, Tensor], Tensor]
@@ -81,5 +81,4 @@ def linear_loss(
 
     Arguments as in `logprobs.linear_log_probs`. ``loss`` is asked at least once, with no rows where there are none.
     """
-    inverse = temperature.reciprocal() if temperature is not None else None
-    return _LinearLoss.apply(hidden, weight, bias, target, inverse, chunk, loss)  # type: ignore[no-any-return]
+    return _LinearLoss.apply(hidden, weight, bias, target, inverse_of(temperature, hidden), chunk, loss)  # type: ignore[no-any-return]

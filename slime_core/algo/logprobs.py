@@ -241,6 +241,11 @@ class _LinearLogProbs(torch.autograd.Function):
         return *gradients.finish(), None, None, None
 
 
+def inverse_of(temperature: Tensor | None, like: Tensor) -> Tensor | None:
+    """1 / temperature, [R] in the dtype that log-probs have."""
+    return None if temperature is None else temperature.to(torch.promote_types(like.dtype, torch.float32)).reciprocal()
+
+
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -260,8 +265,7 @@ def linear_log_probs(
         temperature: [R], logits are divided by it; None is 1
         chunk: rows whose logits are alive at once, at most; 0 is as many as ``LOGITS`` bytes hold
     """
-    inverse = temperature.reciprocal() if temperature is not None else None
-    return _LinearLogProbs.apply(hidden, weight, bias, target, inverse, chunk)  # type: ignore[no-any-return]
+    return _LinearLogProbs.apply(hidden, weight, bias, target, inverse_of(temperature, hidden), chunk)  # type: ignore[no-any-return]
 
 
 class _LogitsLogProbs(torch.autograd.Function):
@@ -272,7 +276,7 @@ class _LogitsLogProbs(torch.autograd.Function):
         soft = softmax(logits, target, inverse)
         ctx.save_for_backward(logits, target, inverse, *soft)
         ctx.set_materialize_grads(False)
-        return soft.log_probs, soft.entropy
+        return soft.log_probs.clone(), soft.entropy.clone()  # no views: FSDP's hooks want none
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -286,5 +290,4 @@ class _LogitsLogProbs(torch.autograd.Function):
 
 def logits_log_probs(logits: Tensor, target: Tensor, *, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`linear_log_probs`, from logits [R, vocab] that a model made itself (soft caps, scales)."""
-    inverse = temperature.reciprocal() if temperature is not None else None
-    return _LogitsLogProbs.apply(logits, target, inverse)  # type: ignore[no-any-return]
+    return _LogitsLogProbs.apply(logits, target, inverse_of(temperature, logits))  # type: ignore[no-any-return]

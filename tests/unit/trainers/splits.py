@@ -1,0 +1,82 @@
+"""One optimizer step's loss, metrics and every gradient, and the same step's batch in another order."""
+
+import numpy as np
+import torch
+
+from slime_core.trainers.fsdp.passes import Sums
+from slime_core.trainers.fsdp.sharding import full
+from slime_core.trainers.prepare import prepared
+from slime_core.types import Batch
+
+SETTINGS = {
+    "clip": {"eps_clip_high": 0.28, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
+    "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.25, "loss_aggregation": "token_mean"},
+    "tis": {"use_tis": True, "tis_batch_normalize": True, "use_rs": True, "rs_upper_bound": 1.2, "eps_clip_c": 3.0},
+}
+
+
+def with_roles(batch, seed=5):
+    """Advantages and log-probs of several policies near those of an untrained model, some of them beyond the clip."""
+    draw = np.random.default_rng(seed)
+    count = len(batch.loss_mask)
+    near = np.full(count, -4.1) + draw.normal(size=count) * 0.2
+    batch.columns["advantages"] = draw.normal(size=count).astype(np.float32)
+    for name in ("policy", "reference", "rollout_log_probs"):
+        batch.columns[name] = (near + draw.normal(size=count) * 0.15).astype(np.float32)
+    return batch
+
+
+def reordered(batch, order):
+    """The batch with its samples in another order; rollout and group ids stay."""
+
+    def rows(values, offsets):
+        return np.concatenate([values[offsets[i] : offsets[i + 1]] for i in order])
+
+    def ends(offsets):
+        return np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).astype(np.int64)
+
+    return Batch(
+        version=batch.version,
+        sample_ids=[batch.sample_ids[i] for i in order],
+        tasks=[batch.tasks[i] for i in order],
+        group=batch.group[order],
+        rollout=batch.rollout[order],
+        reward=batch.reward[order],
+        tokens=rows(batch.tokens, batch.offsets),
+        offsets=ends(batch.offsets),
+        loss_mask=rows(batch.loss_mask, batch.response_offsets),
+        response_offsets=ends(batch.response_offsets),
+        columns={name: rows(values, batch.response_offsets) for name, values in batch.columns.items()},
+        temperature=batch.temperature[order],
+    )
+
+
+def step_of(worker, batch, loss=None):
+    """Totals of the first optimizer step (``loss`` and metrics) and whole gradients in float64; nothing is stepped.
+
+    ``loss`` stands in for the worker's own.
+    """
+    own = worker.loss
+    worker.loss = loss or own
+    try:
+        batch = prepared(batch, worker.loss, worker.stage.train)
+        sums = Sums(batch.response_offsets, worker.device)
+        worker._backward(worker._pack(batch)[0], sums)
+        totals, _ = sums.finish(worker.world)
+        grads = {}
+        for name, p in worker.parameters().items():
+            grads[name] = full((p.grad if p.grad is not None else torch.zeros_like(p)).detach()).double().clone()
+        return totals, grads
+    finally:
+        worker._forget()
+        worker.loss = own
+
+
+def difference(got, want):
+    """The largest error of totals and of gradients, each relative to its own size."""
+    errors = {name: abs(got[0][name] - value) / max(abs(value), 1e-2) for name, value in want[0].items()}
+    for name, grad in want[1].items():
+        errors[name] = float((got[1][name] - grad).abs().max() / grad.abs().max().clamp(min=1e-6))
+    assert got[0].keys() == want[0].keys()
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst

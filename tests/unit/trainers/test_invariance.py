@@ -1,0 +1,108 @@
+"""One step's loss and gradients are the same for any split of it: micro-batches, packs, padding, order, ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import split_main
+import splits
+import trainer_bench as made
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
+
+from slime_core.testing import tiny_model
+
+HERE = Path(__file__).parent
+TOLERANCE = 3e-5  # float32, of the largest entry of each gradient
+drawn = settings(deadline=None, derandomize=True, max_examples=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
+
+
+@pytest.fixture(scope="module", params=splits.SETTINGS)
+def one(request, folder):
+    found = made.Bench(folder, **splits.SETTINGS[request.param], max_tokens_per_gpu=10_000)
+    yield found
+    found.thread.close()
+
+
+def step(one, batch, max_tokens=10_000, packs=True):
+    """The step with packs of ``max_tokens``, or one sequence a row."""
+    worker = one.worker
+    worker.stage = worker.stage.model_copy(
+        update={"train": worker.stage.train.model_copy(update={"max_tokens_per_gpu": max_tokens})}
+    )
+    policy = worker.policy
+    own = policy.packs, policy.fused, policy.hf.config._attn_implementation
+    if not packs:  # as for a model that cannot be packed
+        policy.packs = policy.fused = False
+        policy.hf.set_attn_implementation("sdpa")
+    try:
+        return one.thread.call(splits.step_of, worker, batch)
+    finally:
+        policy.packs, policy.fused = own[:2]
+        policy.hf.set_attn_implementation(own[2])
+
+
+@pytest.mark.unit
+@drawn
+@given(
+    seed=st.integers(0, 999), groups=st.integers(1, 3), rollouts=st.integers(1, 4), longest=st.integers(1, 9),
+    max_tokens=st.integers(1, 80), masked=st.sampled_from([0.0, 0.3, 0.9]), shuffle=st.integers(0, 99),
+)  # fmt: skip
+def test_packs_accumulation_and_order_change_nothing(
+    one, seed, groups, rollouts, longest, max_tokens, masked, shuffle
+):
+    batch = splits.with_roles(made.batch_of(seed=seed, groups=groups, rollouts=rollouts, longest=longest), seed)
+    draw = np.random.default_rng(seed + shuffle)
+    batch.loss_mask *= (draw.random(len(batch.loss_mask)) >= masked).astype(np.float32)
+    want = step(one, batch)
+    other = splits.reordered(batch, draw.permutation(len(batch)))
+    error, where = splits.difference(step(one, other, max_tokens), want)
+    assert error < TOLERANCE, where
+
+
+@pytest.mark.unit
+def test_one_sequence_a_row_changes_nothing(one):
+    batch = splits.with_roles(made.batch_of())
+    error, where = splits.difference(step(one, batch, packs=False), step(one, batch, 50))
+    assert error < TOLERANCE, where
+
+
+@pytest.mark.unit
+def test_all_masked_but_one_token_is_the_same_in_any_split(one):
+    batch = splits.with_roles(made.batch_of())
+    batch.loss_mask[1:] = 0
+    error, where = splits.difference(step(one, batch, 1), step(one, batch))
+    assert error < TOLERANCE, where
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    split_main.run(folder, out, 0, 1)
+    return out
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(folder, alone, tmp_path, world):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    commands = [
+        [sys.executable, HERE / "split_main.py", folder, tmp_path, str(rank), str(world)] for rank in range(world)
+    ]
+    ranks = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    for case in splits.SETTINGS:
+        want, got = (load_file(str(out / f"{case}.safetensors")) for out in (alone, tmp_path))
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            scale = max(float(tensor.abs().max()), 1e-6 if tensor.ndim else 1e-2)
+            assert float((got[name] - tensor).abs().max()) / scale < TOLERANCE, (case, name)
