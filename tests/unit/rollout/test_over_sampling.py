@@ -261,3 +261,37 @@ def slime_reward(group, ctx):
     ran = collect(*OVER, *FREE, plugin=plugin, steps=3)
     assert ran.balance()["trained"] == 12
     assert ran.balance()["pending"] == 0
+
+
+BROKEN = """
+import dataclasses
+import slime_core
+
+@slime_core.hookimpl
+async def slime_generate(group, ctx):
+    if group.prompt.position % 3 == 1:
+        raise ValueError("no tool")
+    for sample in group.samples:
+        await ctx.generate(sample)
+    fan = group.samples[1]
+    group.rollouts[fan.rollout_id].append(len(group.samples))
+    group.samples.append(dataclasses.replace(fan, tokens=list(fan.tokens), metadata={}))
+    return group
+
+@slime_core.hookimpl
+def slime_reward(group, ctx):
+    return [float(i) for i in range(len(group.samples))]
+"""
+
+
+@pytest.mark.parametrize("partial", [(), ("--partial-rollout",)], ids=["dropped", "partial"])
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_broken_groups_and_fan_out_are_each_in_one_state(collect, schedule, partial):
+    flags = (*OVER, *partial, "--async-schedule", schedule, "--on-plugin-error", "drop")
+    ran = collect(*flags, plugin=BROKEN, steps=3)
+    counts = ran.balance()
+    assert counts["trained"] == 3 * 2 * 3, "two rollouts a group, one of them with a sibling"
+    assert counts["pending"] == 0
+    assert counts["dropped/plugin_error"] % 2 == 0
+    told = sum((c.drops for c in ran.counts), ran.counts[0].drops.__class__())
+    assert {f"dropped/{name}": n for name, n in told.items()} == {k: n for k, n in counts.items() if "/" in k}
