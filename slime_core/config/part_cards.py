@@ -14,7 +14,7 @@ PART_CARDS: tuple[Card, ...] = (
             "TIS": "use_tis, truncate: the policy term times min(ratio, tis_clip); clip: also at least tis_clip_low",
             "IcePop": "use_tis, tis_mode = mask: times the ratio inside [tis_clip_low, tis_clip], times 0 outside",
             "MIS": "use_rs: tokens or sequences whose ratio leaves [rs_lower_bound, rs_upper_bound] are rejected and "
-            "lose all their terms; rs_veto_threshold, also without use_rs: so are sequences with a token ratio below it",
+            "lose all their terms; rs_veto_threshold, also without use_rs: so are sequences with a token below it",
             "OPSM": "use_opsm: the policy term is 0 where A < 0 and the sequence's mean of log pi_old - log pi "
             "exceeds opsm_delta",
             "normalise": "tis_batch_normalize: weights divided by their mean over the optimizer step's trainable "
