@@ -228,6 +228,8 @@ def classifier(folder, path, kind="Token"):
     torch.manual_seed(11)
     model = getattr(transformers, f"AutoModelFor{kind}Classification").from_config(config)
     torch.nn.init.normal_(model.score.weight, std=0.3)
+    if model.score.bias is not None:
+        torch.nn.init.constant_(model.score.bias, 0.7)
     model.save_pretrained(str(path))
     return model.eval()
 

@@ -18,6 +18,7 @@ from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError, EngineError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.testing.models import VOCAB
 from slime_core.types import Sample
 
 pytestmark = pytest.mark.unit
@@ -115,7 +116,7 @@ def test_kl_in_the_reward_scores_the_starting_weights(bench):
         ("critic_load", {"advantage_estimator": "ppo"}),
     ],
 )
-@pytest.mark.parametrize("vocab", ["0123456789+=", "".join(reversed("0123456789+-*/=() abcdefghij"))])
+@pytest.mark.parametrize("vocab", ["0123456789+=", VOCAB[::-1]])
 def test_another_vocabulary_is_refused_at_the_start_and_both_models_are_named(bench, tmp_path, key, train, vocab):
     policy, other = tiny_model(tmp_path / "policy"), tiny_model(tmp_path / "other", vocab=vocab)
     with pytest.raises(TrainerError) as caught:
