@@ -29,6 +29,7 @@ from slime_core.algo.logprobs import Head, HeadGradients, linear_log_probs
 from slime_core.algo.losses import policy_loss
 
 MIB = 1 << 20
+SEQUENCES = 8
 
 
 @dataclass(slots=True)
@@ -56,7 +57,8 @@ class Case:
         target = torch.randint(vocab, (tokens,), generator=draw, device=device)
         with torch.no_grad():
             old, _ = linear_log_probs(states, weight, target, chunk=chunk)
-        return cls(states, weight, target, old, normal(tokens), chunk, noise_of(weight, tokens, chunk))
+        advantages = normal(SEQUENCES).repeat_interleave(tokens // SEQUENCES)
+        return cls(states, weight, target, old, advantages, chunk, noise_of(weight, tokens, chunk))
 
     def loss(self, part: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """The sum over these rows of the clipped loss at weight 1 / R."""
@@ -87,7 +89,7 @@ class Case:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
         module = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, epsilon_low=0.2, epsilon_high=0.28)
-        rows = 8  # sequences
+        rows = SEQUENCES
         ids, old = self.target.view(rows, -1), self.old.view(rows, -1)
         advantages, mask = self.advantages.view(rows, -1)[:, 0].contiguous(), torch.ones_like(ids)
 

@@ -141,7 +141,7 @@ def run_slime(side: Side, folder: Path) -> list[float]:
         "BENCH_LENGTHS": json.dumps(lengths(side)),
         "BENCH_STAMPS": str(stamps),
         "BENCH_CLOCK": side.clock,
-        "PYTHONPATH": str(site),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
     }
     _process(command, folder, side, env)
     rows = [line.split(" ", 1) for line in stamps.read_text().splitlines()]

@@ -238,6 +238,8 @@ class _LinearLogProbs(torch.autograd.Function):
             mine = [grad[part] if grad is not None else None for grad in grads]
             head.gradient_(logits, part, Softmax(*(values[part] for values in soft)), *mine)
             gradients.add(logits, hidden[part], part)
+            del logits
+        del room  # before the sums are copied to the weights' dtype
         return *gradients.finish(), None, None, None
 
 

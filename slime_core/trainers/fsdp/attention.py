@@ -46,7 +46,7 @@ class Run:
 
     def fill(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] to [count, length, ...]."""
-        mine = x[self.start : self.stop] if self.gather is None else x.index_select(0, self.gather)
+        mine = x[self.start : self.stop] if self.gather is None else take(x, self.gather)
         return mine.reshape(self.count, self.length, *x.shape[1:])
 
     def fill_gradient(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,6 +140,13 @@ def _run(sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: to
     return Run(start, stop, count, length, gather, out_rows, out_places, future)
 
 
+def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``x[rows]`` [n, ...], whose gradient has the same bits every time, also where a row is taken more than once."""
+    if not x.is_cuda:
+        return x.index_select(0, rows)  # on a GPU its gradient is added up in no order
+    return nn.functional.embedding(rows, x.flatten(1)).view(-1, *x.shape[1:])
+
+
 def segment_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -178,7 +185,7 @@ def _varlen(
 
     cu, longest = segments.cu_seqlens, segments.longest
     if segments.gather is not None:
-        q, k, v = (x.index_select(0, segments.gather) for x in (q, k, v))
+        q, k, v = (take(x, segments.gather) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = varlen_attn(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algo.fused_loss import BlockLoss, linear_loss
 from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
-from slime_core.trainers.fsdp.attention import NAME, Segments, register
+from slime_core.trainers.fsdp.attention import NAME, Segments, register, take
 from slime_core.trainers.fsdp.fused import fuse
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Policy(nn.Module):
         if not self.linear_head:
             logits = self.hf(**kwargs, logits_to_keep=rows.predict).logits[0]
             return logits_log_probs(logits, rows.target, temperature=rows.temperature)
-        hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, rows.predict)
+        hidden = take(self.hf.base_model(**kwargs).last_hidden_state[0], rows.predict)
         head = self.hf.get_output_embeddings()
         more: dict[str, Any] = {"bias": head.bias, "temperature": rows.temperature, "chunk": self.chunk}
         if loss is not None:
