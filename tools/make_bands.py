@@ -73,7 +73,7 @@ SUPERVISED = [
     *("--rollout-batch-size", "128", "--lr-decay-style", "linear", "--lr", "4e-3", "--min-lr", "2e-4"),
     *("--lr-warmup-iters", "20"),
 ]
-WARMUP = [*SUPERVISED, "--hf-checkpoint", str(MODEL), "--init-weights", "random", "--num-rollout", "250"]
+WARMUP = [*SUPERVISED, "--hf-checkpoint", str(MODEL), "--init-weights", "random", "--num-rollout", "400"]
 TEACHER = [*SUPERVISED, "--num-rollout", "200", "plugin.rm_math.carry_lost=0.0"]
 LEARN = [
     *('data.tasks=[{name = "arithmetic"}]', "--num-rollout", "30", "--rollout-batch-size", "32"),
