@@ -200,7 +200,7 @@ class FakeTrainer:
         """See `protocols.Trainer`: the whole gradient against the sum of each sample's."""
         fast = self.gradient(batch)
         slow = np.sum([self.gradient(batch, i, len(batch)) for i in range(len(batch))], axis=0)
-        error = float(np.linalg.norm(fast - slow) / max(np.linalg.norm(slow), 1e-300))
+        error = float(np.linalg.norm(fast - slow)) / max(float(np.linalg.norm(slow)), 1e-300)
         return {"gradient_error": error, "loss_error": 0.0, "limit": 1e-9, "gradient_error/head": error}
 
     def gradient(self, batch: Batch, rank: int = 0, world: int = 1) -> NDArray[np.float64]:
