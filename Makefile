@@ -40,7 +40,7 @@ nightly: $(VENV)/.dev  ## the long tests, and the demo's recipe over five seeds
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
 	$(BIN)/python tools/bench_demo.py --seeds 5
 
-bench: $(VENV)/.bench  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
+bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
 	set -e; for tool in $(filter-out tools/bench_demo.py,$(sort $(wildcard tools/bench_*.py))); do \
 		echo "== $$tool"; $(BIN)/python $$tool; done
 
@@ -67,6 +67,3 @@ $(VENV)/.dev: $(MANIFESTS) | $(BIN)/python
 	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS)
 	@touch $@ $(VENV)/.demo
 
-$(VENV)/.bench: $(VENV)/.dev
-	$(PIP) trl
-	@touch $@

@@ -288,12 +288,13 @@ def main() -> None:
     for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.small:
+        print("there is no GPU: toy sizes, as with --small\n")
+        args.small = True
     for name, value in (toy if args.small else sizes).items():
         setattr(args, name, getattr(args, name) or value)
     args.length = args.length or args.tokens // 8
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not args.small:
-        parser.error("there is no GPU; --small runs on a CPU")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     print(f"{versions(device)}\n\n{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {dtype}\n")
     head_table(args, device, dtype)
