@@ -157,11 +157,8 @@ def test_the_policy_loss_of_one_step_has_the_gradient_of_the_advantage(load):
     import torch
 
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, metrics = (
-        load()
-        .loss("policy_loss")
-        .fn(log_probs, torch.zeros(2), {"advantages": torch.tensor([1.0, -0.5])}, TrainSection())
-    )
+    columns = {"advantages": torch.tensor([1.0, -0.5]), "loss_mask": torch.ones(2), "sample": torch.tensor([0, 1])}
+    loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(2), columns, TrainSection())
     loss.sum().backward()
     assert log_probs.grad.tolist() == [-1.0, 0.5]
     assert metrics["clip_fraction"].tolist() == [0.0, 0.0]
@@ -173,6 +170,7 @@ def test_the_policy_loss_clips_against_the_scored_policy(load):
 
     log_probs = torch.tensor([-0.5], requires_grad=True)
     columns = {"advantages": torch.tensor([1.0]), "policy": torch.tensor([-1.0])}
+    columns |= {"loss_mask": torch.ones(1), "sample": torch.tensor([0])}
     loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(1), columns, TrainSection())
     loss.sum().backward()
     assert loss.item() == pytest.approx(-1.2)
@@ -183,7 +181,8 @@ def test_the_policy_loss_clips_against_the_scored_policy(load):
 def test_the_supervised_loss_is_the_negative_log_prob(load):
     import torch
 
-    loss, _ = load().loss("sft_loss").fn(torch.tensor([-1.5, -0.25]), torch.zeros(2), {}, TrainSection())
+    columns = {"loss_mask": torch.ones(2)}
+    loss, _ = load().loss("sft_loss").fn(torch.tensor([-1.5, -0.25]), torch.zeros(2), columns, TrainSection())
     assert loss.tolist() == [1.5, 0.25]
 
 
