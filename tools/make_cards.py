@@ -50,7 +50,13 @@ def index(known: dict[str, Card]) -> str:
         "the critic's value; pi is the policy in training, pi_old the one before the step's first optimizer step,",
         "pi_ref the reference model; sg[x] is x without its gradient. Masked tokens enter no sum, mean or ratio.",
         "",
-        "A curve of each, over five seeds, is in [the benchmarks](../benchmarks.md).",
+        "How to see that they are right:",
+        "",
+        "- `tests/reference/`: every formula in float64 from its paper, one token at a time; the tests compare with it",
+        "- `python tools/compare_losses.py`: one batch under these losses, TRL's own code and the formulas of slime, verl",
+        "  and OpenRLHF, term by term, with the reason where they differ",
+        "- `slime run --verify-step N`: compares the gradient of step N of a real run with a plain recomputation",
+        "- [the benchmarks](../benchmarks.md): what each reached over five seeds",
     ]
     return "\n".join(lines) + "\n"
 
