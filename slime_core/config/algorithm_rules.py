@@ -101,9 +101,10 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 def _groups(config: Config) -> Iterator[Problem]:
     rollout, train = config.rollout, config.train
-    name, n = train.advantage_estimator, rollout.n_samples_per_prompt
-    if rollout.rollout_function_path or config.data.tasks:
-        return  # groups are as large as the function or the task makes them
+    name, own = train.advantage_estimator, rollout.n_samples_per_prompt
+    n = max((task.n_samples_per_prompt or own for task in config.data.tasks), default=own)
+    if rollout.rollout_function_path:
+        return  # groups are as large as the function makes them
     if name in GROUPED and n == 1 and train.loss_type == POLICY_LOSS:
         yield conflict(
             f"advantage_estimator = {name} with n_samples_per_prompt = 1",

@@ -105,6 +105,11 @@ def test_others_may_have_groups_of_one(recipe, name):
     load_config(recipe(), ["--n-samples-per-prompt=1", f"--advantage-estimator={name}"])
 
 
+def test_tasks_without_a_size_of_their_own_have_the_groups_of_the_section(recipe):
+    with pytest.raises(ConfigError, match="n_samples_per_prompt = 1"):
+        load_config(recipe("[data]\ntasks = [{name = 'a'}, {name = 'b'}]\n"), ["--n-samples-per-prompt=1"])
+
+
 def test_groups_of_tasks_and_of_functions_are_as_large_as_those_make_them(recipe):
     load_config(recipe("[data]\ntasks = [{name = 'a', n_samples_per_prompt = 4}]\n"), ["--n-samples-per-prompt=1"])
     load_config(recipe(), ["--n-samples-per-prompt=1", "--rollout-function-path=mod:fn"])
