@@ -52,9 +52,9 @@ def index(known: dict[str, Card]) -> str:
         "",
         "How to see that they are right:",
         "",
-        "- `tests/reference/`: every formula in float64 from its paper, one token at a time; the tests compare with it",
-        "- `python tools/compare_losses.py`: one batch under these losses, TRL's own code and the formulas of slime, verl",
-        "  and OpenRLHF, term by term, with the reason where they differ",
+        "- `tests/reference/`: every formula in float64 from its paper, token by token; tests compare with it",
+        "- `python tools/compare_losses.py`: one batch under these losses, TRL's own code and the formulas of slime,",
+        "  verl and OpenRLHF, term by term, with the reason where they differ",
         "- `slime run --verify-step N`: compares the gradient of step N of a real run with a plain recomputation",
         "- [the benchmarks](../benchmarks.md): what each reached over five seeds",
     ]

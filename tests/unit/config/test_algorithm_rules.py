@@ -8,6 +8,7 @@ from slime_core.config.cards import cards
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import TrainSection
+from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
