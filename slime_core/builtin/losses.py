@@ -83,6 +83,8 @@ def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train
     trainer = columns["policy"] if "policy" in columns else log_probs.detach()
     if train.use_rollout_logprobs and ENGINE not in columns:
         raise _lacking(ENGINE, "train.use_rollout_logprobs")
+    if train.kl_loss_coef > 0 and "reference" not in columns:
+        raise _lacking("reference", "train.kl_loss_coef")
     old = columns[ENGINE] if train.use_rollout_logprobs else trainer
     weights, rejected, metrics = _correct(log_probs.detach(), trainer, old, columns, train)
     loss, more = losses.policy_loss(
@@ -164,7 +166,8 @@ def _lacking(column: str, key: str) -> TrainerError:
         f"the batch has no column {column}, which {key} reads",
         where=key,
         why="no sample of the step brought it" if column == ENGINE else "the trainer did not score it",
-        fix=f"leave {key.rpartition('.')[2]} out, or have slime_generate keep the engine's log-probs",
+        fix=f"leave {key.rpartition('.')[2]} out"
+        + (", or have slime_generate keep the engine's log-probs" if column == ENGINE else ""),
     )
 
 

@@ -312,3 +312,9 @@ def test_the_mean_weight_is_a_column_a_token():
     found = POLICY.prepare(arrays(step(SEQUENCE)[1]), train)
     assert set(found) == {MEAN_WEIGHT}
     assert (found[MEAN_WEIGHT].shape, found[MEAN_WEIGHT].dtype) == ((4,), np.float32)
+
+
+def test_kl_in_the_loss_without_a_reference_is_an_error_that_names_the_key():
+    new, columns = step(ONE, without={"reference"})
+    with pytest.raises(TrainerError, match=r"no column reference, which train\.kl_loss_coef reads"):
+        run(TrainSection(kl_loss_coef=0.1), new, columns)
