@@ -307,6 +307,12 @@ def _loss_notices(config: Config) -> list[str]:
         )
     if train.use_tis and train.tis_clip < 1:
         found.append(f"tis_clip = {train.tis_clip:g} is below 1: tokens on which both sides agree are cut too")
+    cut = config.rollout.rollout_top_p < 1 or config.rollout.rollout_top_k > 0
+    if cut and (train.use_tis or train.use_rs or train.use_rollout_logprobs):
+        found.append(
+            "rollout_top_p or rollout_top_k cuts the distribution that the engine's log-probs are of, and the trainer's "
+            "are of the whole one: the ratio between them holds that difference too"
+        )
     one_step = train.num_steps_per_rollout == 1 and train.global_batch_size == 0
     if train.use_opsm and one_step and not train.use_rollout_logprobs:
         found.append(

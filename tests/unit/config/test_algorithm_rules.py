@@ -166,6 +166,7 @@ def test_unused_bounds_are_no_conflict(recipe):
         pytest.param(["--advantage-estimator=gspo", "--eps-clip=0.2"], "eps_clip = 0.2", id="wide clip of gspo"),
         pytest.param(["--policy-objective=cispo"], "raised to at least 0.8", id="cispo's lower bound"),
         pytest.param(["--use-tis", "--tis-clip=0.5"], "agree are cut too", id="tis below 1"),
+        pytest.param(["--use-tis", "--rollout-top-p=0.9"], "cuts the distribution", id="tis under a cut distribution"),
         pytest.param(["--use-opsm"], "masks nothing", id="opsm on policy"),
         pytest.param(["--tis-level=sequence"], "tis_level does nothing without use_tis", id="tis off"),
         pytest.param(["--rs-level=token", "--rs-upper-bound=3"], "do nothing without use_rs", id="rs off"),
