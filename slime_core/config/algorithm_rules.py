@@ -310,8 +310,8 @@ def _loss_notices(config: Config) -> list[str]:
     cut = config.rollout.rollout_top_p < 1 or config.rollout.rollout_top_k > 0
     if cut and (train.use_tis or train.use_rs or train.use_rollout_logprobs):
         found.append(
-            "rollout_top_p or rollout_top_k cuts the distribution that the engine's log-probs are of, and the trainer's "
-            "are of the whole one: the ratio between them holds that difference too"
+            "rollout_top_p or rollout_top_k cuts the distribution that the engine's log-probs are of, and the "
+            "trainer's are of the whole one: the ratio between them holds that difference too"
         )
     one_step = train.num_steps_per_rollout == 1 and train.global_batch_size == 0
     if train.use_opsm and one_step and not train.use_rollout_logprobs:
