@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-STD_EPSILON = 1e-6  # added to the standard deviation, as the group estimators do
-TIE = 1e-12  # means that differ by less, relatively, differ by rounding
+from slime_core.algo.estimators import compare
 
 
 def soft_overlong(length: NDArray[np.int64], limit: int, buffer: int, factor: float) -> NDArray[np.float64]:
@@ -49,13 +48,7 @@ def group_normalised(values: NDArray[np.float64], rollout: NDArray[np.int64]) ->
         rollout: [S], any id a rollout.
     """
     values = np.asarray(values, dtype=np.float64)
-    if len(values) == 0 or values.min() == values.max():
-        return np.zeros(len(values), dtype=np.float64)
-    _, place = np.unique(rollout, return_inverse=True)
-    means = np.bincount(place, values) / np.bincount(place)
-    tie = float(means.max() - means.min()) <= TIE * float(np.abs(means).max())
-    scale = 1.0 if tie else float(means.std(ddof=1)) + STD_EPSILON
-    return np.asarray((values - means.mean()) / scale, dtype=np.float64)
+    return compare(values, np.zeros(len(values), dtype=np.int64), rollout, std="group").of(values)
 
 
 def weighed(

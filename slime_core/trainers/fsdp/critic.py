@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp import checks
-from slime_core.trainers.fsdp.attention import Segments
 from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.passes import Sums
+from slime_core.trainers.fsdp.passes import Sums, on_device
 from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import reshard, shard
 from slime_core.trainers.fsdp.values import ValueModel, build_values
@@ -120,22 +119,13 @@ class Critic:
             total = torch.where(counts, losses * weight, 0).sum()
             total.backward()
             if not torch.isfinite(total.detach()):
-                rows = (~torch.isfinite(losses.detach()) & counts).nonzero()[:, 0].cpu().numpy()
-                owners = np.searchsorted(sums.response_offsets, micro.response[rows], side="right") - 1
-                sums.bad.update(owners.tolist() if len(rows) else micro.samples.tolist())
+                sums.blame(losses.detach(), counts, micro.response, micro.samples)
             seen = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
             sums.add({"loss": total.detach(), **seen})
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
-        def on_device(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-        values: torch.Tensor = self.model(
-            on_device(micro.tokens),
-            on_device(micro.position_ids),
-            Segments.of(micro.cu_seqlens, micro.prefix, self.device),
-            on_device(micro.predict),
-        )
+        predict = torch.from_numpy(micro.predict).to(self.device, non_blocking=True)
+        values: torch.Tensor = self.model(*on_device(micro, self.device), predict)
         return values
 
     def save(self, path: Path) -> None:

@@ -35,6 +35,19 @@ class Sums:
         for name, number in zip(values, numbers):
             self.totals[name] = self.totals.get(name, 0.0) + number
 
+    def blame(self, values: torch.Tensor, counts: torch.Tensor, response: NDArray[np.int64], packed: Any) -> None:
+        """Note the samples that own tokens with a loss that is not finite; all of a pack where its sum alone is not.
+
+        Args:
+            values: losses of tokens
+            counts: bool, where they enter the loss
+            response: where the tokens lie in the Batch's columns
+            packed: samples of the pack
+        """
+        bad = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
+        owners = np.searchsorted(self.response_offsets, response[bad], side="right") - 1
+        self.bad.update(map(int, owners if len(bad) else packed))
+
     def reduce_scalar(self, value: float, world: int) -> float:
         """The sum over ranks of one number."""
         if world == 1:
@@ -61,7 +74,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every response token of the pack, [R]."""
     found: tuple[torch.Tensor, torch.Tensor] = policy(
-        *_pack(micro, device), Rows(_tensor(micro.predict, device), _tensor(micro.target, device), temperature)
+        *on_device(micro, device), Rows(_tensor(micro.predict, device), _tensor(micro.target, device), temperature)
     )
     return found
 
@@ -83,14 +96,14 @@ def backward(
             _tensor(micro.target[rows], sums.device),
             temperature[place.to(temperature.device)] if temperature is not None else None,
         )
-        (total,) = policy(*_pack(micro, sums.device), mine, share)
+        (total,) = policy(*on_device(micro, sums.device), mine, share)
     else:
         share = _Share(loss, train, micro, np.arange(len(micro.weight)), sums.device)
         total = share(slice(None), *forward(policy, micro, temperature, sums.device))
     total.backward()
     sums.add({"loss": total, **share.seen})
     if not torch.isfinite(total.detach()):
-        share.name_bad(sums)
+        share.blame(sums)
 
 
 def within_forward(policy: Policy, loss: Loss, train: Any) -> bool:
@@ -130,19 +143,16 @@ class _Share:
                 self.seen[name] = self.seen[name] + total if name in self.seen else total
         return torch.where(counts, values * weight, 0).sum()
 
-    def name_bad(self, sums: Sums) -> None:
+    def blame(self, sums: Sums) -> None:
         """Note the samples that own tokens with a loss that is not finite."""
-        bad = (~torch.isfinite(torch.cat(self.values)) & (self.weight > 0)).nonzero()[:, 0].cpu().numpy()
-        tokens = self.micro.response[self.rows[bad]]
-        sums.bad.update((np.searchsorted(sums.response_offsets, tokens, side="right") - 1).tolist())
-        if not len(bad):  # finite values whose sum is not
-            sums.bad.update(int(i) for i in self.micro.samples)
+        sums.blame(torch.cat(self.values), self.weight > 0, self.micro.response[self.rows], self.micro.samples)
 
 
 def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
-def _pack(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    """Tokens, their positions and the segments of a pack, as a model takes them."""
     segments = Segments.of(micro.cu_seqlens, micro.prefix, device)
     return _tensor(micro.tokens, device), _tensor(micro.position_ids, device), segments
