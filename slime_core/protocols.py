@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
+    from slime_core.durable import FileMark
     from slime_core.types import (
         Batch,
         Columns,
@@ -111,11 +112,25 @@ class Trainer(Protocol):
         ...
 
     async def save(self, path: Path) -> None:
-        """Write parameters and training state into the folder ``path``."""
+        """Begin to write parameters and training state into the new folder ``path``.
+
+        On return the state is copied and training may go on; :meth:`saved` tells when it is on disk.
+        """
+        ...
+
+    async def saved(self) -> dict[str, FileMark]:
+        """Wait for the last :meth:`save`: every file of it is durable, by its path relative to the folder.
+
+        The marks are taken from the bytes that were meant, not read back. Raises StorageError where writing failed.
+        """
         ...
 
     async def restore(self, path: Path) -> None:
-        """Read what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote, on any number of ranks; after :meth:`begin` of the stage that saved."""
+        ...
+
+    async def fingerprint(self) -> str:
+        """A checksum of the parameters, the same for any number of ranks."""
         ...
 
     async def export(self, path: Path) -> None:
@@ -131,6 +146,40 @@ class Trainer(Protocol):
         ...
 
 
+Drops = Sequence[tuple[Sequence["Sample"], "Drop"]]
+"""Samples and the reason why they do not train."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One request of a sample to its engine and what it has brought: whole, or in pieces between which it stood.
+
+    Example: Turn(request=request, pieces=[completion], finish="stop")
+    """
+
+    request: GenerateRequest
+    pieces: list[Completion] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort", ""] = ""  # empty while it goes on
+
+
+@dataclass(slots=True, kw_only=True)
+class Recalled:
+    """What a ledger knows of one prompt's group, over the latest attempt of each sample.
+
+    ``pending``: not finished, and generated again. ``finished`` and ``trained``: ``samples`` are stored and in the
+    group's order. ``dropped``: nothing of it trains.
+    """
+
+    state: Literal["pending", "finished", "trained", "dropped"]
+    attempt: int = 0
+    version: int = 0  # that it made, where it is trained
+    samples: list[Sample] = field(default_factory=list)  # those that train, without the dropped ones
+    drops: dict[str, int] = field(default_factory=dict)  # reason -> samples
+    last_reason: str = ""  # of the drops
+    newest: int = -1  # highest version that made a token in any sample, dropped ones too
+    ticks: dict[str, int] = field(default_factory=dict)  # sample id -> tokens that ``newest`` made in it
+
+
 @runtime_checkable
 class Ledger(Protocol):
     """The Data Buffer: every sample of the run in exactly one state.
@@ -142,12 +191,34 @@ class Ledger(Protocol):
         """Record groups as pending before any of them is generated. Idempotent by sample id and attempt."""
         ...
 
-    async def finish(self, group: Group) -> None:
-        """Store a finished group's payload; fan-out siblings that were not issued are added."""
+    async def finish(self, group: Group, drops: Drops = ()) -> None:
+        """Store what of a group trains, and drop the rest of it, in one transaction.
+
+        Fan-out siblings that were not issued are added. A group that is finished stays as it was.
+        """
         ...
 
-    async def drop(self, samples: Sequence[Sample], drop: Drop) -> None:
-        """Move samples to their final state dropped(reason)."""
+    async def drop(self, drops: Drops) -> None:
+        """Move samples to their final state dropped(reason), all in one transaction; the first reason stands."""
+        ...
+
+    async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
+        """What is known of these prompts' groups, by prompt id; those that were never issued are left out."""
+        ...
+
+    async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+        """Keep what unfinished samples have generated, by sample id; it replaces what was kept of them before."""
+        ...
+
+    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+        """What :meth:`suspend` kept of these samples, tokens of version ``before`` and later cut off."""
+        ...
+
+    async def rewind(self, version: int) -> None:
+        """Go back to the moment when ``version`` was made: samples of later steps are finished, not trained.
+
+        Their journals stay: a later version is made again from the same samples, and must have the same fingerprint.
+        """
         ...
 
     async def journal(self, batch: Batch) -> None:
@@ -155,7 +226,10 @@ class Ledger(Protocol):
         ...
 
     async def trained(self, version: int, fingerprint: str = "") -> None:
-        """Mark the journaled samples of the step that made ``version`` as trained."""
+        """Mark the journaled samples of the step that made ``version`` as trained.
+
+        Raises StorageError where the version was made before with another fingerprint.
+        """
         ...
 
     async def composition(self, version: int) -> list[str]:

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
 LAYERS = {
-    0: ("errors", "types", "seeds", "threads"),
+    0: ("errors", "types", "seeds", "threads", "durable", "failpoints", "stopping"),
     1: ("protocols", "context", "hookspecs", "plugins", "config"),
     2: ("algo", "data", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
-    5: ("loop", "evaluate"),
+    5: ("loop", "evaluate", "resume"),
     6: ("testing",),
 }
 LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room in rooms} | {"slime_cli": 7}

@@ -56,7 +56,7 @@ dtype = "float32"
 eval_tasks = [{{ name = "{HELDOUT}" }}]
 skip_eval_before_train = true
 [report]
-ledger_keep_payloads = false
+save_interval = 0
 save_samples = 0
 [plugin.rm_math]
 digits = 2

@@ -24,7 +24,8 @@ from slime_core.buffer.codec import decode, encode, plain_reward
 from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED, connect, sqlite_error
 from slime_core.buffer.segments import Place, Segments
 from slime_core.errors import StorageError
-from slime_core.types import Batch, Drop, Group, Sample
+from slime_core.protocols import Drops
+from slime_core.types import Batch, Group, Sample
 
 R = TypeVar("R")
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
@@ -60,7 +61,9 @@ class SqliteLedger:
         self._reasons: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._closed = False
-        self._waiting: deque[tuple[Group, Future[None]]] = deque()  # finished groups that no transaction has taken yet
+        self._waiting: deque[tuple[Group, Drops, Future[None]]] = (
+            deque()
+        )  # finished groups that no transaction has taken yet
         try:
             self._db = self._thread.submit(connect, self.path).result()
         except BaseException:
@@ -76,7 +79,7 @@ class SqliteLedger:
         rows = [(s, g.prompt.position) for g in groups for s in g.samples]
         await self._call(self._issue, rows)
 
-    async def finish(self, group: Group) -> None:
+    async def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`. Pending samples of the prompt that the group no longer has become dropped(replaced).
 
         Raises:
@@ -84,17 +87,17 @@ class SqliteLedger:
             PluginError: PLG57, a field that JSON cannot hold.
         """
         done: Future[None] = Future()
-        self._waiting.append((group, done))
+        self._waiting.append((group, drops, done))
         await self._call(self._finish_waiting)
         await asyncio.wrap_future(done)
 
-    async def drop(self, samples: Sequence[Sample], drop: Drop) -> None:
+    async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; what is dropped keeps its first reason.
 
         Raises:
             StorageError: a sample that has trained.
         """
-        await self._call(self._drop, list(samples), drop.reason[:REASON_LENGTH])
+        await self._call(self._drop_all, drops)
 
     async def journal(self, batch: Batch) -> None:
         """See `protocols.Ledger`. The step makes version ``batch.version + 1``.
@@ -179,12 +182,12 @@ class SqliteLedger:
 
     def _finish_waiting(self) -> None:
         """Store every waiting group in one transaction; a group that cannot be stored fails alone."""
-        placed: list[tuple[Group, list[tuple[Sample, Place]]]] = []
+        placed: list[tuple[Group, Drops, list[tuple[Sample, Place]]]] = []
         answers: list[Future[None]] = []
         while self._waiting:
-            group, done = self._waiting.popleft()
+            group, drops, done = self._waiting.popleft()
             try:
-                placed.append((group, self._place(group)))
+                placed.append((group, drops, self._place(group)))
             except Exception as error:
                 done.set_exception(error)
             else:
@@ -194,7 +197,9 @@ class SqliteLedger:
         try:
             self.segments.sync()
             with self._transaction():
-                for group, samples in placed:
+                for group, drops, samples in placed:
+                    for unfit, drop in drops:
+                        self._drop(unfit, drop.reason[:REASON_LENGTH])
                     self._finish(group, samples)
         except Exception as error:
             failure = sqlite_error(error, self.path) if isinstance(error, sqlite3.Error) else error
@@ -231,21 +236,25 @@ class SqliteLedger:
             if (name, attempt) not in kept:
                 self._set_dropped(serial, REPLACED)
 
-    def _drop(self, samples: list[Sample], reason: str) -> None:
-        with self._transaction() as db:
-            for sample in samples:
-                db.execute(
-                    "INSERT INTO samples (id, attempt, state, position, rollout) VALUES (?, ?, ?, ?, ?) "
-                    "ON CONFLICT (id, attempt) DO NOTHING",
-                    (sample.id, sample.attempt, PENDING, sample.group_index, sample.rollout_id),
-                )
-                serial, state = db.execute(
-                    "SELECT serial, state FROM samples WHERE id = ? AND attempt = ?", (sample.id, sample.attempt)
-                ).fetchone()
-                if state == TRAINED:
-                    raise self._conflict(sample.id, "trained", "dropped")
-                if state != DROPPED:
-                    self._set_dropped(serial, reason)
+    def _drop_all(self, drops: Drops) -> None:
+        with self._transaction():
+            for samples, drop in drops:
+                self._drop(samples, drop.reason[:REASON_LENGTH])
+
+    def _drop(self, samples: Sequence[Sample], reason: str) -> None:
+        for sample in samples:
+            self._db.execute(
+                "INSERT INTO samples (id, attempt, state, position, rollout) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (id, attempt) DO NOTHING",
+                (sample.id, sample.attempt, PENDING, sample.group_index, sample.rollout_id),
+            )
+            serial, state = self._db.execute(
+                "SELECT serial, state FROM samples WHERE id = ? AND attempt = ?", (sample.id, sample.attempt)
+            ).fetchone()
+            if state == TRAINED:
+                raise self._conflict(sample.id, "trained", "dropped")
+            if state != DROPPED:
+                self._set_dropped(serial, reason)
 
     def _journal(self, version: int, stage: str, ids: list[str]) -> None:
         if len(set(ids)) != len(ids):

@@ -97,7 +97,19 @@ class RolloutSection(Section):
     )
     max_staleness: int = Field(0, ge=0, description="0 trains on-policy; k lets the collector run k steps ahead.")
     async_schedule: Literal["lockstep", "free"] = Field("lockstep", description="How groups meet steps when ahead.")
-    stale_policy: Literal["wait"] = Field("wait", description="For groups near the bound.")
+    stale_policy: Literal["wait", "restart", "mask", "drop"] = Field(
+        "wait",
+        description="A free group about to grow older than max_staleness: training waits for it, it starts again, its "
+        "older tokens leave the loss, or it is dropped.",
+    )
+    rollout_buffer_url: str = Field("", description="Rollouts are made elsewhere: URL of `slime buffer serve`.")
+    rollout_buffer_token_env: str = Field(
+        "SLIME_BUFFER_TOKEN", description="Environment variable that holds its token."
+    )
+    save_debug_rollout_data: str = Field("", description="Folder that gets every step's groups, a file a step.")
+    load_debug_rollout_data: str = Field("", description="Folder of such files: rollouts come from there.")
+    debug_rollout_only: bool = Field(False, description="Roll out and judge; train nothing.")
+    debug_train_only: bool = Field(False, description="Train from load_debug_rollout_data, without an engine.")
     generate_timeout: float = Field(3600.0, gt=0, description="Seconds for one group's generation.")
     on_plugin_error: Literal["fail", "drop"] = Field("fail", description="A hook that raises: stop or drop the group.")
     rollout_function_path: str = Field("", description="Function by path that replaces the rollout of a step.")
@@ -256,7 +268,13 @@ class ReportSection(Section):
     wandb_project: str = Field("slime", description="Its project.")
     wandb_group: str = Field("", description="Its group.")
     export_final: bool = Field(True, description="Write final/, a Hugging Face folder.")
-    ledger_keep_payloads: bool = Field(True, description="Keep token payloads of trained samples.")
+    save_interval: int = Field(20, ge=0, description="Steps between checkpoints; 0 is only at the end and on signals.")
+    save_keep: int = Field(2, ge=1, description="Checkpoints kept, the newest of them; older ones are removed.")
+    async_save: bool = Field(True, description="Write a checkpoint while training goes on; training waits for a copy.")
+    ledger_keep_steps: int = Field(
+        0, ge=0, description="Steps whose token payloads are kept behind the oldest checkpoint; 0 is all."
+    )
+    ledger_dir: str = Field("", description="Local folder of the ledger, where the run directory is on a network.")
     custom_rollout_log_function_path: str = Field("", description="Function by path.")
     custom_eval_rollout_log_function_path: str = Field("", description="Function by path.")
 

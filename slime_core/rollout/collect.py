@@ -26,15 +26,14 @@ from slime_core.rollout.pending import pending_group
 from slime_core.rollout.score import score_group
 from slime_core.rollout.streak import Streak
 from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
-from slime_core.types import Drop, Group, Prompt, Sample
+from slime_core.types import Drop, Group, Prompt
 
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Engine, Ledger
+    from slime_core.protocols import Drops, Engine, Ledger
 
 P = ParamSpec("P")
-Drops = list[tuple[list[Sample], Drop]]
 
 
 class Source(Protocol):
@@ -276,8 +275,7 @@ class Collector:
         if scored.group is None:
             await self._discard(group, scored.drops)
         else:
-            await self._drop(scored.drops)
-            await self._keep(scored.group)
+            await self._keep(scored.group, scored.drops)
 
     def _generated(self, group: Group) -> None:
         flight = self._flying[group.prompt.position]
@@ -285,9 +283,10 @@ class Collector:
         if self._race is not None:
             self._race.leave(flight, group)
 
-    async def _keep(self, group: Group) -> None:
+    async def _keep(self, group: Group, drops: Drops = ()) -> None:
         position = group.prompt.position
-        await self._ledger.finish(group)
+        await self._ledger.finish(group, drops)
+        self._count(drops)
         self.counts.tokens += sum(sample.response_length for sample in group.samples)
         self._kept[position] = group
         del self._flying[position]
@@ -307,8 +306,11 @@ class Collector:
             await self._fill()
 
     async def _drop(self, drops: Drops) -> None:
+        await self._ledger.drop(drops)
+        self._count(drops)
+
+    def _count(self, drops: Drops) -> None:
         for samples, drop in drops:
-            await self._ledger.drop(samples, drop)
             self.counts.drops[drop.reason] += len(samples)
 
     async def _cut(self, race: Race, taken: Sequence[int]) -> None:

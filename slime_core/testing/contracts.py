@@ -264,7 +264,7 @@ async def ledger_keeps_every_sample_in_one_state(ledger: Ledger) -> None:
     await ledger.finish(groups[1])
     await ledger.finish(groups[1])
     assert await _balance(ledger) == (7, 0, 0, 7), "a fan-out sibling counts once"
-    await ledger.drop(groups[2].samples, Drop(reason="zero_std"))
+    await ledger.drop([(groups[2].samples, Drop(reason="zero_std"))])
     counts = await ledger.counts()
     assert counts["dropped/zero_std"] == 2, counts
     assert await _balance(ledger) == (7, 0, 2, 5)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.errors import EngineError, StorageError, TrainerError
-from slime_core.protocols import Ability, PauseMode, Role
+from slime_core.protocols import Ability, Drops, PauseMode, Role
 from slime_core.seeds import seed_of
 from slime_core.types import Completion, WeightUpdate
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
-    from slime_core.types import Batch, Columns, Drop, GenerateRequest, Group, Sample
+    from slime_core.types import Batch, Columns, GenerateRequest, Group, Sample
 
 MEMORY = {"kv", "weights"}
 STATE = {"gradients", "optimizer", "parameters"}
@@ -302,16 +302,17 @@ class MemoryLedger:
             for sample in group.samples:
                 self.rows.setdefault(sample.id, Row("pending", sample))
 
-    async def finish(self, group: Group) -> None:
+    async def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`."""
+        await self.drop(drops)
         for sample in group.samples:
             row = self.rows.setdefault(sample.id, Row("pending", sample))
             if row.state == "pending":
                 row.state, row.sample = "finished", sample
 
-    async def drop(self, samples: Sequence[Sample], drop: Drop) -> None:
+    async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`."""
-        for sample in samples:
+        for sample, drop in [(sample, drop) for samples, drop in drops for sample in samples]:
             row = self.rows.setdefault(sample.id, Row("pending", sample))
             if row.state not in ("pending", "finished"):
                 raise StorageError(f"sample {sample.id} is {row.state} and cannot be dropped")

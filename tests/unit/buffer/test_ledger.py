@@ -94,7 +94,7 @@ def test_everything_is_still_there_after_reopening(use):
     async def write(ledger):
         await ledger.issue([group, sample_group(1)])
         await ledger.finish(group)
-        await ledger.drop(sample_group(1).samples, Drop(reason="zero_std"))
+        await ledger.drop([(sample_group(1).samples, Drop(reason="zero_std"))])
         await ledger.journal(batch_of(4, ids_of(group)))
         await ledger.trained(5, "f00d")
 
@@ -115,13 +115,13 @@ def test_repeating_any_call_changes_nothing(use):
         for _ in range(3):
             await ledger.issue([group, other])
             await ledger.finish(group)
-            await ledger.drop(other.samples, Drop(reason="first"))
+            await ledger.drop([(other.samples, Drop(reason="first"))])
             await ledger.journal(batch_of(0, ids_of(group)))
         for _ in range(3):
             await ledger.trained(1, "f00d")
             await ledger.issue([group, other])
             await ledger.finish(group)
-        await ledger.drop(other.samples, Drop(reason="second"))
+        await ledger.drop([(other.samples, Drop(reason="second"))])
         return dict(await ledger.counts())
 
     assert use(body) == {"issued": 4, "trained": 2, "pending": 0, "dropped/first": 2}
@@ -168,7 +168,7 @@ def test_a_sample_leaves_its_state_only_forward(use, first, then, what):
             await ledger.journal(batch_of(0, ids_of(group)))
             await ledger.trained(1)
         if name == "drop":
-            await ledger.drop(group.samples, Drop(reason="x"))
+            await ledger.drop([(group.samples, Drop(reason="x"))])
         if name == "restart":
             again = sample_group(0)
             for sample in again.samples:
@@ -223,7 +223,7 @@ def test_fan_out_siblings_stand_for_the_sample_that_was_issued(use):
 
 def test_samples_that_were_never_issued_are_counted_when_they_are_dropped(use):
     async def body(ledger):
-        await ledger.drop(sample_group(0).samples, Drop(reason="infra_error"))
+        await ledger.drop([(sample_group(0).samples, Drop(reason="infra_error"))])
         return dict(await ledger.counts())
 
     assert use(body) == {"issued": 2, "trained": 0, "pending": 0, "dropped/infra_error": 2}
@@ -354,7 +354,7 @@ def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
 
     async def body(ledger):
         await ledger.issue(groups)
-        await ledger.drop(groups[3].samples, Drop(reason="x"))
+        await ledger.drop([(groups[3].samples, Drop(reason="x"))])
         await ledger._call(lambda: ledger._db.set_trace_callback(lambda text: commits.append(text == "COMMIT")))
         answers = await asyncio.gather(*(ledger.finish(group) for group in groups), return_exceptions=True)
         failed = {i: type(answer) for i, answer in enumerate(answers) if answer is not None}

@@ -67,7 +67,7 @@ def test_states_are_those_that_the_ledger_counts(run_dir, group):
         groups = [group(i, [1.0, 0.0], [2, 2]) for i in range(3)]
         await ledger.issue(groups)
         await ledger.finish(groups[0])
-        await ledger.drop(groups[1].samples, Drop(reason="zero_std"))
+        await ledger.drop([(groups[1].samples, Drop(reason="zero_std"))])
         counts = dict(await ledger.counts())
         await ledger.close()
         return counts

@@ -1,0 +1,115 @@
+"""The few functions that touch durable state: write a file, make it durable, publish by one rename.
+
+Everything that must survive a crash goes through `disk`, so that a test can record the calls and replay every prefix
+of them with any write that was not synced lost or torn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FileMark:
+    """What a file must hold: its size in bytes and the sha256 of its content, in hex."""
+
+    size: int
+    sha256: str
+
+
+class Disk:
+    """The system calls, one method each. Every method raises OSError."""
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing; the answer is its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        """All of ``data`` at ``offset``."""
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            count = os.pwrite(fd, view, offset)
+            view, offset = view[count:], offset + count
+
+    def sync(self, fd: int) -> None:
+        """Make what was written through ``fd`` durable. After an error nothing is known of the file."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, replacing a file of that name."""
+        os.rename(old, new)
+
+    def make_folder(self, path: Path) -> None:
+        """A new folder."""
+        path.mkdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+
+disk = Disk()
+"""What every room uses; a test replaces its methods' target by assigning ``durable.disk``."""
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
+    """A new durable file; the mark is of the bytes that were meant. The folder is not synced.
+
+    Raises:
+        OSError: it exists, the disk is full, or the device failed; what the file then holds is unknown.
+    """
+    digest, size = hashlib.sha256(), 0
+    fd = disk.create(path)
+    try:
+        for part in parts:
+            digest.update(part)
+            disk.write(fd, part, size)
+            size += memoryview(part).nbytes
+        disk.sync(fd)
+    finally:
+        disk.close(fd)
+    return FileMark(size=size, sha256=digest.hexdigest())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a file in another's place: whole and durable, or the old one stays.
+
+    Raises:
+        OSError: as :func:`write_file`.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.unlink(missing_ok=True)
+    try:
+        write_file(aside, [data])
+        disk.rename(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    disk.sync_folder(path.parent)
+
+
+def sha256_of(path: Path) -> FileMark:
+    """The mark of a file as it is on disk.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileMark(size=file.tell(), sha256=digest.hexdigest())
