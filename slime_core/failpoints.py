@@ -55,9 +55,9 @@ class _Armed:
         self.name, _, nth = place.partition(":")
         self.nth = int(nth or 1)
         self.seen: Counter[str] = Counter()
-        if text and (self.name not in NAMES or self.action not in ("kill", "raise")):
+        if text and (self.name not in NAMES or self.action not in ("kill", "stop", "raise")):
             raise StorageError(
-                f"SLIME_FAILPOINT={text} names no failpoint", why="NAME:NTH=kill or NAME:NTH=raise; see NAMES"
+                f"SLIME_FAILPOINT={text} names no failpoint", why="NAME:NTH=kill, =stop or =raise; see NAMES"
             )
 
 
@@ -65,14 +65,18 @@ _armed = _Armed(os.environ.get("SLIME_FAILPOINT", ""))
 
 
 def failpoint(name: str) -> None:
-    """Die here, if the environment says so: ``kill`` is SIGKILL to this process, ``raise`` a StorageError."""
+    """Die here, if the environment says so: ``kill`` is SIGKILL to this process, ``raise`` a StorageError.
+
+    ``stop`` is SIGSTOP: whoever waits for this process may then kill it here, or let it go on.
+    """
     if _armed.name != name:
         return
     _armed.seen[name] += 1
     if _armed.seen[name] != _armed.nth:
         return
-    if _armed.action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if _armed.action in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if _armed.action == "kill" else signal.SIGSTOP)
+        return
     raise StorageError(f"failpoint {name}", why="SLIME_FAILPOINT asked for it")
 
 
