@@ -1,0 +1,116 @@
+"""How old a group may be when it trains: which groups a free step takes, when it waits, and what has grown too old.
+
+A group that version ``u`` began (the lowest version among its trainable tokens) may train in the steps up to version
+``u + max_staleness``. Pure functions of numbers; the collector acts on the answers.
+
+**wait** takes a step's groups only if all others that are open can still train in time: after the take at version v,
+the open groups that began at u or before must fit into the steps v + 1 ... u + max_staleness, a batch each, for every
+u (earliest deadline first; Jackson 1955). At most ``(max_staleness + 1) * batch`` groups are open and each begins with
+the version in training, so taking the oldest always fits: waiting ends when those end, and nothing is dropped.
+
+**restart, drop**: a step takes the oldest groups that are finished. What is then left and could not train at the next
+version is begun again, or dropped. **mask**: it goes on, and its tokens that are too old leave the loss when it is
+taken; only a group without any token young enough is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from slime_core.types import Group, Sample
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+STALE = "stale"
+"""Reason of samples that were dropped because of their age."""
+
+Policy = Literal["wait", "restart", "mask", "drop"]
+
+
+class Bound:
+    """The bound of one stage. Groups are known by position, their age by the version that began them.
+
+    Example: max_staleness 2, batch 2, version 2 in training; positions 0-3 began at version 0, 8 and 9 at version 2
+        bound.ready({8: 2, 9: 2}, {0: 0, 1: 0, 2: 0, 3: 0}, 2)                   # None: two of the old ones go first
+        bound.ready({8: 2, 9: 2, 0: 0, 1: 0}, {2: 2, 3: 2}, 2)                   # [0, 1]
+    """
+
+    def __init__(self, most: int, batch: int, policy: Policy = "wait") -> None:
+        self.most, self.batch, self.policy = most, batch, policy
+
+    @classmethod
+    def of(cls, config: Config) -> Bound:
+        """The bound that a stage's config asks for."""
+        rollout = config.rollout
+        return cls(rollout.max_staleness, rollout.rollout_batch_size, rollout.stale_policy)
+
+    def oldest(self, version: int) -> int:
+        """The oldest weights whose tokens may train at ``version``."""
+        return version - self.most
+
+    def ready(self, kept: Mapping[int, int], flying: Mapping[int, int], version: int) -> list[int] | None:
+        """The positions of a step's groups, None where it must wait for more of them.
+
+        Args:
+            kept: finished groups, position to the version that began them, in the order in which they finished.
+            flying: unfinished ones, likewise.
+            version: of the weights in training.
+        """
+        ranked = sorted(kept, key=lambda position: kept[position])  # ties stay in the order of finishing
+        taken, left = ranked[: self.batch], ranked[self.batch :]
+        if len(taken) < self.batch:
+            return None
+        if self.policy != "wait" or self.fits([*(kept[p] for p in left), *flying.values()], version):
+            return taken
+        # Where no choice is in time (a resumed run with other settings), waiting must still end.
+        youngest = kept[taken[-1]]
+        return taken if all(began >= youngest for began in flying.values()) else None
+
+    def fits(self, began: Iterable[int], version: int) -> bool:
+        """Whether groups that are open after the take at ``version`` can all train in time."""
+        return all(n // self.batch < u + self.most - version for n, u in enumerate(sorted(began)))
+
+    def overdue(self, groups: Mapping[int, int], version: int) -> list[int]:
+        """Positions of those that are too old to train at ``version``, in order.
+
+        ``groups`` are position to the version that began each; under mask, to the newest that made a token.
+        """
+        return sorted(position for position, u in groups.items() if u < self.oldest(version))
+
+
+def began(group: Group, default: int) -> int:
+    """The lowest version among a group's trainable tokens, or ``default`` where no model made one."""
+    return min((v for sample in group.samples for v in trainable(sample)), default=default)
+
+
+def newest(group: Group, default: int) -> int:
+    """The highest version among a group's trainable tokens, or ``default`` where no model made one."""
+    return max((v for sample in group.samples for v in trainable(sample)), default=default)
+
+
+def trainable(sample: Sample) -> list[int]:
+    """The versions that made a sample's trainable tokens."""
+    if sample.remove_sample or not sample.weight_versions:
+        return []
+    if sample.loss_mask is None:
+        return [v for v in sample.weight_versions if v >= 0]
+    return [v for v, on in zip(sample.weight_versions, sample.loss_mask, strict=True) if on and v >= 0]
+
+
+def mask_stale(samples: Sequence[Sample], oldest: int) -> list[Sample]:
+    """Take the tokens that weights before ``oldest`` made out of the loss; the answer is the samples that lost some.
+
+    Tokens that no model made keep their mask. The outcome is a function of the stored sample and ``oldest``, so a step
+    that is replayed from the ledger masks the same tokens.
+    """
+    changed = []
+    for sample in samples:
+        if all(v >= oldest for v in trainable(sample)):
+            continue
+        before = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+        mask = zip(before, sample.weight_versions, strict=True)
+        sample.loss_mask = [0 if 0 <= version < oldest else on for on, version in mask]
+        changed.append(sample)
+    return changed
