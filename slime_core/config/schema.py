@@ -275,6 +275,9 @@ class ReportSection(Section):
         0, ge=0, description="Steps whose token payloads are kept behind the oldest checkpoint; 0 is all."
     )
     ledger_dir: str = Field("", description="Local folder of the ledger, where the run directory is on a network.")
+    check_hooks: bool = Field(
+        False, description="Watch what hooks do: hash what they may not change, judge 1 % of groups twice."
+    )
     custom_rollout_log_function_path: str = Field("", description="Function by path.")
     custom_eval_rollout_log_function_path: str = Field("", description="Function by path.")
 
