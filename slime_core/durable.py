@@ -6,11 +6,15 @@ of them with any write that was not synced lost or torn.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime_core.errors import StorageError
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class Disk:
         """Remove a file."""
         path.unlink()
 
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all that is in it."""
+        shutil.rmtree(path)
+
 
 disk = Disk()
 """What every room uses; a test replaces its methods' target by assigning ``durable.disk``."""
@@ -113,3 +121,33 @@ def sha256_of(path: Path) -> FileMark:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileMark(size=file.tell(), sha256=digest.hexdigest())
+
+
+def sync_file(path: Path) -> FileMark:
+    """Make a file durable that another library wrote; the mark is of what it holds.
+
+    Raises:
+        OSError: the device failed.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        disk.sync(fd)
+    finally:
+        disk.close(fd)
+    return sha256_of(path)
+
+
+def storage_error(error: OSError, where: Path | str, what: str) -> StorageError:
+    """What the system said, with the code and the fix that a user can look up: STO109, 110, 111, 120, 121 or STO00."""
+    code, why, fix = {
+        errno.ENOSPC: ("STO109", "the disk is full", "free space, then slime run --resume RUN_DIR"),
+        errno.EDQUOT: ("STO109", "the quota is used up", "free space, then slime run --resume RUN_DIR"),
+        errno.EROFS: ("STO110", "the file system is read-only", "choose another folder with --run-dir"),
+        errno.EACCES: ("STO110", "permission was denied", "make the folder writable, or choose another: --run-dir"),
+        errno.EPERM: ("STO110", "permission was denied", "make the folder writable, or choose another: --run-dir"),
+        errno.ENOENT: ("STO111", "it is not there", ""),
+        errno.EMFILE: ("STO120", "this process has too many files open", "raise the limit: ulimit -n 4096"),
+        errno.ENFILE: ("STO120", "the machine has too many files open", "close other programs"),
+        errno.EIO: ("STO121", "the device failed", "look at the disk (dmesg), then slime run --resume RUN_DIR"),
+    }.get(error.errno or 0, ("STO00", error.strerror or str(error), ""))
+    return StorageError(what, code=code, where=str(error.filename or where), why=why, fix=fix)

@@ -78,6 +78,11 @@ async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
         return await getattr(trainer, method)(Path(args[0]))
     if method in ("release", "reacquire"):
         return await getattr(trainer, method)(set(args[0]))
+    if method == "written":
+        marks = await trainer.saved()
+        return {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in marks.items()}
+    if method == "fingerprint":
+        return await trainer.fingerprint()
     if method in ("step", "verify"):
         return await getattr(trainer, method)(args[0])
     return await trainer.publish(args[0])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
 from slime_core.clusters.wire import receive, send
+from slime_core.durable import FileMark
 from slime_core.errors import SlimeError, TrainerError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns, WeightUpdate
 
 LOG_TAIL = 4000  # bytes of a dead rank's log in the error
+POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class RankTrainer:
         self._log_dir = run_dir / "log"
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
         self._ranks: list[Rank] = []
+        self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the streams
 
     async def __aenter__(self) -> Self:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -95,12 +98,21 @@ class RankTrainer:
         return Rank(process=process, reader=reader, writer=writer, log=log)
 
     async def _all(self, method: str, *args: Any) -> Any:
-        for rank in self._ranks:
-            with suppress(ConnectionError):
-                await send(rank.writer, {"method": method, "args": list(args)})
-        return await self._replies()
+        """Rank 0's answer, when all have answered."""
+        return (await self._every(method, *args))[0]
 
-    async def _replies(self) -> Any:
+    async def _every(self, method: str, *args: Any) -> list[Any]:
+        """Every rank's answer. A caller that is cancelled leaves no answer behind in a stream."""
+        return await asyncio.shield(asyncio.ensure_future(self._exchange(method, args)))
+
+    async def _exchange(self, method: str, args: Sequence[Any]) -> list[Any]:
+        async with self._lock:
+            for rank in self._ranks:
+                with suppress(ConnectionError):
+                    await send(rank.writer, {"method": method, "args": list(args)})
+            return await self._replies()
+
+    async def _replies(self) -> list[Any]:
         waiting = [asyncio.create_task(self._reply(number)) for number in range(self._world)]
         done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         for task in pending:
@@ -109,7 +121,7 @@ class RankTrainer:
         failed = [error for task in waiting if task in done and (error := task.exception()) is not None]
         if failed:
             raise failed[0]
-        return waiting[0].result()
+        return [task.result() for task in waiting]
 
     async def _reply(self, number: int) -> Any:
         rank = self._ranks[number]
@@ -157,6 +169,20 @@ class RankTrainer:
     async def save(self, path: Path) -> None:
         """See `protocols.Trainer`."""
         await self._all("save", str(path))
+
+    async def saved(self) -> dict[str, FileMark]:
+        """See `protocols.Trainer`; every rank tells of its own files."""
+        while True:
+            answers = await self._every("written")
+            if None not in answers:
+                marks = {name: FileMark(**mark) for answer in answers for name, mark in answer.items()}
+                return dict(sorted(marks.items()))
+            await asyncio.sleep(POLL)
+
+    async def fingerprint(self) -> str:
+        """See `protocols.Trainer`."""
+        answer: str = await self._all("fingerprint")
+        return answer
 
     async def restore(self, path: Path) -> None:
         """See `protocols.Trainer`."""

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.config.schema import Config
+from slime_core.durable import sha256_of
 from slime_core.errors import EngineError, SlimeError
 from slime_core.protocols import Engine, Ledger, Trainer
 from slime_core.types import (
@@ -217,17 +218,39 @@ async def trainer_verifies_a_step_and_changes_nothing(case: TrainerCase) -> None
 
 
 async def trainer_restores_what_it_saved(case: TrainerCase) -> None:
-    """The step after a restore is the step that followed the save, bit for bit."""
+    """A step that begins before the state is on disk changes nothing of it, and comes again bit for bit after it."""
     await case.trainer.begin(case.stage)
     await case.trainer.step(case.batch)
+    before = await case.trainer.fingerprint()
     await case.trainer.save(case.folder)
     first = await case.trainer.step(case.batch)
+    marks = await case.trainer.saved()
     want = await _published(case, 1)
+    after = await case.trainer.fingerprint()
     await case.trainer.restore(case.folder)
+    assert await case.trainer.fingerprint() == before, "what was restored is not what was saved"
     again = await case.trainer.step(case.batch)
     got = await _published(case, 2)
     assert first["loss"] == again["loss"], (first["loss"], again["loss"])
     assert all((want[name] == got[name]).all() for name in want), "weights differ after restore"
+    assert await case.trainer.fingerprint() == after != before, "the fingerprint does not follow the weights"
+    present = {file.relative_to(case.folder).as_posix() for file in case.folder.rglob("*") if file.is_file()}
+    assert marks.keys() == present, (sorted(marks), sorted(present))
+    assert all(sha256_of(case.folder / name) == mark for name, mark in marks.items()), "a mark is not of its file"
+
+
+async def trainer_saves_one_state_after_another(case: TrainerCase) -> None:
+    """A second save waits for the first; each folder holds the state of its own moment."""
+    await case.trainer.begin(case.stage)
+    prints = []
+    for number in range(2):
+        await case.trainer.step(case.batch)
+        prints.append(await case.trainer.fingerprint())
+        await case.trainer.save(case.folder.with_name(f"{case.folder.name}-{number}"))
+    await case.trainer.saved()
+    for number, want in enumerate(prints):
+        await case.trainer.restore(case.folder.with_name(f"{case.folder.name}-{number}"))
+        assert await case.trainer.fingerprint() == want, f"save {number} holds another state"
 
 
 async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]:
@@ -323,6 +346,7 @@ TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_step_changes_what_it_publishes,
     trainer_verifies_a_step_and_changes_nothing,
     trainer_restores_what_it_saved,
+    trainer_saves_one_state_after_another,
 )
 LEDGER_CHECKS: tuple[LedgerCheck, ...] = (
     ledger_keeps_every_sample_in_one_state,

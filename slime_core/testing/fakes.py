@@ -7,7 +7,7 @@ a transfer needs both sides), so code that passes here breaks no promise of thei
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime_core import durable
+from slime_core.durable import FileMark
 from slime_core.errors import EngineError, StorageError, TrainerError
 from slime_core.protocols import Ability, Drops, PauseMode, Role
 from slime_core.seeds import seed_of
@@ -160,6 +162,15 @@ class Rendezvous:
         return self._tensors
 
 
+def _write_fake(path: Path, parts: Mapping[str, bytes]) -> dict[str, FileMark]:
+    try:
+        if not path.exists():
+            durable.disk.make_folder(path)
+        return {f"{name}.bin": durable.write_file(path / f"{name}.bin", [data]) for name, data in parts.items()}
+    except OSError as error:
+        raise durable.storage_error(error, path, "the trainer's state cannot be written") from error
+
+
 class FakeTrainer:
     """Two tensors, a step that is a plain function of the batch's advantages, and every role a trainer can score."""
 
@@ -170,6 +181,7 @@ class FakeTrainer:
         self._rendezvous, self._epoch = rendezvous, epoch
         self._held = set(STATE)
         self._transfer: asyncio.Task[None] | None = None
+        self._saving: tuple[Path, dict[str, bytes]] | None = None  # the copy that `saved` writes
 
     async def begin(self, stage: Config) -> None:
         """See `protocols.Trainer`."""
@@ -237,16 +249,32 @@ class FakeTrainer:
 
     async def save(self, path: Path) -> None:
         """See `protocols.Trainer`."""
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "trainer.json").write_text(json.dumps({name: list(w) for name, w in self.weights.items()}))
+        await self.saved()
+        self._saving = path, {name: w.tobytes() for name, w in self.weights.items()}
+
+    async def saved(self) -> dict[str, FileMark]:
+        """See `protocols.Trainer`; a file a tensor."""
+        if self._saving is None:
+            return {}
+        (path, parts), self._saving = self._saving, None
+        return await asyncio.to_thread(_write_fake, path, parts)
 
     async def restore(self, path: Path) -> None:
         """See `protocols.Trainer`."""
-        self.weights = {name: np.array(w) for name, w in json.loads((path / "trainer.json").read_text()).items()}
+        self.weights = {name: np.frombuffer((path / f"{name}.bin").read_bytes()).copy() for name in self.weights}
+
+    async def fingerprint(self) -> str:
+        """See `protocols.Trainer`."""
+        digest = hashlib.sha256()
+        for name in sorted(self.weights):
+            digest.update(name.encode() + b"\0" + self.weights[name].tobytes())
+        return digest.hexdigest()
 
     async def export(self, path: Path) -> None:
         """See `protocols.Trainer`; not a Hugging Face folder, there is no model."""
-        await self.save(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, tensor in self.weights.items():
+            (path / f"{name}.bin").write_bytes(tensor.tobytes())
 
     async def release(self, what: set[str]) -> None:
         """See `protocols.Trainer`."""

@@ -64,6 +64,7 @@ def run(tmp_path):
                 yield parts
                 kept.extend(parts.trainer.steps)
                 await parts.trainer.save(tmp_path / name / "state")
+                await parts.trainer.saved()
 
         with RunDir.create(name, at=tmp_path / name) as run_dir:
             report = Report(run_dir, config)

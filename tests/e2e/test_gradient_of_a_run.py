@@ -60,6 +60,7 @@ def _one_step(tmp_path):
             seen["samples"] = await parts.ledger.samples(await parts.ledger.composition(1))
             (tmp_path / "state").mkdir()
             await parts.trainer.save(tmp_path / "state")
+            await parts.trainer.saved()
 
     with RunDir.create("one", at=tmp_path / "run") as run_dir:
         report = Report(run_dir, config)

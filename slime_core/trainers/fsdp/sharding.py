@@ -86,6 +86,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(parameter: torch.Tensor) -> int:
+    """The row of the whole tensor with which this rank's shard begins."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    return min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
+
+
 def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a whole tensor that every rank has."""
     if not isinstance(parameter, DTensor):

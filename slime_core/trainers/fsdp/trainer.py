@@ -11,6 +11,7 @@ from slime_core.trainers.fsdp.worker import Worker
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.durable import FileMark
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
@@ -88,10 +89,19 @@ class FsdpTrainer:
         self._need({"parameters", "optimizer"}, "save")
         await self._thread.run(self._worker.save, path)
 
+    async def saved(self) -> dict[str, FileMark]:
+        """See `protocols.Trainer`; of this rank's files."""
+        return await self._thread.run(self._worker.saved)
+
     async def restore(self, path: Path) -> None:
         """See `protocols.Trainer`; after `begin` of the stage that saved."""
         self._need({"parameters", "optimizer"}, "restore")
         await self._thread.run(self._worker.restore, path)
+
+    async def fingerprint(self) -> str:
+        """See `protocols.Trainer` and `fingerprint.fingerprint`; a critic's parameters are part of it."""
+        self._need({"parameters"}, "fingerprint")
+        return await self._thread.run(self._worker.fingerprint)
 
     async def export(self, path: Path) -> None:
         """See `protocols.Trainer`."""

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime_core import durable
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp import checks, files, frozen
 from slime_core.trainers.fsdp.critic import Critic, explained_variance
+from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.trainers.fsdp.frozen import Frozen
 from slime_core.trainers.fsdp.learner import Learner
 from slime_core.trainers.fsdp.passes import Sums, backward, forward
@@ -307,6 +309,19 @@ class Worker:
         if self.rank == 0:
             files.write_state(path / files.STATE, state)
         self._barrier()
+
+        self.saving = path
+
+    def saved(self) -> dict[str, durable.FileMark]:
+        if self.rank:
+            return {}
+        return {file.name: durable.sync_file(file) for file in self.saving.iterdir()}
+
+    def fingerprint(self) -> str:
+        known = dict(self.parameters())
+        if self.critic is not None:
+            known |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
+        return fingerprint(known, self.world)
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:

@@ -1,5 +1,7 @@
 """A trainer over a small model folder, and batches of odd lengths with masks, fan-out and turns of tools."""
 
+import asyncio
+
 import numpy as np
 import torch
 
@@ -79,7 +81,11 @@ class Bench:
         self.thread.call(self.worker.begin, self.config)
 
     def call(self, method, *args):
-        return self.thread.call(getattr(self.worker, method), *args)
+        found = self.thread.call(getattr(self.worker, method), *args)
+        return self.saved() if method == "save" else found
+
+    def saved(self):
+        return asyncio.run(self.trainer.saved())
 
     def parameters(self):
         return {name: tensor.clone() for name, tensor in self.worker.locals().items()}

@@ -1,0 +1,10 @@
+"""Checkpoints: a training state, a loop's state and a manifest in one folder, published by one rename.
+
+checkpoints/step-12/   trainer/...   state.json   [ledger.sqlite]   MANIFEST.json
+"""
+
+from slime_core.checkpoint.manifest import About, Found
+from slime_core.checkpoint.state import Difference, check_compatible, check_state, differences
+from slime_core.checkpoint.store import Checkpoints
+
+__all__ = ["About", "Checkpoints", "Difference", "Found", "check_compatible", "check_state", "differences"]

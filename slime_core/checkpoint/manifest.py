@@ -1,0 +1,192 @@
+"""What a checkpoint's manifest says, and whether a folder holds exactly that.
+
+MANIFEST.json   schema version epoch files {path: size sha256} config plugins machine ledger random
+
+Paths are relative to the checkpoint's folder, so a run directory may be moved, or reached through a link.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slime_core.durable import FileMark, sha256_of, storage_error
+from slime_core.errors import StorageError
+
+SCHEMA = 1
+MANIFEST, STATE, TRAINER, LEDGER = "MANIFEST.json", "state.json", "trainer", "ledger.sqlite"
+PREFIX, ASIDE, CORRUPT = "step-", ".tmp-", "corrupt-"
+NAME = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class About:
+    """What a checkpoint says of its run. All of it is JSON, and secrets are redacted.
+
+    ``machine``: world, dtype, device, cpu_threads, cpu features.
+    """
+
+    state: dict[str, Any]  # of the loop, the data source, the collector, plugins
+    config: dict[str, Any]
+    plugins: str  # their fingerprint
+    machine: dict[str, Any]
+    epoch: int  # of the process
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Found:
+    """A whole checkpoint. The trainer's files lie in ``path / "trainer"``, see :attr:`trainer`."""
+
+    path: Path
+    version: int
+    epoch: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    plugins: str
+    machine: dict[str, Any]
+    ledger: dict[str, int] = field(default_factory=dict)  # its counts when the checkpoint was begun
+    random: dict[str, Any] = field(default_factory=dict)  # the driver's generators, for `seeds.set_generators`
+
+    @property
+    def trainer(self) -> Path:
+        """The folder for `Trainer.restore`."""
+        return self.path / TRAINER
+
+    @property
+    def ledger_copy(self) -> Path | None:
+        """The ledger's database as it was, where the run keeps it outside the run directory."""
+        path = self.path / LEDGER
+        return path if path.is_file() else None
+
+
+def head(version: int, about: About, **more: Any) -> str:
+    """All of a manifest but its files, as JSON."""
+    kept = {"config": about.config, "plugins": about.plugins, "machine": about.machine, "epoch": about.epoch}
+    return json.dumps({"schema": SCHEMA, "version": version, **kept, **more}, allow_nan=False)
+
+
+def write_manifest(files: Mapping[str, FileMark], head: str) -> bytes:
+    """The manifest's bytes."""
+    listed = {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in sorted(files.items())}
+    return (json.dumps({**json.loads(head), "files": listed}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def names_in(folder: Path) -> list[tuple[int, Path]]:
+    """Version and folder of what is published, newest first. Whether it is whole is another question."""
+    found = [(int(name[1]), path) for path in folder.glob(f"{PREFIX}*") if (name := NAME.fullmatch(path.name))]
+    return sorted(found, reverse=True)
+
+
+def read(path: Path, version: int, *, full: bool = True) -> Found:
+    """The checkpoint in ``path``, after every file was compared with the manifest; without ``full`` sizes alone.
+
+    Raises:
+        StorageError: STO111 a file is missing or belongs to nothing, STO112 other bytes than were written, STO113
+            written by another version of slime.
+    """
+    data = _manifest(path)
+    if data["version"] != version:
+        raise _damaged(path / MANIFEST, f"it is of version {data['version']}, the folder's name says {version}")
+    marks = {name: FileMark(size=mark["size"], sha256=mark["sha256"]) for name, mark in data["files"].items()}
+    compare(path, marks, full=full)
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise _damaged(path / STATE, f"it cannot be read: {error}") from error
+    return Found(
+        path=path,
+        version=version,
+        epoch=data["epoch"],
+        state=state,
+        config=data["config"],
+        plugins=data["plugins"],
+        machine=data["machine"],
+        ledger=data.get("ledger", {}),
+        random=data.get("random", {}),
+    )
+
+
+def compare(path: Path, marks: Mapping[str, FileMark], *, full: bool) -> None:
+    """Refuse a folder that does not hold exactly these files.
+
+    Raises:
+        StorageError: STO111, STO112.
+    """
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()} - {MANIFEST}
+    if missing := sorted(set(marks) - present):
+        raise StorageError(
+            f"{path.name} lacks {len(missing)} of its files: {', '.join(missing[:5])}", code="STO111", where=str(path)
+        )
+    if extra := sorted(present - set(marks)):
+        raise StorageError(
+            f"{path.name} holds {len(extra)} files that its manifest does not list: {', '.join(extra[:5])}",
+            code="STO111",
+            where=str(path),
+        )
+    for name, mark in sorted(marks.items()):
+        check_file(path / name, mark, full=full)
+
+
+def check_file(file: Path, mark: FileMark, *, full: bool) -> None:
+    """Refuse a file that is not what was meant.
+
+    Raises:
+        StorageError: STO112.
+    """
+    try:
+        size = file.stat().st_size
+        if size != mark.size:
+            raise _damaged(file, f"it has {size} bytes, {mark.size} were written")
+        if full and (found := sha256_of(file)) != mark:
+            raise _damaged(file, f"its sha256 is {found.sha256[:12]}.., {mark.sha256[:12]}.. was written")
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(error, file, f"{file.name} cannot be read") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise storage_error(error, file, f"{path.name} has no readable manifest") from error
+    try:
+        data = json.loads(text)
+        schema = data["schema"]
+        if not isinstance(schema, int) or isinstance(schema, bool):
+            raise TypeError(f"schema is {schema!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(file, f"{len(text)} bytes that are no manifest: {error}") from error
+    if schema != SCHEMA:
+        raise StorageError(
+            f"{path.name} was written in the checkpoint format {schema}, this slime reads {SCHEMA}",
+            code="STO113",
+            where=str(file),
+            fix="resume with the slime that wrote it",
+        )
+    _check_form(file, data)
+    return data  # type: ignore[no-any-return]
+
+
+FORM = {"version": int, "epoch": int, "files": dict, "config": dict, "plugins": str, "machine": dict}
+
+
+def _check_form(file: Path, data: Mapping[str, Any]) -> None:
+    wrong = [name for name, kind in FORM.items() if not isinstance(data.get(name), kind)]
+    if wrong:
+        raise _damaged(file, f"it has no {', '.join(wrong)}")
+    for name, mark in data["files"].items():
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise _damaged(file, f"it lists {name!r}, which is outside the folder")
+        if not isinstance(mark, dict) or not isinstance(mark.get("size"), int) or "sha256" not in mark:
+            raise _damaged(file, f"it tells no size and hash of {name}")
+
+
+def _damaged(file: Path, why: str) -> StorageError:
+    return StorageError(f"{file.name} is not what was written", code="STO112", where=str(file), why=why)

@@ -1,0 +1,250 @@
+"""A run's checkpoints: written aside while training goes on, published by one rename, verified when read.
+
+    begin: trainer.save -> .tmp-N-ID/trainer     then, in the background:
+    trainer.saved -> state.json -> MANIFEST.json -> fsync -> rename to step-N -> fsync -> verify -> retention
+
+Nothing but the name `step-N` says that a checkpoint is whole, and it has that name only when everything in it is
+durable. Older ones go only after every hash of the newest was read back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core import durable
+from slime_core.checkpoint import manifest
+from slime_core.checkpoint.manifest import About, Found
+from slime_core.durable import FileMark, storage_error
+from slime_core.errors import StorageError
+from slime_core.failpoints import failpoint
+from slime_core.seeds import generators
+
+if TYPE_CHECKING:
+    from slime_core.protocols import Ledger, Trainer
+
+
+class _Made:
+    """What a checkpoint says, as it was when it was begun: the loop goes on and changes it."""
+
+    def __init__(self, version: int, about: About, counts: dict[str, int], random: dict[str, Any]) -> None:
+        self.version = version
+        self.state = (json.dumps(about.state, indent=1, allow_nan=False) + "\n").encode()
+        self.head = manifest.head(version, about, ledger=counts, random=random)
+
+
+class Checkpoints:
+    """Publishes and finds checkpoints in ``folder``; one owner at a time, the process that holds the run's lock.
+
+    Example:
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=2, note=report.note)
+        found = checkpoints.latest()
+        await checkpoints.begin(12, about, trainer, ledger)        # training goes on
+        checkpoints.raise_failed()                                 # at every step boundary
+        await checkpoints.settle()
+    """
+
+    def __init__(self, folder: Path, *, keep: int, note: Callable[[str], None]) -> None:
+        self.folder, self.keep, self._note = folder, keep, note
+        self._task: asyncio.Task[None] | None = None
+        self._aside: Path | None = None  # what is being written
+        self._verified: set[int] = set()  # versions whose hashes this process has read back
+
+    async def begin(self, version: int, about: About, trainer: Trainer, ledger: Ledger) -> None:
+        """Copy the trainer's state, and write and publish the rest in the background.
+
+        One that is under way is waited for. A version that is there and whole stays as it is.
+
+        Raises:
+            StorageError: this one cannot be begun, or the one before it failed.
+        """
+        await self.settle()
+        if await asyncio.to_thread(self._is_there, version):
+            return
+        aside = await asyncio.to_thread(self._make_aside, version)
+        self._aside = aside
+        try:
+            made = _Made(version, about, dict(await ledger.counts()), generators())
+            await trainer.save(aside / manifest.TRAINER)
+        except Exception:
+            await asyncio.to_thread(self._drop_aside)
+            raise
+        failpoint("checkpoint.begin")
+        self._task = asyncio.create_task(self._finish(aside, made, trainer, ledger))
+
+    async def settle(self) -> None:
+        """Wait until the one under way is published.
+
+        Raises:
+            StorageError: it could not be written; the checkpoints before it are as they were.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raise what went wrong in the background, once; nothing happens while the checkpoint is being written.
+
+        Raises:
+            StorageError: as :meth:`settle`.
+        """
+        task = self._task
+        if task is not None and task.done():
+            self._task = None
+            task.result()
+
+    async def _finish(self, aside: Path, made: _Made, trainer: Trainer, ledger: Ledger) -> None:
+        try:
+            marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
+            failpoint("checkpoint.files")
+            backup: Any = getattr(ledger, "backup", None)
+            if backup is not None:
+                await backup(aside / manifest.LEDGER)
+            await asyncio.to_thread(self._publish, aside, made, marks)
+        except OSError as error:
+            await asyncio.to_thread(self._drop_aside)
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(error, aside, f"checkpoint {made.version} cannot be written") from error
+        except Exception:  # a task that is cancelled leaves the folder to the next sweep: a thread may be in it
+            await asyncio.to_thread(self._drop_aside)
+            raise
+
+    def _publish(self, aside: Path, made: _Made, marks: dict[str, FileMark]) -> None:
+        disk = durable.disk
+        if (aside / manifest.LEDGER).exists():
+            marks[manifest.LEDGER] = durable.sync_file(aside / manifest.LEDGER)
+        marks[manifest.STATE] = durable.write_file(aside / manifest.STATE, [made.state])
+        failpoint("checkpoint.state")
+        manifest.compare(aside, marks, full=False)
+        durable.write_file(aside / manifest.MANIFEST, [manifest.write_manifest(marks, made.head)])
+        for folder in sorted({(aside / name).parent for name in marks} | {aside}):
+            disk.sync_folder(folder)
+        failpoint("checkpoint.manifest")
+        path = self.folder / f"{manifest.PREFIX}{made.version}"
+        disk.rename(aside, path)
+        failpoint("checkpoint.renamed")
+        disk.sync_folder(self.folder)
+        self._aside = None
+        failpoint("checkpoint.published")
+        self._retire(made.version)
+
+    def _is_there(self, version: int) -> bool:
+        """Whether this version is published and whole; one that is not is set aside."""
+        path = self.folder / f"{manifest.PREFIX}{version}"
+        if not path.exists():
+            return False
+        if version in self._verified:
+            return True
+        try:
+            manifest.read(path, version)
+        except StorageError as error:
+            self._quarantine(path, error)
+            return False
+        self._verified.add(version)
+        return True
+
+    def _make_aside(self, version: int) -> Path:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            aside = self.folder / f"{manifest.ASIDE}{version}-{uuid.uuid4().hex[:12]}"
+            durable.disk.make_folder(aside)
+        except OSError as error:
+            raise storage_error(error, self.folder, f"checkpoint {version} cannot be written") from error
+        return aside
+
+    def _drop_aside(self) -> None:
+        """Make room: what was being written is worth nothing now."""
+        aside, self._aside = self._aside, None
+        if aside is not None and aside.exists():
+            with suppress(OSError):
+                durable.disk.remove_tree(aside)
+
+    def _sweep(self) -> None:
+        """Remove what processes that are gone were writing."""
+        for path in self.folder.glob(f"{manifest.ASIDE}*"):
+            if path != self._aside:
+                durable.disk.remove_tree(path)
+
+    def _retire(self, newest: int) -> None:
+        """Keep the newest ``keep`` that verify, ``newest`` first; what is older goes."""
+        self._sweep()
+        known = manifest.names_in(self.folder)
+        if len(known) <= self.keep:
+            return
+        kept = 0
+        for version, path in known:
+            if kept == self.keep:
+                self._remove(path)
+            elif self._is_there(version):
+                kept += 1
+            elif version == newest:
+                raise StorageError(
+                    f"checkpoint {version} is not what was written", code="STO112", where=str(path),
+                    why="it was read back after it was published", fix="look at the disk (dmesg)",
+                )  # fmt: skip
+
+    def _remove(self, path: Path) -> None:
+        """First by name, so that no half of it is ever taken for a checkpoint."""
+        failpoint("checkpoint.retention")
+        gone = self.folder / f"{manifest.ASIDE}removed-{path.name}-{uuid.uuid4().hex[:12]}"
+        durable.disk.rename(path, gone)
+        durable.disk.sync_folder(self.folder)
+        durable.disk.remove_tree(gone)
+
+    def _quarantine(self, path: Path, error: StorageError) -> Path:
+        """Give what is damaged another name; nothing of it is changed."""
+        corrupt = self.folder / f"{manifest.CORRUPT}{path.name}-{uuid.uuid4().hex[:8]}"
+        try:
+            durable.disk.rename(path, corrupt)
+            durable.disk.sync_folder(self.folder)
+        except OSError as failed:
+            self._note(f"DAMAGED CHECKPOINT {path.name}: {error}; it cannot be renamed: {failed}")
+            return path
+        self._note(f"DAMAGED CHECKPOINT {path.name}: {error}; it is now {corrupt.name}")
+        return corrupt
+
+    def latest(self, *, strict: bool = False) -> Found | None:
+        """The newest checkpoint whose every file is what was written; None where there is none.
+
+        One that is damaged is said loudly, renamed to `corrupt-...`, and the one before it is taken.
+
+        Raises:
+            StorageError: with ``strict``, STO111 or STO112 of the newest; always, STO113 written by another slime.
+        """
+        known = manifest.names_in(self.folder)
+        lost: int | None = None
+        for version, path in known:
+            try:
+                found = manifest.read(path, version)
+            except StorageError as error:
+                if strict or error.code == "STO113":
+                    raise
+                self._quarantine(path, error)
+                lost = version if lost is None else lost
+                continue
+            self._verified.add(version)
+            self._tell(lost, version)
+            return found
+        self._tell(lost, 0)
+        aside = sorted(self.folder.glob(f"{manifest.ASIDE}*"))
+        if aside and lost is None:
+            self._note(
+                f"no complete checkpoint in {self.folder}: {len(aside)} were being written when their run ended"
+            )
+        return None
+
+    def oldest(self) -> int | None:
+        """The lowest version that is published; None where there is no checkpoint."""
+        return min((version for version, _ in manifest.names_in(self.folder)), default=None)
+
+    def _tell(self, lost: int | None, version: int) -> None:
+        if lost is not None:
+            where = f"checkpoint {version}" if version else "version 0, there is no other checkpoint"
+            self._note(f"DAMAGED CHECKPOINT costs {lost - version} steps: the run goes on from {where}")
