@@ -115,8 +115,6 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "use_kl_loss": config.train.kl_loss_coef > 0,
         "use_tis": config.train.use_tis or bool(config.train.custom_tis_function_path),
         "fully_async": config.rollout.max_staleness > 0,
-        "debug_rollout_only": False,
-        "debug_train_only": False,
         "ci_test": False,
     }
 

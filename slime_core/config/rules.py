@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slime_core.config import algorithm_rules, sampling_rules
+from slime_core.config import algorithm_rules, debug_rules, sampling_rules
 from slime_core.config.problems import Problem, conflict as _conflict
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_sampling(config),
         *algorithm_rules.conflicts(config),
         *sampling_rules.conflicts(config),
+        *debug_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
@@ -45,7 +46,8 @@ def incomplete(config: Config) -> list[Problem]:
         problems.append(
             _conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
         )
-    sources = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path, config.plugins)
+    named = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path)
+    sources = (*named, rollout.load_debug_rollout_data, config.plugins)
     if not any(sources):
         problems.append(
             _conflict(
@@ -61,7 +63,7 @@ def incomplete(config: Config) -> list[Problem]:
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
-    found = [*algorithm_rules.notices(config), *sampling_rules.notices(config)]
+    found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return found

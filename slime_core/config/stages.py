@@ -14,7 +14,10 @@ from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.validate import check_config, unknown
 
 MAIN = "main"
-FIXED = ("hf_checkpoint", "init_weights", "trust_remote_code", "rollout_engine", "train_backend", "dtype")
+FIXED = (
+    *("hf_checkpoint", "init_weights", "trust_remote_code", "rollout_engine", "train_backend", "dtype"),
+    *("debug_rollout_only", "debug_train_only"),
+)
 """Keys of what is built once a run."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -185,6 +185,10 @@ class Plugins:
         found = call_now(answer, {"batch": scored, "train": train}, about=f"step {batch.version}")
         return replace(scored, columns={**scored.columns, **checked_columns(answer, found, scored)})
 
+    def seen(self, group: Group, config: Config) -> None:
+        """Show functions by path a finished group that this process did not generate."""
+        self._functions.seen(group, config)
+
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Tell every `slime_batch` of the step's columns."""
         for answer in self._router.listeners("slime_batch", ctx.config):

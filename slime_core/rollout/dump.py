@@ -1,0 +1,359 @@
+"""A step's groups as one file, written while a run trains and read by another run, by tools and by people.
+
+    file     "slimeRD1" | header length, u32 | crc32 of the header, u32 | header | bodies, in the header's order
+    header   JSON: version stage run groups; a group has prompt, rollouts (id -> sample indices) and samples; a sample
+             has size and crc32 of its body, and the same of each array that it refers to
+    body     a sample as the ledger keeps it (`buffer.codec`), or an array's bytes; all numbers little endian
+
+``step-000001.rollout`` holds what the step that made version 1 trained on, ``eval-NAME-000001.rollout`` an evaluation.
+No pickle. A file is whole or not there: it gets its name when it is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime_core.buffer import segments
+from slime_core.buffer.codec import decode, encode
+from slime_core.durable import replace_file
+from slime_core.errors import ConfigError, DataError, PluginError, StorageError
+from slime_core.types import ArrayRef, Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+MAGIC = b"slimeRD1"
+FRAME = struct.Struct("<II")
+SUFFIX = ".rollout"
+STEP = re.compile(r"step-(\d{6,})\.rollout")
+EVALUATION = re.compile(r"eval-([A-Za-z0-9._-]{1,64})-(\d{6,})\.rollout")
+REFS = ("rollout_routed_experts", "rollout_top_p_token_ids")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class About:
+    """What a dump file says of itself."""
+
+    version: int  # that the step made; of the weights, for an evaluation
+    stage: str = "main"
+    set: str = ""  # the evaluation set; empty for a step
+    run: str = ""  # the run directory that wrote it
+
+
+def step_path(folder: Path, version: int) -> Path:
+    """The file of the step that made ``version``."""
+    return folder / f"step-{version:06d}{SUFFIX}"
+
+
+def evaluation_path(folder: Path, name: str, version: int) -> Path:
+    """The file of an evaluation set at ``version``."""
+    return folder / f"eval-{name}-{version:06d}{SUFFIX}"
+
+
+def write_dump(path: Path, groups: Sequence[Group], about: About, *, arrays: Path | None = None) -> None:
+    """Write one file, whole and durable. ``arrays`` is the run's ``segments/`` folder, whose arrays are copied.
+
+    Raises:
+        PluginError: PLG57, a field that JSON cannot hold.
+        StorageError: STO109 disk full, STO110 not writable, STO111 or STO112 an array that cannot be read.
+    """
+    bodies: list[bytes] = []
+    rows = [_group_row(group, bodies, arrays) for group in groups]
+    head = {"version": about.version, "stage": about.stage, "set": about.set, "run": about.run, "groups": rows}
+    try:
+        text = json.dumps(head, separators=(",", ":"), default=_plain).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PluginError(
+            f"the prompts of {path.name} cannot be stored: {error}",
+            code="PLG57",
+            why="metadata and label are kept as JSON",
+            fix="keep numbers, strings, lists and dicts there",
+        ) from error
+    data = b"".join([MAGIC, FRAME.pack(len(text), zlib.crc32(text)), text, *bodies])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+    except OSError as error:
+        raise segments.storage_error(error, path, "a dump of rollouts cannot be written") from error
+
+
+def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Group]:
+    """The groups of a file, every field as it was.
+
+    With ``arrays`` the file's arrays are written there and the samples refer to them; without, they refer to the run
+    that made them.
+
+    Raises:
+        StorageError: STO111 there is no such file, STO112 it is cut short or changed, STO113 it is something else.
+    """
+    return read_dump_with_header(path, arrays=arrays)[0]
+
+
+def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], About]:
+    """:func:`read_dump`, and what the file says of itself."""
+    data = _bytes_of(path)
+    head, place = _header(data, path)
+    groups = []
+    reader = _Reader(data, place, path)
+    for row in head["groups"]:
+        samples = [reader.sample(item, arrays) for item in row["samples"]]
+        rollouts = {int(name): list(members) for name, members in row["rollouts"].items()}
+        groups.append(Group(prompt=Prompt(**row["prompt"]), samples=samples, rollouts=rollouts))
+    if arrays is not None:
+        arrays.sync()
+    return groups, _about(head)
+
+
+def dumps_of(folder: Path) -> list[dict[str, Any]]:
+    """One row a file, in order: ``file kind version stage groups samples tokens reward``; reward is the mean or None.
+
+    Raises:
+        StorageError: as :func:`read_dump`; STO111 the folder holds no dump.
+    """
+    files = sorted(p for p in folder.glob(f"*{SUFFIX}") if STEP.fullmatch(p.name) or EVALUATION.fullmatch(p.name))
+    if not files:
+        raise StorageError(
+            "the folder holds no dump of rollouts",
+            code="STO111",
+            where=str(folder),
+            why=f"its files are called step-000001{SUFFIX}",
+            fix="a run writes them with --save-debug-rollout-data DIR",
+        )
+    rows = []
+    for path in files:
+        groups, about = read_dump_with_header(path)
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
+        rows.append(
+            {
+                "file": path.name,
+                "kind": f"eval {about.set}" if about.set else "step",
+                "version": about.version,
+                "stage": about.stage,
+                "groups": len(groups),
+                "samples": len(samples),
+                "tokens": sum(len(sample.tokens) for sample in samples),
+                "reward": sum(rewards) / len(rewards) if rewards else None,
+            }
+        )
+    return sorted(rows, key=lambda row: (row["version"], row["kind"]))
+
+
+class Dump:
+    """What `save_debug_rollout_data` and `load_debug_rollout_data` of a stage ask for; without them it does nothing.
+
+    Example:
+        dump = Dump(config, run_dir)
+        groups = dump.groups(version + 1) or await collector.take(32)
+        dump.write(version + 1, "grpo", groups)
+    """
+
+    def __init__(self, config: Config, run_dir: Path, note: Callable[[str], None] = lambda text: None) -> None:
+        rollout = config.rollout
+        self._run_dir, self._note = run_dir, note
+        self._save = Path(rollout.save_debug_rollout_data) if rollout.save_debug_rollout_data else None
+        self._load = Path(rollout.load_debug_rollout_data) if rollout.load_debug_rollout_data else None
+        self._arrays: segments.Segments | None = None
+        if self._save is not None:
+            _check_own(self._save, run_dir)
+
+    @property
+    def loads(self) -> bool:
+        """Whether rollouts come from files."""
+        return self._load is not None
+
+    def write(self, version: int, stage: str, groups: Sequence[Group]) -> None:
+        """Keep what the step that makes ``version`` trains on.
+
+        Raises:
+            PluginError, StorageError: as :func:`write_dump`.
+        """
+        if self._save is not None:
+            about = About(version=version, stage=stage, run=str(self._run_dir))
+            write_dump(step_path(self._save, version), groups, about, arrays=self._run_dir / "segments")
+
+    def write_evaluation(self, name: str, version: int, stage: str, groups: Sequence[Group]) -> None:
+        """Keep what an evaluation of the set ``name`` at ``version`` generated."""
+        if self._save is not None:
+            about = About(version=version, stage=stage, set=name, run=str(self._run_dir))
+            write_dump(evaluation_path(self._save, name, version), groups, about, arrays=self._run_dir / "segments")
+
+    def groups(self, version: int, stage: str = "") -> list[Group] | None:
+        """The groups of the step that makes ``version``; None where the run rolls out itself.
+
+        A dump of another ``stage`` is used, and a note says so.
+
+        Raises:
+            DataError: DAT28, the dump has no such step.
+            StorageError: STO112, STO113 a damaged file or another format.
+        """
+        if self._load is None:
+            return None
+        path = step_path(self._load, version)
+        if not path.exists():
+            found = sorted(int(match[1]) for p in self._load.glob(f"*{SUFFIX}") if (match := STEP.fullmatch(p.name)))
+            have = f"it holds steps {found[0]} to {found[-1]}" if found else "it holds no step"
+            raise DataError(
+                f"the dump has no step {version}",
+                code="DAT28",
+                where=str(path),
+                why=have,
+                fix=f"--num-rollout {len(found)} or fewer (it counts in the last stage), or another folder: "
+                "--load-debug-rollout-data DIR",
+            )
+        groups, about = read_dump_with_header(path, arrays=self._segments())
+        if about.version != version:
+            raise DataError(
+                f"{path.name} holds step {about.version}",
+                code="DAT29",
+                where=str(path),
+                fix="do not rename dump files",
+            )
+        if stage and stage != about.stage:
+            self._note(f"step {version}: stage {stage} trains on groups of stage {about.stage} ({path.name})")
+        return groups
+
+    def close(self) -> None:
+        """Close what was opened."""
+        if self._arrays is not None:
+            self._arrays.close()
+            self._arrays = None
+
+    def _segments(self) -> segments.Segments:
+        if self._arrays is None:
+            self._arrays = segments.Segments(self._run_dir / "segments")
+        return self._arrays
+
+
+def _check_own(folder: Path, run_dir: Path) -> None:
+    """Refuse a folder in which another run's dump lies: two runs' steps would mix."""
+    for path in sorted(folder.glob(f"*{SUFFIX}"))[:1]:
+        run = _about(_header(_bytes_of(path), path)[0]).run
+        if run != str(run_dir):
+            raise ConfigError(
+                "the dump folder holds another run's rollouts",
+                code="CFG12",
+                where=str(folder),
+                why=f"{path.name} is of the run {run}",
+                fix="name a folder of its own: --save-debug-rollout-data DIR",
+            )
+
+
+def _group_row(group: Group, bodies: list[bytes], arrays: Path | None) -> dict[str, Any]:
+    rows = []
+    for sample in group.samples:
+        row = _add(b"".join(encode(sample)), bodies)
+        if refs := [(name, ref) for name, ref in _refs(sample) if arrays is not None]:
+            found = {name: segments.read_array(arrays, ref) for name, ref in refs if arrays is not None}
+            little = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in found.items()}
+            row["arrays"] = {name: _add(array.tobytes(), bodies) for name, array in little.items()}
+        rows.append(row)
+    return {"prompt": asdict(group.prompt), "rollouts": group.rollouts, "samples": rows}
+
+
+def _add(body: bytes, bodies: list[bytes]) -> dict[str, Any]:
+    bodies.append(body)
+    return {"size": len(body), "crc32": zlib.crc32(body)}
+
+
+def _refs(sample: Sample) -> Iterator[tuple[str, ArrayRef]]:
+    """Arrays that a sample refers to, by field or by ``multimodal_train_inputs.KEY``."""
+    for name in REFS:
+        if (ref := getattr(sample, name)) is not None:
+            yield name, ref
+    for key, ref in (sample.multimodal_train_inputs or {}).items():
+        yield f"multimodal_train_inputs.{key}", ref
+
+
+class _Reader:
+    """Bodies of a file, one after another, each checked."""
+
+    def __init__(self, data: bytes, place: int, path: Path) -> None:
+        self._data, self._place, self._path = data, place, path
+
+    def sample(self, row: Mapping[str, Any], arrays: segments.Segments | None) -> Sample:
+        sample = decode(self._body(row))
+        refs = dict(_refs(sample))
+        for name, item in row.get("arrays", {}).items():
+            body = self._body(item)
+            if arrays is not None:
+                ref = refs[name]
+                stored = np.frombuffer(body, np.dtype(ref.dtype).newbyteorder("<")).astype(ref.dtype)
+                _refer(sample, name, arrays.write_array(stored.reshape(ref.shape)))
+        return sample
+
+    def _body(self, row: Mapping[str, Any]) -> bytes:
+        body = self._data[self._place : self._place + row["size"]]
+        if len(body) != row["size"] or zlib.crc32(body) != row["crc32"]:
+            raise _damaged(self._path)
+        self._place += row["size"]
+        return body
+
+
+def _refer(sample: Sample, name: str, ref: ArrayRef) -> None:
+    field, _, key = name.partition(".")
+    if key:
+        sample.multimodal_train_inputs = {**(sample.multimodal_train_inputs or {}), key: ref}
+    else:
+        setattr(sample, field, ref)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise segments.storage_error(error, path, "a dump of rollouts cannot be read") from error
+
+
+def _header(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file's bytes, and where its bodies begin."""
+    begin = len(MAGIC) + FRAME.size
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data[: len(MAGIC)]):
+            raise _damaged(path)
+        raise StorageError(
+            f"{path.name} is no dump of rollouts of this version",
+            code="STO113",
+            where=str(path),
+            why=f"it does not begin with {MAGIC.decode()}",
+        )
+    if len(data) < begin:
+        raise _damaged(path)
+    length, crc = FRAME.unpack_from(data, len(MAGIC))
+    text = data[begin : begin + length]
+    if len(text) != length or zlib.crc32(text) != crc:
+        raise _damaged(path)
+    head: dict[str, Any] = json.loads(text)
+    return head, begin + length
+
+
+def _about(head: Mapping[str, Any]) -> About:
+    return About(version=head["version"], stage=head["stage"], set=head["set"], run=head["run"])
+
+
+def _damaged(path: Path) -> StorageError:
+    return StorageError(
+        f"{path.name} holds other bytes than were written",
+        code="STO112",
+        where=str(path),
+        why="a checksum differs: the file was cut short or changed",
+        fix="restore the file, or write the dump again: --save-debug-rollout-data DIR",
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is not JSON")
+
+
+__all__ = ["About", "Dump", "dumps_of", "evaluation_path", "read_dump", "step_path", "write_dump"]
