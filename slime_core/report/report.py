@@ -58,7 +58,7 @@ class Report:
     def start(self) -> None:
         """Write ``config.toml``, start the trackers and the live line."""
         config = redacted(self.config, self._secrets)
-        self.run_dir.config.write_text(to_toml(config), encoding="utf-8")
+        self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
         self._each(lambda sink: sink.start(self.run_dir.path, plain))
         self._guard("live", lambda: self._live.start(self.config, self.run_dir.path))

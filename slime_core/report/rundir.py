@@ -11,18 +11,22 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, StorageError
+from slime_core.failpoints import failpoint
 
 FOLDERS = ("segments", "log", "errors", "checkpoints")
 MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
 """Files that say that a folder holds a run."""
+STARTS = 200
+"""Newest starts that ``run.json`` tells of."""
 
 
 class RunDir:
@@ -31,10 +35,12 @@ class RunDir:
     Example:
         with RunDir.create("demo") as run_dir:             # runs/demo-0
             (run_dir.log / "engine.txt").write_text("...")
+        run_dir = RunDir.reopen(Path("runs/demo-0"))       # another process goes on with it
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.epoch = 1  # of the process that holds the run: 1 at creation, one more at each reopening
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -60,6 +66,30 @@ class RunDir:
             ) from error
         run_dir = cls(path)
         run_dir.lock()
+        run_dir.write_info({"epoch": run_dir.epoch})
+        return run_dir
+
+    @classmethod
+    def reopen(cls, path: Path, *, epoch: int = 0) -> RunDir:
+        """Lock an existing run for a new process, in an epoch after all earlier ones and after ``epoch``.
+
+        Raises:
+            ConfigError: CFG05 there is no run, CFG16 another process runs there.
+            StorageError: STO109, STO110 or STO121 it cannot be written.
+        """
+        run_dir = cls.open(path)
+        try:
+            for folder in FOLDERS:
+                (run_dir.path / folder).mkdir(exist_ok=True)
+            run_dir.lock()
+            for left in (*run_dir.path.glob(".*.tmp"), *run_dir.log.glob("rendezvous-*")):
+                left.unlink(missing_ok=True)  # of a process that was killed
+            run_dir.raise_epoch(max(epoch, _whole(run_dir.read_info().get("epoch"), 1)))
+        except BaseException as error:
+            run_dir.close()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(error, run_dir.path, "the run directory cannot be written") from error
+            raise
         return run_dir
 
     @classmethod
@@ -164,13 +194,81 @@ class RunDir:
                 return _read_holder(handle)
         return None
 
+    def raise_epoch(self, past: int) -> None:
+        """Make :attr:`epoch` one more than ``past``, durably; it never goes down."""
+        self.epoch = max(self.epoch, past + 1)
+        self.write_info({"epoch": self.epoch})
+
+    def begin(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Note in ``run.json`` that a process starts from ``version``; ``facts`` are laid over what is there."""
+        start = {
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": _now(),
+            "from_version": version,
+            "status": "running",
+        }
+        self.write_info({**facts, "status": "running", "starts": [*self.starts(), start][-STARTS:]})
+
+    def end(self, status: str, facts: Mapping[str, Any]) -> None:
+        """Note how the process ends: finished, preempted, interrupted, terminated or failed."""
+        starts = self.starts()
+        if starts and starts[-1].get("epoch") == self.epoch:
+            starts[-1] |= {"status": status, "ended": _now(), **facts}
+        self.write_info({**facts, "status": status, "starts": starts})
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Every process that ran here, the oldest first; one that was killed is still "running"."""
+        found = self.read_info().get("starts")
+        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+
+    def trim(self, version: int, *, evaluations: int = 1) -> int:
+        """Take away the figures and samples of steps after ``version``, which will be made again.
+
+        A line that is torn goes too. Of the evaluations at ``version`` itself the first ``evaluations`` of each set
+        stay. The answer is the number of lines that went.
+
+        Raises:
+            StorageError: STO109, STO110 or STO121; each file is then as it was or trimmed.
+        """
+        gone = 0
+        for path in (self.metrics, self.samples):
+            try:
+                lines = path.read_bytes().splitlines(keepends=True)
+                kept = list(_kept(lines, version, evaluations))
+                gone += len(lines) - len(kept)
+                if len(kept) != len(lines):
+                    replace_file(path, b"".join(kept))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise storage_error(error, path, f"{path.name} cannot be trimmed") from error
+        failpoint("rundir.metrics.trimmed")
+        return gone
+
     def write_info(self, info: Mapping[str, Any]) -> None:
-        """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them."""
+        """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them.
+
+        Raises:
+            StorageError: STO109, STO110 or STO121; the file is then as it was.
+        """
         text = json.dumps({**self.read_info(), **info}, indent=1, sort_keys=True, default=str)
-        handle, name = tempfile.mkstemp(dir=self.path, prefix=".run.json-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        Path(name).replace(self.info)
+        self._replace(self.info, text + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Replace ``config.toml`` as a whole.
+
+        Raises:
+            StorageError: as :meth:`write_info`.
+        """
+        self._replace(self.config, text)
+
+    def _replace(self, path: Path, text: str) -> None:
+        try:
+            replace_file(path, text.encode())
+        except OSError as error:
+            raise storage_error(error, path, f"{path.name} cannot be written") from error
 
     def read_info(self) -> dict[str, Any]:
         """What ``run.json`` holds; empty where it is missing or broken."""
@@ -235,7 +333,7 @@ def check_free(path: Path) -> None:
         where=str(path),
         why="a run never writes over another" if is_run else "a run needs a folder of its own",
         fix=f"choose a new name: --run-dir {path}-2\nor leave --run-dir out for runs/NAME-N"
-        + (f"\nto look at what is there: slime show {path}" if is_run else ""),
+        + (f"\nto go on with it: slime run --resume {path}\nto look at it: slime show {path}" if is_run else ""),
     )
 
 
@@ -272,6 +370,27 @@ def _read_holder(handle: IO[str]) -> dict[str, Any]:
         data = json.loads(handle.read())
         return data if isinstance(data, dict) else {}
     return {}
+
+
+def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]:
+    """Whole lines of ``version`` and before."""
+    seen: Counter[str] = Counter()
+    for line in lines:
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+            made = int(row["version"])  # type: ignore[index]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if made == version and row.get("kind") == "eval":
+            seen[str(row.get("name"))] += 1
+            if seen[str(row.get("name"))] > evaluations:
+                continue
+        if made <= version:
+            yield line
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
 
 
 def _now() -> str:

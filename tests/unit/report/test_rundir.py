@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from slime_core.errors import ConfigError, StorageError
-from slime_core.report.rundir import FOLDERS, RunDir, check_free, next_path
+from slime_core.report import rundir
+from slime_core.report.rundir import FOLDERS, STARTS, RunDir, check_free, next_path
 
 pytestmark = pytest.mark.unit
 
@@ -62,6 +63,7 @@ def test_a_folder_with_another_run_is_refused_with_ways_out(tmp_path):
     assert "already holds a run" in error.what
     assert f"--run-dir {tmp_path / 'run'}-2" in error.fix
     assert f"slime show {tmp_path / 'run'}" in error.fix
+    assert f"slime run --resume {tmp_path / 'run'}" in error.fix
 
 
 @pytest.mark.parametrize("content", ["file", "folder"])
@@ -138,7 +140,7 @@ def test_info_is_merged_and_survives_a_broken_file(tmp_path):
     with RunDir.create("demo", root=tmp_path) as run_dir:
         run_dir.write_info({"a": 1, "b": 2})
         run_dir.write_info({"b": 3})
-        assert run_dir.read_info() == {"a": 1, "b": 3}
+        assert run_dir.read_info() == {"a": 1, "b": 3, "epoch": 1}
         run_dir.info.write_text("{")
         assert run_dir.read_info() == {}
         assert sorted(path.name for path in run_dir.path.iterdir() if path.name.startswith(".")) == []
@@ -148,3 +150,156 @@ def test_tracebacks_never_overwrite_each_other(tmp_path):
     with RunDir.create("demo", root=tmp_path) as run_dir:
         first, second = run_dir.save_error("traceback", "one"), run_dir.save_error("traceback", "two")
         assert (first.read_text(), second.read_text()) == ("one", "two")
+
+
+@pytest.fixture
+def old(tmp_path):
+    """The folder of a run that was started once and that nobody holds."""
+    with RunDir.create("demo", at=tmp_path / "run") as run_dir:
+        run_dir.write_config("seed = 1\n")
+        run_dir.begin(0, {"command": ["slime", "run"]})
+    return run_dir.path
+
+
+def test_every_reopening_is_a_later_epoch(old):
+    for epoch in (2, 3, 4):
+        with RunDir.reopen(old) as run_dir:
+            assert run_dir.epoch == epoch
+            assert json.loads(run_dir.info.read_text())["epoch"] == epoch
+
+
+@pytest.mark.parametrize("info", ["{", "", '{"epoch": "many"}', None])
+def test_a_broken_run_json_does_not_give_an_epoch_twice(old, info):
+    (old / "run.json").unlink() if info is None else (old / "run.json").write_text(info)
+    with RunDir.reopen(old, epoch=7) as run_dir:
+        assert run_dir.epoch == 8
+    (old / "run.json").write_text("{")
+    with RunDir.reopen(old) as run_dir:
+        assert run_dir.epoch == 2
+
+
+def test_a_run_that_another_process_holds_is_not_reopened(holder):
+    """Case 16, for a resume."""
+    path, _ = holder
+    (path / "config.toml").write_text("")
+    before = (path / "run.json").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        RunDir.reopen(path)
+    assert caught.value.code == "CFG16"
+    assert (path / "run.json").read_bytes() == before
+
+
+def test_what_is_no_run_is_not_reopened(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        RunDir.reopen(tmp_path)
+    assert caught.value.code == "CFG05"
+    assert os.listdir(tmp_path) == []
+
+
+def test_reopening_clears_what_a_killed_process_left_aside(old):
+    for name in (".run.json.77.tmp", ".metrics.jsonl.77.tmp", "log/rendezvous-77"):
+        (old / name).write_text("half")
+    (old / "log" / "run.log").write_text("kept")
+    RunDir.reopen(old).close()
+    assert not [*old.glob(".*"), *old.glob("log/rendezvous-*")]
+    assert (old / "log" / "run.log").exists()
+
+
+def test_a_run_that_cannot_be_written_is_a_storage_error(old, monkeypatch):
+    def refuse(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(rundir, "replace_file", refuse)
+    with pytest.raises(StorageError) as caught:
+        RunDir.reopen(old)
+    assert (caught.value.code, caught.value.exit_code) == ("STO109", 7)
+    monkeypatch.undo()
+    RunDir.reopen(old).close()
+
+
+def test_starts_are_kept_with_how_each_ended(old):
+    with RunDir.reopen(old) as run_dir:
+        run_dir.begin(3, {"command": ["slime", "run", "--resume"]})
+        run_dir.end("preempted", {"version": 5})
+    with RunDir.reopen(old) as run_dir:
+        run_dir.begin(5, {})
+        run_dir.end("finished", {"version": 9, "seconds": 1.5})
+    killed, stopped, finished = RunDir(old).starts()
+    assert (killed["epoch"], killed["status"], killed["from_version"]) == (1, "running", 0)
+    assert (stopped["epoch"], stopped["status"], stopped["from_version"], stopped["version"]) == (2, "preempted", 3, 5)
+    assert (finished["status"], finished["pid"], finished["host"]) == ("finished", os.getpid(), os.uname().nodename)
+    info = RunDir(old).read_info()
+    assert (info["status"], info["version"], info["command"]) == ("finished", 9, ["slime", "run", "--resume"])
+
+
+def test_only_the_newest_starts_are_kept(old):
+    with RunDir.reopen(old) as run_dir:
+        run_dir.write_info({"starts": [{"epoch": 0, "status": "running"}] * STARTS})
+        run_dir.begin(0, {})
+        assert len(run_dir.starts()) == STARTS
+        assert run_dir.starts()[-1]["epoch"] == 2
+
+
+def lines(*rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def step(version):
+    return {"kind": "step", "version": version}
+
+
+def measured(version, name="heldout", run=0):
+    return {"kind": "eval", "version": version, "name": name, "run": run}
+
+
+@pytest.mark.parametrize(
+    ("version", "evaluations", "left"),
+    [
+        (0, 0, []),
+        (0, 1, [measured(0)]),
+        (1, 1, [measured(0), step(1)]),
+        (2, 0, [measured(0), step(1), step(2)]),
+        (2, 1, [measured(0), step(1), step(2), measured(2), measured(2, "other")]),
+        (2, 2, [measured(0), step(1), step(2), measured(2), measured(2, "other"), measured(2, run=1)]),
+        (9, 2, [measured(0), step(1), step(2), measured(2), measured(2, "other"), measured(2, run=1), step(3)]),
+    ],
+)
+def test_figures_of_steps_that_will_be_made_again_go(old, version, evaluations, left):
+    with RunDir.reopen(old) as run_dir:
+        every = [measured(0), step(1), step(2), measured(2), measured(2, "other"), measured(2, run=1), step(3)]
+        run_dir.metrics.write_bytes(lines(*every) + b'{"kind": "step", "versi')
+        run_dir.samples.write_bytes(lines({"version": 1}, {"version": 2}, {"version": 3}))
+        gone = run_dir.trim(version, evaluations=evaluations)
+        assert run_dir.metrics.read_bytes() == lines(*left)
+        samples = [json.loads(line)["version"] for line in run_dir.samples.read_bytes().splitlines()]
+        assert samples == [made for made in (1, 2, 3) if made <= version]
+        assert gone == len(every) + 1 - len(left) + 3 - len(samples)
+        assert run_dir.trim(version, evaluations=evaluations) == 0
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"[1]\n", b"\xff\xfe\n", b'{"version": "x"}\n', b'{"version": 1}'])
+def test_a_torn_line_goes(old, torn):
+    with RunDir.reopen(old) as run_dir:
+        run_dir.metrics.write_bytes(lines(step(1)) + torn)
+        run_dir.trim(5)
+        assert run_dir.metrics.read_bytes() == lines(step(1))
+
+
+def test_a_run_without_figures_is_trimmed_to_nothing(old):
+    with RunDir.reopen(old) as run_dir:
+        assert run_dir.trim(0) == 0
+        assert not run_dir.metrics.exists()
+
+
+def test_trimming_that_fails_leaves_the_figures_whole(old, monkeypatch):
+    with RunDir.reopen(old) as run_dir:
+        run_dir.metrics.write_bytes(lines(step(1), step(2)))
+
+        def refuse(path, data):
+            raise OSError(28, "No space left on device", str(path))
+
+        monkeypatch.setattr(rundir, "replace_file", refuse)
+        with pytest.raises(StorageError) as caught:
+            run_dir.trim(1)
+        assert caught.value.code == "STO109"
+        assert run_dir.metrics.read_bytes() == lines(step(1), step(2))
