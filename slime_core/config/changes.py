@@ -9,6 +9,7 @@ Every key of the schema stands in exactly one class; tables of plugins and backe
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,17 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         for change in _of_stage(old, new, was, now, last=name == names[0][-1]):
             changes.setdefault(change.key, []).append((name, change))
     return [change for key in changes for change in _merged(changes[key], len(before))]
+
+
+def signature(data: Mapping[str, Any]) -> str:
+    """16 hex digits over every key, of every stage, that is not safe to change: equal where the same bits come out."""
+    kept = {
+        f"{index}.{path}": value
+        for index, stage in enumerate(stages(_config(data)))
+        for path, value in _flat(stage.model_dump(mode="json"))
+        if path.split(".")[0] in SPACES or rule_of(_core(path)).verdict != "safe"
+    }
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def refused(changes: Sequence[Change], forced: Collection[str] = ()) -> list[Change]:

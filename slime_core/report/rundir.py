@@ -12,15 +12,13 @@ import json
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, StorageError
-from slime_core.failpoints import failpoint
 
 FOLDERS = ("segments", "log", "errors", "checkpoints")
 MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
@@ -199,14 +197,18 @@ class RunDir:
         self.epoch = max(self.epoch, past + 1)
         self.write_info({"epoch": self.epoch})
 
-    def begin(self, version: int, facts: Mapping[str, Any]) -> None:
-        """Note in ``run.json`` that a process starts from ``version``; ``facts`` are laid over what is there."""
+    def begin(self, version: int, facts: Mapping[str, Any], *, kind: str = "") -> None:
+        """Note in ``run.json`` that a process starts from ``version``; ``facts`` are laid over what is there.
+
+        Two starts of one ``kind`` give the same bits.
+        """
         start = {
             "epoch": self.epoch,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": _now(),
             "from_version": version,
+            "kind": kind,
             "status": "running",
         }
         self.write_info({**facts, "status": "running", "starts": [*self.starts(), start][-STARTS:]})
@@ -222,30 +224,6 @@ class RunDir:
         """Every process that ran here, the oldest first; one that was killed is still "running"."""
         found = self.read_info().get("starts")
         return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
-
-    def trim(self, version: int, *, evaluations: int = 1) -> int:
-        """Take away the figures and samples of steps after ``version``, which will be made again.
-
-        A line that is torn goes too. Of the evaluations at ``version`` itself the first ``evaluations`` of each set
-        stay. The answer is the number of lines that went.
-
-        Raises:
-            StorageError: STO109, STO110 or STO121; each file is then as it was or trimmed.
-        """
-        gone = 0
-        for path in (self.metrics, self.samples):
-            try:
-                lines = path.read_bytes().splitlines(keepends=True)
-                kept = list(_kept(lines, version, evaluations))
-                gone += len(lines) - len(kept)
-                if len(kept) != len(lines):
-                    replace_file(path, b"".join(kept))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise storage_error(error, path, f"{path.name} cannot be trimmed") from error
-        failpoint("rundir.metrics.trimmed")
-        return gone
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them.
@@ -370,23 +348,6 @@ def _read_holder(handle: IO[str]) -> dict[str, Any]:
         data = json.loads(handle.read())
         return data if isinstance(data, dict) else {}
     return {}
-
-
-def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]:
-    """Whole lines of ``version`` and before."""
-    seen: Counter[str] = Counter()
-    for line in lines:
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-            made = int(row["version"])  # type: ignore[index]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if made == version and row.get("kind") == "eval":
-            seen[str(row.get("name"))] += 1
-            if seen[str(row.get("name"))] > evaluations:
-                continue
-        if made <= version:
-            yield line
 
 
 def _whole(value: Any, otherwise: int) -> int:

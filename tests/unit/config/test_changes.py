@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.config.changes import RULES, check, compare, refused, rule_of, table
+from slime_core.config.changes import RULES, check, compare, refused, rule_of, signature, table
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
@@ -175,3 +175,17 @@ def test_forcing_a_key_that_did_not_change_is_fine_and_one_that_does_not_exist_i
 def test_long_values_are_cut_in_the_table():
     changes = compare(dumped(Config()), dumped(load_config(None, ["--wandb-project", "x" * 500])))
     assert len(table(changes)) < 300
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        (["--save-interval", "3", "--num-rollout", "9", "--name", "other"], True),
+        (["--cpu-threads", "3"], False),
+        (["--lr", "0.5"], False),
+        (["plugin.x.a=1"], False),
+    ],
+)
+def test_the_signature_moves_with_what_moves_the_bits(flags, same):
+    was, now = load_config(None), load_config(None, flags)
+    assert (signature(dumped(was)) == signature(dumped(now))) is same

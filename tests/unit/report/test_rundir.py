@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from slime_core.errors import ConfigError, StorageError
-from slime_core.report import rundir
+from slime_core.report import rundir, trim
 from slime_core.report.rundir import FOLDERS, STARTS, RunDir, check_free, next_path
+from slime_core.report.trim import trim_figures
 
 pytestmark = pytest.mark.unit
 
@@ -269,25 +270,25 @@ def test_figures_of_steps_that_will_be_made_again_go(old, version, evaluations, 
         every = [measured(0), step(1), step(2), measured(2), measured(2, "other"), measured(2, run=1), step(3)]
         run_dir.metrics.write_bytes(lines(*every) + b'{"kind": "step", "versi')
         run_dir.samples.write_bytes(lines({"version": 1}, {"version": 2}, {"version": 3}))
-        gone = run_dir.trim(version, evaluations=evaluations)
+        gone = trim_figures(run_dir, version, evaluations=evaluations)
         assert run_dir.metrics.read_bytes() == lines(*left)
         samples = [json.loads(line)["version"] for line in run_dir.samples.read_bytes().splitlines()]
         assert samples == [made for made in (1, 2, 3) if made <= version]
         assert gone == len(every) + 1 - len(left) + 3 - len(samples)
-        assert run_dir.trim(version, evaluations=evaluations) == 0
+        assert trim_figures(run_dir, version, evaluations=evaluations) == 0
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"[1]\n", b"\xff\xfe\n", b'{"version": "x"}\n', b'{"version": 1}'])
 def test_a_torn_line_goes(old, torn):
     with RunDir.reopen(old) as run_dir:
         run_dir.metrics.write_bytes(lines(step(1)) + torn)
-        run_dir.trim(5)
+        trim_figures(run_dir, 5)
         assert run_dir.metrics.read_bytes() == lines(step(1))
 
 
 def test_a_run_without_figures_is_trimmed_to_nothing(old):
     with RunDir.reopen(old) as run_dir:
-        assert run_dir.trim(0) == 0
+        assert trim_figures(run_dir, 0) == 0
         assert not run_dir.metrics.exists()
 
 
@@ -298,8 +299,8 @@ def test_trimming_that_fails_leaves_the_figures_whole(old, monkeypatch):
         def refuse(path, data):
             raise OSError(28, "No space left on device", str(path))
 
-        monkeypatch.setattr(rundir, "replace_file", refuse)
+        monkeypatch.setattr(trim, "replace_file", refuse)
         with pytest.raises(StorageError) as caught:
-            run_dir.trim(1)
+            trim_figures(run_dir, 1)
         assert caught.value.code == "STO109"
         assert run_dir.metrics.read_bytes() == lines(step(1), step(2))
