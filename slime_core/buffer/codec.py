@@ -35,13 +35,12 @@ def encode(sample: Sample) -> list[bytes | memoryview]:
     Raises:
         PluginError: PLG57, a field that a plugin filled with something JSON cannot hold.
     """
-    arrays = [("tokens", _ints(sample.tokens))]
-    arrays += [(name, _floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
+    arrays = [("tokens", ints(sample.tokens))]
+    arrays += [(name, floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
     fields = {name: getattr(sample, name) for name in PLAIN if getattr(sample, name) != DEFAULTS[name]}
     fields |= {name: _runs(values) for name in RUNS if (values := getattr(sample, name)) is not None}
-    header = {"format": FORMAT, "fields": fields, "arrays": [[name, a.dtype.str, a.size] for name, a in arrays]}
     try:
-        text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
+        return pack(fields, arrays)
     except (TypeError, ValueError, RecursionError) as error:
         raise PluginError(
             f"sample {sample.id} cannot be stored: {error}",
@@ -50,7 +49,6 @@ def encode(sample: Sample) -> list[bytes | memoryview]:
             why="metadata, train_metadata, label and reward are kept as JSON",
             fix="keep numbers, strings, lists and dicts there; arrays go in an ArrayRef",
         ) from error
-    return [LENGTH.pack(len(text)), text, *(a.view(np.uint8).data for _, a in arrays if a.size)]
 
 
 def decode(body: bytes) -> Sample:
@@ -59,20 +57,41 @@ def decode(body: bytes) -> Sample:
     Raises:
         ValueError: a record of another format.
     """
-    (length,) = LENGTH.unpack_from(body)
-    place = LENGTH.size + length
-    header = json.loads(body[LENGTH.size : place])
-    if header["format"] != FORMAT:
-        raise ValueError(f"record format {header['format']}, this version reads {FORMAT}")
-    fields: dict[str, Any] = header["fields"]
-    for name, dtype, count in header["arrays"]:
-        array = np.frombuffer(body, dtype=dtype, count=count, offset=place)
-        fields[name] = array.tolist()
-        place += array.nbytes
+    fields, arrays = unpack(body)
+    fields |= {name: array.tolist() for name, array in arrays.items()}
     for name in RUNS:
         if name in fields:
             fields[name] = [value for value, count in fields[name] for _ in range(count)]
     return Sample.from_dict(fields)
+
+
+def pack(fields: dict[str, Any], arrays: Sequence[tuple[str, NDArray[Any]]]) -> list[bytes | memoryview]:
+    """The parts of a record: a JSON header and the arrays' bytes.
+
+    Raises:
+        TypeError, ValueError: fields that JSON cannot hold.
+    """
+    header = {"format": FORMAT, "fields": fields, "arrays": [[name, a.dtype.str, a.size] for name, a in arrays]}
+    text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
+    return [LENGTH.pack(len(text)), text, *(a.view(np.uint8).data for _, a in arrays if a.size)]
+
+
+def unpack(body: bytes | memoryview) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Fields and arrays of a record that :func:`pack` made; the arrays are views of ``body``.
+
+    Raises:
+        ValueError: a record of another format.
+    """
+    (length,) = LENGTH.unpack_from(body)
+    place = LENGTH.size + length
+    header = json.loads(bytes(body[LENGTH.size : place]))
+    if header["format"] != FORMAT:
+        raise ValueError(f"record format {header['format']}, this version reads {FORMAT}")
+    arrays = {}
+    for name, dtype, count in header["arrays"]:
+        arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=place)
+        place += arrays[name].nbytes
+    return header["fields"], arrays
 
 
 def _plain(value: Any) -> Any:
@@ -84,17 +103,20 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-def _ints(values: Sequence[int]) -> NDArray[Any]:
+def ints(values: Sequence[int]) -> NDArray[Any]:
+    """Little-endian, 4 bytes each where that holds them, else 8."""
     array = np.asarray(values, dtype=np.int64)
     narrow = array.astype("<i4")
     return narrow if np.array_equal(narrow, array) else array.astype("<i8")
 
 
-def _floats(values: Sequence[float]) -> NDArray[Any]:
+def floats(values: Sequence[float]) -> NDArray[Any]:
+    """Little-endian float32 where that keeps every bit, else float64."""
     array = np.asarray(values, dtype="<f8")
     with np.errstate(over="ignore"):
         narrow = array.astype("<f4")
-    return narrow if np.array_equal(narrow.astype("<f8"), array, equal_nan=True) else array
+    same = np.array_equal(narrow.astype("<f8").view("<i8"), array.view("<i8"))
+    return narrow if same else array
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """The ledger's tables, and how its SQLite file is opened.
 
 One row a sample and attempt, under 300 bytes with its indexes; payloads lie in segment files. `tally` counts rows by
-state and reason and is kept by triggers, inside the transaction that changes a row.
+state and reason and is kept by triggers, inside the transaction that changes a row. The two partial indexes hold only
+rows that are finished and not trained, and rows whose payload is not pruned.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from slime_core.errors import StorageError
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_MS = 10_000
 
 PENDING, FINISHED, TRAINED, DROPPED = range(4)
@@ -27,15 +28,38 @@ CREATE TABLE samples (
     state INTEGER NOT NULL CHECK (state BETWEEN 0 AND 3),
     reason INTEGER NOT NULL DEFAULT 0,      -- of reasons, 0 where the state is not dropped
     position INTEGER,                       -- the prompt's place in its stage
+    place INTEGER,                          -- in the group as it was finished, or among what was dropped together
     rollout INTEGER,
     version INTEGER,                        -- lowest weights that made a token
-    step INTEGER,                           -- version that it trained
+    newest INTEGER,                         -- highest weights that made a token
+    ticks INTEGER,                          -- tokens that those made
+    step INTEGER,                           -- version for whose step it is journaled
+    claim INTEGER,                          -- of claims, where a reader from elsewhere has it
     reward REAL,
     tokens INTEGER,
     response_length INTEGER,
     segment INTEGER, offset INTEGER, length INTEGER, crc32 INTEGER,   -- NULL: no payload, or pruned
     UNIQUE (id, attempt)
 ) STRICT;
+CREATE INDEX waiting ON samples (claim, serial) WHERE state = 1;
+CREATE INDEX living ON samples (segment) WHERE segment IS NOT NULL;
+CREATE TABLE turns (
+    serial INTEGER PRIMARY KEY REFERENCES samples (serial),
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, crc32 INTEGER NOT NULL
+) STRICT;
+CREATE TABLE arrays (                       -- segments, other than its own, that a sample's ArrayRefs name
+    segment INTEGER NOT NULL,
+    serial INTEGER NOT NULL REFERENCES samples (serial),
+    PRIMARY KEY (segment, serial)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE claims (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    reader TEXT NOT NULL,
+    state INTEGER NOT NULL DEFAULT 0        -- open, acknowledged, given back
+) STRICT;
+CREATE TABLE applied (                      -- messages of other processes whose answer they have not acknowledged
+    client TEXT NOT NULL, message INTEGER NOT NULL, PRIMARY KEY (client, message)
+) STRICT, WITHOUT ROWID;
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,            -- the version that the step makes
     stage TEXT NOT NULL,

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_core import durable
 from slime_core.errors import StorageError
 from slime_core.types import ArrayRef
 
@@ -69,6 +70,7 @@ class Segments:
         self._fd = -1
         self._end = 0  # of the last whole record in it
         self._dirty = False
+        self.losses = 0  # times that records were lost before they were durable
         self._readers: OrderedDict[int, int] = OrderedDict()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,9 +91,9 @@ class Segments:
             self._open_for(FRAME.size + length)
             start = self._end
             try:
-                _write_all(self._fd, start, [FRAME.pack(RECORD_MAGIC, crc, length), *parts])
+                self._write(start, [FRAME.pack(RECORD_MAGIC, crc, length), *parts])
             except OSError as error:
-                self._abandon()
+                self._rescue()
                 raise storage_error(error, self.path(self._number), "a segment cannot be written") from error
             self._end = start + FRAME.size + length
             self._dirty = True
@@ -109,8 +111,9 @@ class Segments:
                 return
             number = self._number
             try:
-                os.fsync(self._fd)
+                durable.disk.sync(self._fd)
             except OSError as error:
+                self.losses += 1
                 self._abandon()
                 raise storage_error(error, self.path(number), "a segment cannot be made durable") from error
             self._dirty = False
@@ -176,17 +179,32 @@ class Segments:
             self.sync()
             self._abandon()
         try:
-            number, fd = _create(self.folder)
-            _write_all(fd, 0, [FILE_MAGIC])
-            _sync_folder(self.folder)
+            self._number, self._fd = _create(self.folder)
+            durable.disk.write(self._fd, FILE_MAGIC, 0)
+            durable.disk.sync_folder(self.folder)
         except OSError as error:
+            self._abandon()
             raise storage_error(error, self.folder, "a segment file cannot be made") from error
-        self._fd, self._number, self._end = fd, number, len(FILE_MAGIC)
+        self._end = len(FILE_MAGIC)
+
+    def _write(self, offset: int, parts: Sequence[bytes | memoryview]) -> None:
+        for part in parts:
+            durable.disk.write(self._fd, part, offset)
+            offset += memoryview(part).nbytes
+
+    def _rescue(self) -> None:
+        """Leave a file that cannot be written to, with the whole records in it made durable if that still works."""
+        if self._dirty:
+            try:
+                durable.disk.sync(self._fd)
+            except OSError:
+                self.losses += 1
+        self._abandon()
 
     def _abandon(self) -> None:
         """Close the file being written; the next record goes to a new one."""
         if self._fd >= 0:
-            os.close(self._fd)
+            durable.disk.close(self._fd)
         self._fd, self._dirty = -1, False
 
     def _reader(self, number: int) -> int:
@@ -259,8 +277,7 @@ def _create(folder: Path) -> tuple[int, int]:
     while True:
         number += 1
         try:
-            path = folder / segment_name(number)
-            return number, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            return number, durable.disk.create(folder / segment_name(number))
         except FileExistsError:  # another process's writer was faster
             continue
 
@@ -289,23 +306,6 @@ def _read_at(fd: int, offset: int, length: int) -> bytes:
         offset += len(piece)
         length -= len(piece)
     return b"".join(pieces)
-
-
-def _write_all(fd: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
-    for part in parts:
-        view = memoryview(part).cast("B")
-        while view.nbytes:
-            count = os.pwrite(fd, view, offset)
-            view = view[count:]
-            offset += count
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _corrupt(path: Path, offset: int, length: int) -> StorageError:

@@ -20,20 +20,15 @@ from numpy.typing import NDArray
 
 from slime_core.config.schema import Config
 from slime_core.durable import sha256_of
-from slime_core.errors import EngineError, SlimeError
-from slime_core.protocols import Engine, Ledger, Trainer
-from slime_core.types import (
-    ArrayRef,
-    Batch,
-    Drop,
-    GenerateRequest,
-    Group,
-    Prompt,
-    Sample,
-    SamplingParams,
-    Status,
-    WeightUpdate,
+from slime_core.errors import EngineError
+from slime_core.protocols import Engine, Trainer
+from slime_core.testing.ledger_contract import (
+    LEDGER_CHECKS as LEDGER_CHECKS,
+    LedgerCheck as LedgerCheck,
+    sample_group as sample_group,
+    suspended_turns as suspended_turns,
 )
+from slime_core.types import Batch, GenerateRequest, SamplingParams, WeightUpdate
 
 PATIENCE = 60.0  # seconds until a call that never returns counts as a deadlock
 
@@ -66,7 +61,6 @@ class TrainerCase:
 
 EngineCheck = Callable[[EngineCase], Awaitable[None]]
 TrainerCheck = Callable[[TrainerCase], Awaitable[None]]
-LedgerCheck = Callable[[Ledger], Awaitable[None]]
 
 
 async def engine_refuses_to_generate_before_its_first_load(case: EngineCase) -> None:
@@ -259,77 +253,6 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
     return {n: np.array(t.detach().float().cpu().numpy() if hasattr(t, "detach") else t) for n, t in tensors.items()}
 
 
-def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
-    """A finished group of two rollouts with an ArrayRef; with ``fan_out`` the second has two samples."""
-    prompt = Prompt(id=f"main/{position}", position=position, prompt="1+1=", tokens=[1, 2, 1])
-    samples = []
-    for name, rollout in [("0", 0), ("1", 1), *([("1.1", 1)] if fan_out else [])]:
-        sample = Sample(id=f"{prompt.id}-{name}", prompt=prompt.prompt, tokens=list(prompt.tokens))
-        sample.append_response([3, 4], log_probs=[-0.5, -0.25], version=0, text="2\n")
-        sample.append_response([5], mask=0, text="tool")
-        sample.group_index, sample.rollout_id = position, position * 2 + rollout
-        sample.reward, sample.status = float(rollout), Status.COMPLETED
-        sample.rollout_routed_experts = ArrayRef(segment="x.seg", offset=0, dtype="int16", shape=(5, 2), crc32=1)
-        samples.append(sample)
-    rollouts = {position * 2: [0], position * 2 + 1: [1, 2] if fan_out else [1]}
-    return Group(prompt=prompt, samples=samples, rollouts=rollouts)
-
-
-async def ledger_keeps_every_sample_in_one_state(ledger: Ledger) -> None:
-    """issued = trained + dropped + pending at every moment, and repeating a call doubles nothing."""
-    groups = [sample_group(0), sample_group(1, fan_out=True), sample_group(2)]
-    for group in groups:
-        issued = Group(prompt=group.prompt, samples=group.samples[:2], rollouts=dict(list(group.rollouts.items())[:2]))
-        for _ in range(2):
-            await ledger.issue([issued])
-    assert await _balance(ledger) == (6, 0, 0, 6)
-    await ledger.finish(groups[0])
-    await ledger.finish(groups[1])
-    await ledger.finish(groups[1])
-    assert await _balance(ledger) == (7, 0, 0, 7), "a fan-out sibling counts once"
-    await ledger.drop([(groups[2].samples, Drop(reason="zero_std"))])
-    counts = await ledger.counts()
-    assert counts["dropped/zero_std"] == 2, counts
-    assert await _balance(ledger) == (7, 0, 2, 5)
-
-
-async def ledger_journals_a_step_before_it_trains(ledger: Ledger) -> None:
-    """The composition is readable before the step ends, in order, and unfinished samples cannot enter it."""
-    from slime_core.trainers.batch import make_batch
-
-    group, other = sample_group(0, fan_out=True), sample_group(1)
-    await ledger.issue([group, other])
-    await ledger.finish(group)
-    try:
-        await ledger.journal(make_batch(4, "main", [other]))
-    except SlimeError:
-        pass
-    else:
-        raise AssertionError("a step with unfinished samples was journaled")
-    await ledger.journal(make_batch(4, "main", [group]))
-    assert await ledger.composition(5) == [s.id for s in group.samples]
-    assert await ledger.composition(6) == []
-    await ledger.trained(5)
-    assert await _balance(ledger) == (5, 3, 0, 2)
-
-
-async def ledger_reads_back_what_was_finished(ledger: Ledger) -> None:
-    """Tokens, log-probs, masks, versions, text and references return as they were, in the order asked."""
-    group = sample_group(3, fan_out=True)
-    await ledger.issue([group])
-    await ledger.finish(group)
-    ids = [s.id for s in reversed(group.samples)]
-    for got, want in zip(await ledger.samples(ids), reversed(group.samples), strict=True):
-        assert got.to_dict() == want.to_dict(), (got, want)
-
-
-async def _balance(ledger: Ledger) -> tuple[int, int, int, int]:
-    counts = await ledger.counts()
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    assert counts["issued"] == counts["trained"] + dropped + counts["pending"], dict(counts)
-    return counts["issued"], counts["trained"], dropped, counts["pending"]
-
-
 ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     engine_refuses_to_generate_before_its_first_load,
     engine_stamps_the_version_it_serves,
@@ -347,9 +270,4 @@ TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_verifies_a_step_and_changes_nothing,
     trainer_restores_what_it_saved,
     trainer_saves_one_state_after_another,
-)
-LEDGER_CHECKS: tuple[LedgerCheck, ...] = (
-    ledger_keeps_every_sample_in_one_state,
-    ledger_journals_a_step_before_it_trains,
-    ledger_reads_back_what_was_finished,
 )

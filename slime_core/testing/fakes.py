@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +18,17 @@ import numpy as np
 
 from slime_core import durable
 from slime_core.durable import FileMark
-from slime_core.errors import EngineError, StorageError, TrainerError
-from slime_core.protocols import Ability, Drops, PauseMode, Role
+from slime_core.errors import EngineError, TrainerError
+from slime_core.protocols import Ability, PauseMode, Role
 from slime_core.seeds import seed_of
+from slime_core.testing.fake_ledger import MemoryLedger as MemoryLedger, Row as Row
 from slime_core.types import Completion, WeightUpdate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
-    from slime_core.types import Batch, Columns, GenerateRequest, Group, Sample
+    from slime_core.types import Batch, Columns, GenerateRequest
 
 MEMORY = {"kv", "weights"}
 STATE = {"gradients", "optimizer", "parameters"}
@@ -306,77 +305,6 @@ class RankedTrainer(FakeTrainer):
         await super().restore(path)
         for rank in self.ranks:
             await rank.restore(path)
-
-
-@dataclass(slots=True)
-class Row:
-    """One sample of the :class:`MemoryLedger`."""
-
-    state: str
-    sample: Sample
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class MemoryLedger:
-    """The ledger's rules without its disk."""
-
-    rows: dict[str, Row] = field(default_factory=dict)
-    journals: dict[int, list[str]] = field(default_factory=dict)
-
-    async def issue(self, groups: Sequence[Group]) -> None:
-        """See `protocols.Ledger`."""
-        for group in groups:
-            for sample in group.samples:
-                self.rows.setdefault(sample.id, Row("pending", sample))
-
-    async def finish(self, group: Group, drops: Drops = ()) -> None:
-        """See `protocols.Ledger`."""
-        await self.drop(drops)
-        for sample in group.samples:
-            row = self.rows.setdefault(sample.id, Row("pending", sample))
-            if row.state == "pending":
-                row.state, row.sample = "finished", sample
-
-    async def drop(self, drops: Drops) -> None:
-        """See `protocols.Ledger`."""
-        for sample, drop in [(sample, drop) for samples, drop in drops for sample in samples]:
-            row = self.rows.setdefault(sample.id, Row("pending", sample))
-            if row.state not in ("pending", "finished"):
-                raise StorageError(f"sample {sample.id} is {row.state} and cannot be dropped")
-            row.state, row.reason = "dropped", drop.reason
-
-    async def journal(self, batch: Batch) -> None:
-        """See `protocols.Ledger`."""
-        unfinished = [name for name in batch.sample_ids if self.rows[name].state != "finished"]
-        if unfinished:
-            raise StorageError(f"samples {unfinished[:3]} are not finished and cannot train")
-        self.journals[batch.version + 1] = list(batch.sample_ids)
-
-    async def trained(self, version: int, fingerprint: str = "") -> None:
-        """See `protocols.Ledger`."""
-        if version not in self.journals:
-            raise StorageError(f"version {version} was never journaled")
-        for name in self.journals[version]:
-            self.rows[name].state = "trained"
-
-    async def composition(self, version: int) -> list[str]:
-        """See `protocols.Ledger`."""
-        return list(self.journals.get(version, []))
-
-    async def samples(self, ids: Sequence[str]) -> list[Sample]:
-        """See `protocols.Ledger`."""
-        return [self.rows[name].sample for name in ids]
-
-    async def counts(self) -> Mapping[str, int]:
-        """See `protocols.Ledger`."""
-        states = Counter(row.state for row in self.rows.values())
-        reasons = Counter(f"dropped/{row.reason}" for row in self.rows.values() if row.state == "dropped")
-        pending = states["pending"] + states["finished"]
-        return {"issued": len(self.rows), "trained": states["trained"], "pending": pending, **reasons}
-
-    async def close(self) -> None:
-        """See `protocols.Ledger`."""
 
 
 class CharTokenizer:

@@ -11,7 +11,6 @@ import threading
 import numpy as np
 import pytest
 
-from slime_core.buffer import ledger as module
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import PluginError, StorageError
 from slime_core.testing.contracts import LEDGER_CHECKS, sample_group
@@ -327,13 +326,13 @@ def test_the_event_loop_runs_on_while_the_disk_is_slow(use, tmp_path):
 
 def test_sqlite_is_durable_and_has_our_marks(use, tmp_path):
     async def body(ledger):
-        call = ledger._call
-        assert await call(lambda: ledger._db.execute("PRAGMA synchronous").fetchone()) == (2,)
-        assert await call(lambda: ledger._db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
+        call = ledger._commits.run
+        assert await call(lambda: ledger._commits.db.execute("PRAGMA synchronous").fetchone()) == (2,)
+        assert await call(lambda: ledger._commits.db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
         assert await call(lambda: threading.current_thread().name.startswith("ledger"))
 
     use(body)
-    assert query(tmp_path, "PRAGMA user_version") == [(1,)]
+    assert query(tmp_path, "PRAGMA user_version") == [(2,)]
     assert query(tmp_path, "PRAGMA application_id") == [(0x534C4D31,)]
     assert query(tmp_path, "PRAGMA integrity_check") == [("ok",)]
 
@@ -355,7 +354,9 @@ def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
     async def body(ledger):
         await ledger.issue(groups)
         await ledger.drop([(groups[3].samples, Drop(reason="x"))])
-        await ledger._call(lambda: ledger._db.set_trace_callback(lambda text: commits.append(text == "COMMIT")))
+        await ledger._commits.run(
+            lambda: ledger._commits.db.set_trace_callback(lambda text: commits.append(text == "COMMIT"))
+        )
         answers = await asyncio.gather(*(ledger.finish(group) for group in groups), return_exceptions=True)
         failed = {i: type(answer) for i, answer in enumerate(answers) if answer is not None}
         assert failed == {3: StorageError, 7: PluginError}
@@ -375,7 +376,7 @@ def test_a_payload_is_durable_before_the_commit_that_names_it(use, monkeypatch):
 
     async def body(ledger):
         await ledger.finish(sample_group(0))
-        await ledger._call(lambda: ledger._db.set_trace_callback(events.append))
+        await ledger._commits.run(lambda: ledger._commits.db.set_trace_callback(events.append))
         events.clear()
         await ledger.finish(sample_group(1))
         assert [e for e in events if e in ("fsync", "COMMIT")] == ["fsync", "COMMIT"]
@@ -391,15 +392,7 @@ def test_a_row_stays_under_300_bytes(use, tmp_path):
         for group in groups:
             for sample in group.samples:
                 sample.reward = 0.123456789
-        placed = [(s, ledger.segments.append([b"x"]), g) for g in groups for s in g.samples]
-        ledger.segments.sync()
-
-        def finish():
-            with ledger._transaction() as db:
-                for sample, place, group in placed:
-                    db.execute(module.FINISH, module._finished_row(sample, group.prompt.position, place))
-
-        await ledger._call(finish)
+        await asyncio.gather(*(ledger.finish(group) for group in groups))
         await ledger.journal(batch_of(0, ids_of(*groups)))
         await ledger.trained(1)
 
@@ -446,13 +439,13 @@ def test_109_a_full_database_keeps_what_was_committed(use):
 
     async def body(ledger):
         await ledger.issue(groups[:1])
-        await ledger._call(lambda: ledger._db.execute("PRAGMA max_page_count = 20"))
+        await ledger._commits.run(lambda: ledger._commits.db.execute("PRAGMA max_page_count = 20"))
         with pytest.raises(StorageError) as caught:
             await ledger.issue(groups[1:])
         assert caught.value.code == "STO109"
         assert "slime run --resume" in caught.value.fix
         assert dict(await ledger.counts()) == {"issued": 2, "trained": 0, "pending": 2}
-        await ledger._call(lambda: ledger._db.execute("PRAGMA max_page_count = 100000"))
+        await ledger._commits.run(lambda: ledger._commits.db.execute("PRAGMA max_page_count = 100000"))
         await ledger.issue(groups)
         return (await ledger.counts())["issued"]
 

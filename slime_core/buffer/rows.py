@@ -1,0 +1,272 @@
+"""Changes of state, each inside a transaction that its caller holds: what `SqliteLedger` promises, in SQL.
+
+issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind -> finished
+            |                    |
+            `------ drop --------'--> dropped(reason)
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from slime_core.buffer.codec import encode, plain_reward
+from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
+from slime_core.buffer.segments import Place, Segments
+from slime_core.buffer.turns import encode_turns
+from slime_core.errors import StorageError
+from slime_core.protocols import Drops, Turn
+from slime_core.types import ArrayRef, Group, Sample
+
+REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
+RESTARTED = "restarted"  # a later attempt of the same sample was issued
+REASON_LENGTH = 64
+OF_PROMPT = "id >= ? AND id < ? AND instr(substr(id, ?), '-') = 0"
+"""Rows of one prompt, with :func:`of_prompt`: PROMPT_ID-J and PROMPT_ID-J.K ('.' follows '-' in ASCII)."""
+MEASURES = ("place", "rollout", "version", "newest", "ticks", "reward", "tokens", "response_length")
+STORED = ("segment", "offset", "length", "crc32")
+FINISH = f"""
+INSERT INTO samples (state, position, {", ".join(MEASURES)}, {", ".join(STORED)}, id, attempt)
+VALUES ({FINISHED}, ?, {", ".join("?" for _ in (*MEASURES, *STORED))}, ?, ?)
+ON CONFLICT (id, attempt) DO UPDATE SET
+    state = {FINISHED}, position = excluded.position,
+    {", ".join(f"{name} = excluded.{name}" for name in (*MEASURES, *STORED))}
+WHERE state = {PENDING}
+"""
+DROP = f"""
+INSERT INTO samples (state, reason, position, {", ".join(MEASURES)}, id, attempt)
+VALUES ({DROPPED}, ?, ?, {", ".join("?" for _ in MEASURES)}, ?, ?)
+ON CONFLICT (id, attempt) DO UPDATE SET
+    state = {DROPPED}, reason = excluded.reason, {", ".join(f"{name} = excluded.{name}" for name in MEASURES)}
+WHERE state = {PENDING}
+"""
+ROW = "SELECT serial, state, step FROM samples WHERE id = ? AND attempt = ?"
+LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+
+
+def of_prompt(prompt_id: str) -> tuple[str, str, int]:
+    """The parameters of ``OF_PROMPT``."""
+    return f"{prompt_id}-", f"{prompt_id}.", len(prompt_id) + 2
+
+
+class Rows:
+    """Writes to the tables of one connection; nothing here begins or ends a transaction."""
+
+    def __init__(self, db: sqlite3.Connection, segments: Segments, where: Path) -> None:
+        self._db, self._segments, self._where = db, segments, where
+        self._reasons: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """A transaction was rolled back: nothing that was read in it holds."""
+        self._reasons.clear()
+
+    def issue(self, groups: Sequence[Group]) -> None:
+        """See `protocols.Ledger`."""
+        for group in groups:
+            for sample in group.samples:
+                latest = self._db.execute(LATEST, (sample.id,)).fetchone()
+                if latest is not None and latest[2] >= sample.attempt:
+                    continue
+                if latest is not None:
+                    self._restart(sample)
+                self._db.execute(
+                    "INSERT INTO samples (id, attempt, state, position, rollout) VALUES (?, ?, ?, ?, ?)",
+                    (sample.id, sample.attempt, PENDING, group.prompt.position, sample.rollout_id),
+                )
+
+    def finish(self, group: Group, drops: Drops = ()) -> None:
+        """See `protocols.Ledger`; the payloads are appended, not yet durable."""
+        self.drop(drops)
+        wanted = []
+        for place, sample in enumerate(group.samples):
+            row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
+            if row is not None and row[1] == DROPPED:
+                raise self.conflict(sample.id, "dropped", "finished")
+            if row is None or row[1] == PENDING:
+                wanted.append((place, sample, encode(sample)))
+        for place, sample, parts in wanted:
+            self._store(group.prompt.position, place, sample, self._segments.append(parts))
+        kept = {(sample.id, sample.attempt) for sample in group.samples}
+        query = f"SELECT serial, id, attempt FROM samples WHERE {OF_PROMPT} AND state = {PENDING}"
+        for serial, name, attempt in self._db.execute(query, of_prompt(group.prompt.id)).fetchall():
+            if (name, attempt) not in kept:
+                self._set_dropped(serial, REPLACED)
+
+    def drop(self, drops: Drops) -> None:
+        """See `protocols.Ledger`."""
+        place = 0
+        for samples, drop in drops:
+            reason = self._reason(drop.reason)
+            for sample in samples:
+                row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
+                if row is not None and row[1] == FINISHED:
+                    self._leave(sample.id, *row, wanted="dropped")
+                    self._set_dropped(row[0], drop.reason)
+                    self._db.execute("UPDATE samples SET place = ? WHERE serial = ?", (place, row[0]))
+                elif row is None or row[1] == PENDING:
+                    numbers = (reason, sample.group_index, *_measures(sample, place))
+                    self._db.execute(DROP, (*numbers, sample.id, sample.attempt))
+                    self._forget_turns(row)
+                elif row[1] == TRAINED:
+                    raise self.conflict(sample.id, "trained", "dropped")
+                place += 1
+
+    def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+        """See `protocols.Ledger`; samples that are no longer pending keep nothing."""
+        for name, kept in turns.items():
+            row = self._db.execute(LATEST, (name,)).fetchone()
+            if row is None:
+                raise self.conflict(name, "unknown", "suspended")
+            if row[1] != PENDING:
+                continue
+            self._forget_turns(row)
+            if kept:
+                place = self._segments.append(encode_turns(kept))
+                self._db.execute("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", (row[0], *_stored(place)))
+
+    def journal(self, version: int, stage: str, ids: Sequence[str]) -> None:
+        """See `protocols.Ledger`; ``version`` is the one that the step makes."""
+        if len(set(ids)) != len(ids):
+            raise StorageError(f"the step of version {version} names a sample twice", where=str(self._where))
+        before = self.composition(version)
+        if before:
+            if before != list(ids):
+                raise StorageError(
+                    f"version {version} is journaled with another composition",
+                    where=str(self._where),
+                    why=f"{len(before)} samples from {before[0]} on, now {len(ids)} from {list(ids[:1])} on",
+                    fix="a version is made from its journal: slime run --resume RUN_DIR",
+                )
+            return
+        serials = [self._enters(name, version) for name in ids]
+        self._db.execute("INSERT INTO steps (version, stage, samples) VALUES (?, ?, ?)", (version, stage, len(ids)))
+        self._db.executemany("INSERT INTO members VALUES (?, ?, ?)", [(version, i, s) for i, s in enumerate(serials)])
+        self._db.executemany("UPDATE samples SET step = ? WHERE serial = ?", [(version, s) for s in serials])
+
+    def trained(self, version: int, fingerprint: str) -> None:
+        """See `protocols.Ledger`."""
+        row = self._db.execute("SELECT trained, fingerprint FROM steps WHERE version = ?", (version,)).fetchone()
+        if row is None:
+            raise StorageError(f"version {version} was never journaled", where=str(self._where))
+        if row[1] and fingerprint and row[1] != fingerprint:
+            raise StorageError(
+                f"version {version} was made again with other weights",
+                where=str(self._where),
+                why=f"fingerprint {fingerprint}, the journal has {row[1]}",
+                fix="resume on the machine, with the versions and the cpu_threads that made it",
+            )
+        if row[0]:
+            return
+        self._db.execute(
+            "UPDATE steps SET trained = 1, fingerprint = ? WHERE version = ?", (fingerprint or row[1], version)
+        )
+        moved = self._db.execute(
+            f"UPDATE samples SET state = {TRAINED} WHERE state = {FINISHED} AND step = ?1 "
+            "AND serial IN (SELECT serial FROM members WHERE version = ?1)",
+            (version,),
+        ).rowcount
+        (members,) = self._db.execute("SELECT count(*) FROM members WHERE version = ?", (version,)).fetchone()
+        if moved != members:
+            raise StorageError(
+                f"{members - moved} of the {members} samples of version {version} are not finished any more",
+                where=str(self._where),
+            )
+
+    def rewind(self, version: int) -> None:
+        """See `protocols.Ledger`."""
+        later = "serial IN (SELECT serial FROM members WHERE members.version > ?)"
+        (pruned,) = self._db.execute(
+            f"SELECT count(*) FROM samples WHERE {later} AND segment IS NULL", (version,)
+        ).fetchone()
+        if pruned:
+            raise StorageError(
+                f"the ledger cannot go back to version {version}: {pruned} samples of later steps have no payload",
+                where=str(self._where),
+                why="report.ledger_keep_steps had them forgotten",
+                fix="resume from a later checkpoint",
+            )
+        self._db.execute(f"UPDATE samples SET state = {FINISHED} WHERE {later} AND state = {TRAINED}", (version,))
+        self._db.execute("UPDATE steps SET trained = 0 WHERE version > ?", (version,))
+
+    def composition(self, version: int) -> list[str]:
+        """See `protocols.Ledger`."""
+        query = "SELECT id FROM members JOIN samples USING (serial) WHERE members.version = ? ORDER BY members.place"
+        return [name for (name,) in self._db.execute(query, (version,))]
+
+    def conflict(self, name: str, state: str, wanted: str) -> StorageError:
+        """The error for a sample that cannot leave its state that way."""
+        return StorageError(
+            f"sample {name} is {state} and cannot be {wanted}",
+            where=f"{self._where}: sample {name}",
+            why="a sample is in exactly one state: pending, finished, trained or dropped",
+        )
+
+    def _enters(self, name: str, version: int) -> int:
+        serial, state, _, step = self._db.execute(LATEST, (name,)).fetchone() or (0, -1, 0, None)
+        if state != FINISHED:
+            raise self.conflict(name, STATES[state] if state >= 0 else "unknown", f"journaled for version {version}")
+        if step is not None:
+            raise self.conflict(name, f"journaled for version {step}", f"journaled for version {version}")
+        return int(serial)
+
+    def _restart(self, sample: Sample) -> None:
+        """Drop what earlier attempts left open, fan-out siblings too."""
+        earlier = self._db.execute(
+            "SELECT id, serial, state, step FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
+            f"AND attempt < ?2 AND state != {DROPPED}",
+            (sample.id, sample.attempt),
+        ).fetchall()
+        for name, serial, state, step in earlier:
+            self._leave(name, serial, state, step, wanted="issued again")
+            self._set_dropped(serial, RESTARTED)
+
+    def _leave(self, name: str, serial: int, state: int, step: int | None, *, wanted: str) -> None:
+        if state == TRAINED:
+            raise self.conflict(name, "trained", wanted)
+        if step is not None:
+            raise self.conflict(name, f"journaled for version {step}", wanted)
+
+    def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
+        values = (position, *_measures(sample, order), *_stored(place), sample.id, sample.attempt)
+        self._db.execute(FINISH, values)
+        refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
+        others = self._other_segments([*refs, *(sample.multimodal_train_inputs or {}).values()], place)
+        (serial, _, _) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
+        self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, serial) for n in others])
+        self._db.execute("DELETE FROM turns WHERE serial = ?", (serial,))
+
+    def _other_segments(self, refs: Iterable[ArrayRef | None], place: Place) -> set[int]:
+        named = {int(ref.segment[:-4]) for ref in refs if ref is not None and ref.segment[:-4].isdecimal()}
+        return named - {place.segment}
+
+    def _forget_turns(self, row: Sequence[int] | None) -> None:
+        if row is not None:
+            self._db.execute("DELETE FROM turns WHERE serial = ?", (row[0],))
+
+    def _reason(self, text: str) -> int:
+        name = text[:REASON_LENGTH]
+        if name not in self._reasons:
+            self._db.execute("INSERT INTO reasons (name) VALUES (?) ON CONFLICT DO NOTHING", (name,))
+            (self._reasons[name],) = self._db.execute("SELECT id FROM reasons WHERE name = ?", (name,)).fetchone()
+        return self._reasons[name]
+
+    def _set_dropped(self, serial: int, reason: str) -> None:
+        self._db.execute(
+            f"UPDATE samples SET state = {DROPPED}, reason = ? WHERE serial = ?", (self._reason(reason), serial)
+        )
+        self._db.execute("DELETE FROM turns WHERE serial = ?", (serial,))
+
+
+def _measures(sample: Sample, place: int) -> tuple[object, ...]:
+    """The values of ``MEASURES``."""
+    made = [version for version in sample.weight_versions if version >= 0]
+    newest = max(made, default=None)
+    ticks = None if newest is None else made.count(newest)
+    sizes = (plain_reward(sample), len(sample.tokens), sample.response_length)
+    return (place, sample.rollout_id, min(made, default=None), newest, ticks, *sizes)
+
+
+def _stored(place: Place) -> tuple[int, int, int, int]:
+    """The values of ``STORED``."""
+    return place.segment, place.offset, place.length, place.crc32
