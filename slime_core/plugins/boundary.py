@@ -1,118 +1,73 @@
 """The border to plugin code: an answer and its arguments in, its value out, or a PluginError that says where it broke.
 
-Async answers are awaited, others run on threads of their own so that the loop stays awake; both meet a deadline.
+Async answers are awaited, others run on threads of their own so that the loop stays awake; all meet a deadline. What a
+hook may do to the process is watched by `guard`, what it holds by `calls`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import dis
 import inspect
-import sys
+import os
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.plugins.provider import Answer, Provider, signature_of
+from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, shown
+from slime_core.plugins.deadline import DEADLINE as DEADLINE, Deadline
+from slime_core.plugins.guard import GUARD, end_if_forked
+from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
+from slime_core.plugins.running import HOOK_LOOP as HOOK_LOOP, Carried, HookThreads as HookThreads, Late, Steps
 
 T = TypeVar("T")
-Frames = Sequence[tuple[str, int]]  # file and line, outermost first
-HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
-"""On a hook's thread: the loop that waits for it."""
-DEADLINE: contextvars.ContextVar[asyncio.Timeout] = contextvars.ContextVar("slime_hook_deadline")
-"""Inside an async hook: its deadline, which whoever makes the hook wait may move."""
-
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)
+ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent)
 ENDINGS = (SystemExit, KeyboardInterrupt)
+LONGEST = 3600.0
+"""Seconds that a hook without a limit of its own may take."""
+OF_GROUPS = frozenset(
+    f"slime_{name}" for name in ("sampling", "generate", "rollout", "sample_done", "reward", "reward_types", "filter")
+)
+"""Hooks about groups, which ``rollout.on_plugin_error`` may drop."""
 
 
-class Late(Exception):
-    """The deadline passed; ``frames`` is where a thread stood then."""
-
-    def __init__(self, frames: Frames = ()) -> None:
-        super().__init__()
-        self.frames = frames
+class Stuck(PluginError):
+    """PLG60 of a hook that cannot be ended: no setting makes the run go on beside it."""
 
 
-class Carried(Exception):
-    """Carries an exception that would end the loop (SystemExit) or that a future refuses (StopIteration)."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
-
-
-class HookThreads:
-    """Threads for sync hooks: a bounded number, each a daemon, so that a hook that hangs cannot keep the process."""
-
-    def __init__(self, limit: int = 32) -> None:
-        self._limit = limit
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-
-    async def run(self, fn: Callable[[], Any], deadline: float | None = None) -> Any:
-        """Call ``fn`` on a thread; the deadline in seconds counts from its start. :class:`Carried` holds its error."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._limit))
-        async with self._slots[1]:
-            future: asyncio.Future[Any] = loop.create_future()
-            context = contextvars.copy_context()
-            context.run(HOOK_LOOP.set, loop)
-            thread = threading.Thread(
-                target=context.run, args=(_work, fn, loop, future), name="slime-hook", daemon=True
-            )
-            thread.start()
-            await asyncio.wait({future}, timeout=deadline)
-            if not future.done():
-                raise Late(_frames_of(thread))
-            return future.result()
-
-
-def _work(fn: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
-    value, failed = None, None
-    try:
-        value = fn()
-    except BaseException as error:
-        failed = error
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(_settle, future, value, failed)
-
-
-def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error if type(error) is Late else Carried(error))
-
-
-def _frames_of(thread: threading.Thread) -> Frames:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)] if frame else []
-
-
-async def _awaited(work: Awaitable[Any], deadline: float) -> Any:
-    scope = asyncio.timeout(deadline)
+async def _awaited(work: Awaitable[Any], deadline: float, watched: Call) -> Any:
+    scope = Deadline(deadline)
     token = DEADLINE.set(scope)
+    steps = Steps(work, watched)
     try:
         async with scope:
-            return await work
+            return await steps.all()
     except TimeoutError:
-        if scope.expired():
-            raise Late from None
+        if scope.expired:
+            raise Late(steps.stopped_at) from None
         raise
     except ENDINGS as error:
+        if is_from_terminal(error):
+            raise
         raise Carried(error) from None
     finally:
         DEADLINE.reset(token)
 
 
 async def call(
-    threads: HookThreads, answer: Answer, arguments: Mapping[str, Any], *, about: str, deadline: float, key: str
+    threads: HookThreads,
+    answer: Answer,
+    arguments: Mapping[str, Any],
+    *,
+    about: str,
+    deadline: float,
+    key: str,
+    draws: bool = False,
 ) -> Any:
     """The value of one answer.
 
@@ -123,31 +78,53 @@ async def call(
         about: what it was called for, such as ``prompt 'grpo/17'``.
         deadline: seconds.
         key: the config key of the deadline.
+        draws: tell of draws from global random generators.
 
     Raises:
-        PluginError: PLG56 it raised, PLG60 it was late, PLG62 it tried to end the process.
+        PluginError: PLG56 it raised, PLG60 it was late (:class:`Stuck` where it cannot be ended), PLG62 it tried to
+            end the process.
         SlimeError: what it met in the core (an EngineError of ``ctx.generate``), unchanged.
     """
-    try:
-        if answer.is_async:
-            return await _awaited(answer(arguments), deadline)
-        value = await threads.run(lambda: answer(arguments), deadline)
-        return await _awaited(value, deadline) if inspect.isawaitable(value) else value
-    except Late as late:
-        raise _too_late(answer, about, deadline, key, _place(late.frames, answer.provider.home)) from None
-    except Carried as carried:
-        raise (
-            carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
-        ) from carried.error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+    watched = _watched(answer, about, deadline, key)
+    watched.loop = asyncio.get_running_loop()
+    with _guarded(watched, draws):
+        try:
+            if answer.is_async:
+                return await _awaited(answer(arguments), deadline, watched)
+            value = await threads.run(lambda: answer(arguments), deadline)
+            return await _awaited(value, deadline, watched) if inspect.isawaitable(value) else value
+        except (Late, Interrupted) as late:
+            raise _too_late(answer, about, deadline, key, late) from None
+        except Carried as carried:
+            raise (
+                carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
+            ) from carried.error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise failure(answer, error, about) from error
+        except SlimeError:
             raise
-        raise failure(answer, error, about) from error
-    except SlimeError:
-        raise
-    except Exception as error:
-        raise failure(answer, error, about) from error
+        except Exception as error:
+            raise failure(answer, error, about) from error
+
+
+@contextmanager
+def _guarded(watched: Call, draws: bool = False) -> Iterator[None]:
+    """Watch a call of a plugin; core's own are not."""
+    if watched.answer.provider.source == CORE:
+        yield
+        return
+    GUARD.enter(watched, draws=draws)
+    try:
+        yield
+    finally:
+        GUARD.leave(watched)
+
+
+def _watched(answer: Answer, about: str, limit: float, key: str) -> Call:
+    return Call(answer, about, limit, lambda frames: _too_late(answer, about, limit, key, Late(frames, stuck=True)))
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
@@ -166,20 +143,43 @@ async def _contained(work: Awaitable[T]) -> T:
     try:
         return await work
     except ENDINGS as error:
+        if is_from_terminal(error):
+            raise
         raise Carried(error) from None
 
 
-def call_now(answer: Answer, arguments: Mapping[str, Any], *, about: str) -> Any:
+def call_now(
+    answer: Answer,
+    arguments: Mapping[str, Any],
+    *,
+    about: str,
+    limit: float = LONGEST,
+    key: str = "rollout.generate_timeout",
+    draws: bool = False,
+) -> Any:
     """The value of an answer to a hook that may not await.
 
     Raises:
-        PluginError: PLG56 it raised, PLG62 it tried to end the process, PLG66 it left a coroutine.
+        PluginError: PLG56 it raised, PLG60 it took longer than ``limit`` seconds, PLG62 it tried to end the process,
+            PLG66 it left a coroutine.
     """
+    process = os.getpid()
+    watched = _watched(answer, about, limit, key)
     try:
-        value = answer(arguments)
+        with _guarded(watched, draws):
+            WATCH.hold(watched)
+            try:
+                value = answer(arguments)
+            finally:
+                WATCH.release(watched)
+                end_if_forked(process)
     except SlimeError:
         raise
+    except Interrupted as late:
+        raise _too_late(answer, about, limit, key, late) from None
     except (Exception, *ENDINGS) as error:
+        if is_from_terminal(error):
+            raise
         raise failure(answer, error, about) from error
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
@@ -196,14 +196,14 @@ def call_now(answer: Answer, arguments: Mapping[str, Any], *, about: str) -> Any
 def failure(answer: Answer, error: BaseException, about: str) -> PluginError:
     """The PluginError of an exception that came out of ``answer``."""
     ending = isinstance(error, ENDINGS)
-    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    at = _place(frames, answer.provider.home)
+    at = _place(traceback.extract_tb(error.__traceback__), answer.provider.home)
+    drop = ", or set rollout.on_plugin_error=drop to drop such groups" if answer.hook in OF_GROUPS else ""
     return PluginError(
         f"{answer.provider.name}.{answer.hook} failed for {about}: {type(error).__name__}: {error}",
         code="PLG62" if ending else "PLG56",
         where=_where(answer.provider, at, about),
         why="a hook may not end the process" if ending else "",
-        fix="mend the code there, or set rollout.on_plugin_error=drop to drop such groups",
+        fix=f"mend the code there{drop}",
     )
 
 
@@ -218,13 +218,39 @@ def wrong(answer: Answer, what: str, about: str, *, code: str, why: str = "", fi
     )
 
 
-def _too_late(answer: Answer, about: str, deadline: float, key: str, at: str) -> PluginError:
-    return PluginError(
+def is_from_terminal(error: BaseException) -> bool:
+    """Whether a KeyboardInterrupt is a person's Ctrl-C, and not raised by plugin code.
+
+    Plugin code raises it by a ``raise`` of its own. The interpreter raises it between any two instructions, and
+    handlers of signals (asyncio's, the command line's) raise it outside of the plugin's files.
+    """
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    code = trace.tb_frame.f_code
+    if code.co_filename.startswith(CORE_FOLDER) or code.co_filename.startswith(ASYNCIO_FOLDER):
+        return True
+    return dis.opname[code.co_code[trace.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE")
+
+
+def _too_late(answer: Answer, about: str, deadline: float, key: str, late: Late | Interrupted) -> PluginError:
+    frames = late.frames if isinstance(late, Late) else traceback.extract_tb(late.__traceback__)
+    stuck = isinstance(late, Late) and late.stuck
+    at = _place(frames, answer.provider.home)
+    why = "it still runs and cannot be ended, so the run ends\n" if stuck else ""
+    return (Stuck if stuck else PluginError)(
         f"{answer.provider.name}.{answer.hook} did not answer in {deadline:g} s for {about}",
         code="PLG60",
         where=_where(answer.provider, f"stood at {at}" if at else "", about),
-        fix=f"raise the limit: {key}={2 * deadline:g}",
-    )
+        why=f"{why}{shown(frames)}".rstrip(),
+        fix=f"raise the limit: {key}={2 * deadline:g}"
+        + ("\nor give what it waits for a timeout of its own; a reward may run in a process, which can be ended: "
+           "slime_core.hookspecs.own_process" if stuck else ""),
+    )  # fmt: skip
 
 
 def _where(provider: Provider, *parts: str) -> str:
@@ -233,9 +259,9 @@ def _where(provider: Provider, *parts: str) -> str:
 
 def _place(frames: Frames, home: Path | None) -> str:
     """``file:line`` of the deepest frame in the provider's own code, else the deepest outside of the core."""
-    inside = [f for f in frames if home is not None and Path(f[0]).is_relative_to(home)]
-    outside = [f for f in frames if not f[0].startswith(CORE_FOLDER)]
+    inside = [f for f in frames if home is not None and Path(f.filename).is_relative_to(home)]
+    outside = [f for f in frames if not f.filename.startswith(CORE_FOLDER)]
     for found in (inside, outside, frames):
         if found:
-            return f"{found[-1][0]}:{found[-1][1]}"
+            return f"{found[-1].filename}:{found[-1].lineno}"
     return ""

@@ -1,0 +1,159 @@
+"""Where hooks run: sync ones on threads of their own, async ones step by step, each until its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import threading
+import traceback
+import types
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, interrupt, spare, stack_of
+from slime_core.plugins.deadline import wait_for_future
+from slime_core.plugins.guard import end_if_forked
+
+T = TypeVar("T")
+HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
+"""On a hook's thread: the loop that waits for it."""
+
+TO_END = 1.0
+"""Seconds that a hook on a thread has to end after its deadline."""
+
+
+class Late(Exception):
+    """The deadline passed; ``frames`` is where the hook stood then."""
+
+    def __init__(self, frames: Frames = (), *, stuck: bool = False) -> None:
+        super().__init__()
+        self.frames, self.stuck = frames, stuck  # whether it still runs
+
+
+class Carried(Exception):
+    """Carries an exception that would end the loop (SystemExit) or that a future refuses (StopIteration)."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class HookThreads:
+    """Threads for sync hooks: a bounded number, each a daemon, so that a hook that hangs cannot keep the process."""
+
+    def __init__(self, limit: int = 32) -> None:
+        self._limit = limit
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def run(self, fn: Callable[[], Any], deadline: float | None = None) -> Any:
+        """Call ``fn`` on a thread; the deadline in seconds counts from its start. :class:`Carried` holds its error.
+
+        Raises:
+            Late: the deadline passed. The thread was interrupted; ``stuck`` says that it has not ended by that.
+        """
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self._limit))
+        async with self._slots[1]:
+            work = _Work(fn, loop)
+            context = contextvars.copy_context()
+            context.run(HOOK_LOOP.set, loop)
+            thread = threading.Thread(target=context.run, args=(work.run,), name="slime-hook", daemon=True)
+            thread.start()
+            await wait_for_future(work.future, deadline)
+            if not work.future.done():
+                frames = stack_of(thread.ident or 0)
+                work.interrupt(thread)
+                await wait_for_future(work.future, TO_END)
+                raise Late(frames, stuck=not work.future.done())
+            return work.future.result()
+
+
+class _Work:
+    """One call on a thread of its own, and the future of its answer."""
+
+    def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.fn, self.loop = fn, loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self._lock = threading.Lock()
+        self._over = False
+
+    def run(self) -> None:
+        """On the thread."""
+        value, failed, process = None, None, os.getpid()
+        try:
+            try:
+                value = self.fn()
+            except BaseException as error:
+                failed = error
+            end_if_forked(process)
+            with self._lock:
+                self._over = True
+            spare(threading.get_ident())
+        except Interrupted as late:  # it came through after the hook had ended
+            self._over, failed = True, late
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(_settle, self.future, value, failed)
+
+    def interrupt(self, thread: threading.Thread) -> None:
+        """End the hook, where it runs Python code."""
+        with self._lock:
+            if not self._over and thread.ident is not None:
+                interrupt(thread.ident)
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error if type(error) is Late else Carried(error))
+
+
+class Steps:
+    """A coroutine of a plugin, step by step, so that it is known when it holds the loop and where it waits."""
+
+    def __init__(self, work: Awaitable[Any], watched: Call) -> None:
+        self._work: Any = work if inspect.iscoroutine(work) else _of(work)
+        self._watched = watched
+        self.stopped_at: Frames = ()  # where it waited when it was cancelled
+
+    @types.coroutine
+    def all(self) -> Generator[Any, Any, Any]:
+        """Every step, to its answer."""
+        process, sent, error = os.getpid(), None, None
+        while True:
+            WATCH.hold(self._watched)
+            try:
+                waits = self._work.send(sent) if error is None else self._work.throw(error)
+            except StopIteration as done:
+                return done.value
+            finally:
+                WATCH.release(self._watched)
+                end_if_forked(process)
+            sent = error = None
+            try:
+                sent = yield waits
+            except GeneratorExit:
+                self._work.close()
+                raise
+            except BaseException as thrown:
+                self.stopped_at = _waits_at(self._work)
+                error = thrown
+
+
+async def _of(work: Awaitable[T]) -> T:
+    return await work
+
+
+def _waits_at(work: Any) -> Frames:
+    """Where a coroutine waits, outermost first."""
+    frames: list[traceback.FrameSummary] = []
+    while getattr(work, "cr_frame", None) is not None:
+        frames += traceback.StackSummary.extract([(work.cr_frame, work.cr_frame.f_lineno)])
+        work = work.cr_await
+    return frames
