@@ -4,8 +4,9 @@
         ^  groups                                                                                        |
         `------------------------------------- prompts of the new version -------------------------------'
 
-A version is a number of completed steps. Stages run in order, each with its own loss, optimizer and data, under one
-version counter. On-policy is ``max_staleness = 0``: the collector then never runs ahead.
+A version is a number of completed steps; `resume` says when one becomes a checkpoint. Stages run in order, each with
+its own loss, optimizer and data, under one version counter. On-policy is ``max_staleness = 0``: the collector then
+never runs ahead.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import stage_name, stages
 from slime_core.context import Context
 from slime_core.data.source import open_source
-from slime_core.errors import StorageError
 from slime_core.evaluate import Evaluator
-from slime_core.report.metrics import batch_metrics, rollout_metrics
+from slime_core.failpoints import failpoint
+from slime_core.report.metrics import batch_metrics, ledger_metrics, rollout_metrics
 from slime_core.report.verification import write_verification
+from slime_core.resume import Progress, begin, positions, publish_folder
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params
+from slime_core.stopping import Stop
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Batch, Group, StepReport
 from slime_core.weights.update import sync_weights
 
 if TYPE_CHECKING:
+    from slime_core.checkpoint import Found
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
@@ -60,31 +64,49 @@ class Clock:
 
 
 async def run(
-    config: Config, plugins: Plugins, report: Report, *, cluster: BuildCluster = build_cluster, verify_step: int = 0
+    config: Config,
+    plugins: Plugins,
+    report: Report,
+    *,
+    cluster: BuildCluster = build_cluster,
+    verify_step: int = 0,
+    found: Found | None = None,
+    stop: Stop | None = None,
+    exact: bool = True,
 ) -> int:
     """Train every stage of ``config`` and write ``final/``; the answer is the last version.
 
     ``cluster`` starts engines, trainer and ledger; the default does so by ``cluster_backend``. The gradient of the
-    step ``verify_step``, counted from 1, is recomputed the slow way and compared.
+    step ``verify_step``, counted from 1, is recomputed the slow way and compared. A run whose ledger knows of samples
+    goes on: from the checkpoint ``found``, else from its first step. What was recorded is not generated again, and
+    with ``exact`` it must give the weights that were recorded.
 
     Raises:
+        Preempted: ``stop`` was asked; the run has a checkpoint of where it ended.
         SlimeError: bad data, a plugin, engine or trainer that failed; the ledger then holds everything up to there.
     """
     config = resolve_machine(config)
     async with cluster(config, plugins, report) as parts:
-        version = 0
-        for stage in stages(config):
-            version = await run_stage(stage, version, parts, plugins, report, verify_step)
+        progress = await begin(config, plugins, report, parts, found=found, stop=stop or Stop(), exact=exact)
+        for index, stage in list(enumerate(stages(config)))[progress.stage :]:
+            await run_stage(stage, index, parts, plugins, report, progress, verify_step)
+        await progress.checkpoints.settle()
         if config.report.export_final:
-            await parts.trainer.export(report.run_dir.final)
-        await check_conservation(parts)
-    return version
+            await export(parts, report)
+        await progress.conserve()
+    return progress.version
 
 
 async def run_stage(
-    config: Config, version: int, parts: Parts, plugins: Plugins, report: Report, verify_step: int = 0
-) -> int:
-    """Run one stage from ``version`` on; the answer is the version after its last step."""
+    config: Config,
+    index: int,
+    parts: Parts,
+    plugins: Plugins,
+    report: Report,
+    progress: Progress,
+    verify_step: int = 0,
+) -> None:
+    """Run one stage from where ``progress`` stands; it then stands at the next."""
     ctx = Context(
         config=config,
         engine=parts.engines,
@@ -92,7 +114,7 @@ async def run_stage(
         tokenizer=parts.tokenizer,
         sampling=training_params(config),
         run_dir=report.run_dir.path,
-        version=version,
+        version=progress.version,
         stage=stage_name(config),
     )
 
@@ -100,48 +122,90 @@ async def run_stage(
         report.step(done)
         plugins.step_done(done, ctx)
 
-    steps = config.rollout.num_rollout
+    steps, batch = config.rollout.num_rollout, config.rollout.rollout_batch_size
     source = open_source(config, plugins, parts.tokenizer, ctx)
     evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
     await parts.trainer.begin(config)
+    if progress.collector is None:
+        progress.eval_due = not config.eval.skip_eval_before_train
+    else:
+        await progress.restore_trainer()
     async with parts.turns.syncing():
-        await sync_weights(parts.trainer, parts.engines, version)
-    if not config.eval.skip_eval_before_train:
-        await evaluator.run(version)
+        await sync_weights(parts.trainer, parts.engines, progress.version)
     async with Collector(
         source=source,
         ledger=parts.ledger,
         plugins=plugins,
         ctx=ctx,
         vocab_size=parts.vocab_size,
-        steps=steps,
+        steps=steps - progress.step,
         note=report.note,
+        resumed=progress.resumed,
+        saved=progress.collector,
     ) as collector:
-        for step in range(steps):
-            clock = Clock()
+        await evaluate_if_due(evaluator, collector, progress)
+        while progress.step < steps:
+            version = progress.version
+            clock = Clock({"checkpoint": progress.stalled} if progress.stalled else {})
+            progress.stalled = 0.0
             with clock.part("rollout"):
-                groups = await collector.take(config.rollout.rollout_batch_size)
+                recorded = positions(await parts.ledger.composition(version + 1))
+                groups = await progress.stop.unless(collector.take(batch, recorded))
+            if groups is None:
+                return await progress.preempt(collector)
             checked = partial(write_verification, report, version + 1) if version + 1 == verify_step else None
-            metrics = await train_on(groups, version, parts, plugins, ctx, clock, checked)
-            version += 1
-            if config.rollout.async_schedule == "lockstep":
-                await collector.drain()
+            metrics = await train_on(
+                groups, version, parts, plugins, ctx, clock, checked, exact=progress.exact or not recorded
+            )
+            progress.version, progress.step = version + 1, progress.step + 1
+            if config.rollout.async_schedule == "lockstep" and not await progress.stop.unless(collector.drain()):
+                return await progress.preempt()  # groups of the old weights are under way: this step is made again
             with clock.part("sync"):
                 async with parts.turns.syncing():
-                    await sync_weights(parts.trainer, parts.engines, version)
+                    await sync_weights(parts.trainer, parts.engines, progress.version)
+            failpoint("loop.synced")
             counts = collector.pop_counts()
-            collector.admit(version)
-            metrics |= rollout_metrics(groups, version - 1, counts.drops, counts.issued) | counts.metrics
+            collector.admit(progress.version)
+            metrics |= rollout_metrics(groups, version, counts.drops, counts.issued) | counts.metrics
             metrics |= {f"data/{name}": float(count) for name, count in source.counts().items()}
-            report.samples(version, groups)
+            metrics |= ledger_metrics(await parts.ledger.counts())
+            report.samples(progress.version, groups)
             tell(
                 StepReport(
-                    version=version, stage=ctx.stage, step=step, of=steps, metrics=metrics, seconds=clock.seconds
+                    version=progress.version,
+                    stage=ctx.stage,
+                    step=progress.step - 1,
+                    of=steps,
+                    metrics=metrics,
+                    seconds=clock.seconds,
                 )
             )
-            if step + 1 == steps or (config.eval.eval_interval and (step + 1) % config.eval.eval_interval == 0):
-                await evaluator.run(version)
-    return version
+            failpoint("loop.told")
+            interval, last = config.eval.eval_interval, progress.step == steps
+            progress.eval_due = last or bool(interval and progress.step % interval == 0)
+            await evaluate_if_due(evaluator, collector, progress)
+            await progress.step_done(collector, last=last and index == len(stages(progress.config)) - 1)
+            await progress.prune()
+    progress.stage, progress.step, progress.collector, progress.eval_due = index + 1, 0, None, True
+
+
+async def evaluate_if_due(evaluator: Evaluator, collector: Collector, progress: Progress) -> None:
+    """Evaluate the version that is being served.
+
+    Raises:
+        Preempted: the run was asked to stop; the evaluation is made again when it goes on.
+    """
+    if progress.eval_due and await progress.stop.unless(evaluator.run(progress.version)) is None:
+        await progress.preempt(collector)
+    progress.eval_due = False
+
+
+async def export(parts: Parts, report: Report) -> None:
+    """Write ``final/`` aside and put it in place by one rename."""
+    aside = report.run_dir.final.with_name(".final")
+    await parts.trainer.export(aside)
+    publish_folder(aside, report.run_dir.final)
+    failpoint("loop.exported")
 
 
 async def train_on(
@@ -152,10 +216,13 @@ async def train_on(
     ctx: Context,
     clock: Clock,
     checked: Checked | None = None,
+    *,
+    exact: bool = True,
 ) -> dict[str, float]:
     """Journal, score and train one step's groups; the ledger says trained only when the step is done.
 
-    With ``checked`` the step is verified first; it turns the trainer's answer to metrics.
+    With ``checked`` the step is verified first; it turns the trainer's answer to metrics. With ``exact`` the ledger
+    compares the weights with those that it recorded, where the step was made before.
     """
     batch: Batch = make_batch(version, ctx.stage, groups)
     await parts.ledger.journal(batch)
@@ -171,17 +238,6 @@ async def train_on(
                 verified = checked(await parts.trainer.verify(batch))
         with clock.part("train"):
             metrics = await parts.trainer.step(batch) | batch_metrics(batch) | verified
-    await parts.ledger.trained(version + 1)
+    failpoint("loop.stepped")
+    await parts.ledger.trained(version + 1, await parts.trainer.fingerprint() if exact else "")
     return metrics
-
-
-async def check_conservation(parts: Parts) -> None:
-    """Every sample is in exactly one state: issued = trained + dropped + pending.
-
-    Raises:
-        StorageError: STO00 with the counts, where they do not add up.
-    """
-    counts = await parts.ledger.counts()
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    if counts["issued"] != counts["trained"] + dropped + counts["pending"]:
-        raise StorageError(f"samples were lost or doubled: {dict(counts)}", why="issued = trained + dropped + pending")

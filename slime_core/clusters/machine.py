@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -30,6 +32,28 @@ def resolve_machine(config: Config) -> Config:
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+
+
+def machine_facts(config: Config) -> dict[str, Any]:
+    """What the bits of a step depend on beside config and data, JSON-ready; ``config`` is a resolved one."""
+    cluster = config.cluster
+    facts = {
+        "world": cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
+        "device": cluster.device,
+        "cpu_threads": cluster.cpu_threads,
+        "dtype": config.train.dtype,
+        "processor": hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:16],
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+    }
+    return facts
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_flags() -> set[str]:

@@ -69,6 +69,14 @@ def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, i
     return metrics
 
 
+def ledger_metrics(counts: Mapping[str, int]) -> Metrics:
+    """The conservation law of a ledger's counts: ``ledger/issued`` = trained + dropped + pending, all so far."""
+    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+    return {f"ledger/{name}": float(counts[name]) for name in ("issued", "trained", "pending")} | {
+        "ledger/dropped": float(dropped)
+    }
+
+
 def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
     """Figures of one evaluation set; ``reward/best`` is the mean over prompts of their best sample.
 

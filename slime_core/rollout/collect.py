@@ -13,52 +13,36 @@ where it is used up (`rollout.surplus` says which groups a step then takes).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, cast
 
 from slime_core.errors import PluginError, SlimeError
 from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
-from slime_core.rollout.score import score_group
+from slime_core.rollout.recall import Marks, Memory, later, stored_group
+from slime_core.rollout.score import Scored, score_group
 from slime_core.rollout.streak import Streak
+from slime_core.rollout.supply import Counts, Source
 from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
-from slime_core.types import Drop, Group, Prompt
+from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Drops, Engine, Ledger
+    from slime_core.protocols import Drops, Engine, Ledger, Recalled
 
 P = ParamSpec("P")
-
-
-class Source(Protocol):
-    """Where prompts come from, in the run's order."""
-
-    def next(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; fewer only where the source has ended for good."""
-        ...
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the last :meth:`Collector.take`."""
-
-    issued: int = 0  # groups
-    drops: Counter[str] = field(default_factory=Counter)  # samples by reason
-    tokens: int = 0  # response tokens of kept and dropped groups
-    metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
 
 
 class Collector:
     """Keeps groups in flight and hands them over in order.
 
     In ``lockstep`` groups are taken in prompt order, so a run is a function of its seed; in ``free`` as they finish,
-    but never past one that would grow older than ``max_staleness``. ``note`` gets sentences for people.
+    but never past one that would grow older than ``max_staleness``. ``note`` gets sentences for people. A run that
+    goes on says ``resumed``: the ledger may know of groups; ``saved`` is its checkpoint's :meth:`state`, if any.
     """
 
     def __init__(
@@ -71,6 +55,8 @@ class Collector:
         vocab_size: int,
         steps: int,
         note: Callable[[str], None] = lambda text: None,
+        resumed: bool = False,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._source, self._ledger, self._plugins, self._ctx = source, ledger, plugins, ctx
         self._vocab_size = vocab_size
@@ -95,6 +81,12 @@ class Collector:
             gate = Gate(ctx.engine, ctx.tokenizer, self._changed.set)
             self._race, self._ctx = Race(ctx.config, gate), replace(ctx, engine=cast("Engine", gate))
         self.counts = Counts()
+        self._memory = Memory(ledger, saved, known=resumed)
+        self._marks = Marks()
+        self._issued = self._memory.issued  # positions below it have begun
+        if saved is not None:
+            source.restore(saved["source"])
+            self._streak.restore(saved["streak"])
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,8 +98,16 @@ class Collector:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def take(self, count: int) -> list[Group]:
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-ready: the open groups, and where the data source stood before them."""
+        open_ = sorted({*self._flying, *self._kept})
+        source = self._marks.before(min(open_, default=self._issued)) or self._source.state()
+        return {"source": source, "issued": self._issued, "open": open_, "streak": self._streak.state()}
+
+    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
         """The next ``count`` kept groups, in prompt order; waits for them.
+
+        ``forced`` are positions that a journal names: the step is made again, and takes them and no others.
 
         Raises:
             SlimeError: whatever a group's generation or reward ran into; DAT28 the data ended, TRN100 too many groups
@@ -116,7 +116,7 @@ class Collector:
         if self._race is not None:
             self._race.begin()
         await self._fill(new_step=True)
-        while (ready := self._ready(count)) is None:
+        while (ready := self._ready(count, forced)) is None:
             self._require_supply(count)
             await self._go_on()
         self._taken += len(ready)
@@ -128,10 +128,11 @@ class Collector:
             self.counts.metrics |= version_metrics(groups, self._ctx.version)
         return groups
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Wait until nothing is in flight, or all that is stands still (before new weights are loaded in lockstep)."""
         while self._flying and not (self._race is not None and self._race.quiet(self._flying.values())):
             await self._wait()
+        return True
 
     def admit(self, version: int) -> None:
         """Say that the taken groups are trained and ``version`` is being served: new prompts may start."""
@@ -164,9 +165,13 @@ class Collector:
         if self._error is not None:
             raise self._error
 
-    def _ready(self, count: int) -> list[int] | None:
+    def _ready(self, count: int, forced: Sequence[int] = ()) -> list[int] | None:
         if self._race is not None:
-            return None if self._error else self._race.first(self._kept, self._flying.values(), count)
+            ready = None if self._error else self._race.first(self._kept, self._flying.values(), count)
+            if not forced or (ready is None and self._race.lockstep):
+                return ready
+        if forced:
+            return list(forced) if all(position in self._kept for position in forced) else None
         positions = sorted(self._kept)[:count]
         if self._lockstep:
             oldest = min(self._flying, default=None)
@@ -204,33 +209,50 @@ class Collector:
 
     async def _fill(self, *, new_step: bool = False) -> None:
         async with self._filling:
-            wanted = self._wanted(new_step)
-            if wanted <= 0:
-                return
-            groups = [pending_group(prompt, self._ctx.config) for prompt in self._source.next(wanted)]
-            self._ended = len(groups) < wanted
-            self._open += len(groups)
-            await self._ledger.issue(groups)
-            self.counts.issued += len(groups)
-            self._launch(groups)
+            while (wanted := self._wanted(new_step)) > 0 and not self._ended:
+                self._marks.add(self._source.state())
+                prompts = self._source.next(wanted)
+                self._ended = len(prompts) < wanted
+                groups = [pending_group(p, self._ctx.config) for p in prompts if not self._memory.closed(p.position)]
+                known = await self._memory.of(groups) if groups else {}
+                groups = [g for g in groups if g.prompt.position not in known or not known[g.prompt.position].version]
+                self._open += len(groups)
+                await self._ledger.issue([g for g in groups if g.prompt.position not in known])
+                self.counts.issued += sum(g.prompt.position >= self._memory.issued for g in groups)
+                await self._launch(groups, known)
+                self._issued = max([self._issued, *(prompt.position + 1 for prompt in prompts)])
 
-    def _launch(self, groups: Sequence[Group]) -> None:
+    async def _launch(self, groups: Sequence[Group], known: Mapping[int, Recalled]) -> None:
         config, by_plugin = self._ctx.config, self._plugins.generates_itself
-        whole = [g for g in groups if self._plugins.replaces_rollout(g.prompt.task, config)]
+        if self._race is not None and known:
+            ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in known]
+            self._race.gate.remember(await self._ledger.suspended(ids, self._ctx.version))
+        stored, whole = [], []
         for group in groups:
             position = group.prompt.position
-            flight = Flight(position, list(group.samples), self._ctx.version)
+            flight = Flight(position, list(group.samples), self._ctx.version, past=known.get(position))
             self._flying[position] = flight
             self._streak.issued(position)
+            replaced = self._plugins.replaces_rollout(group.prompt.task, config)
+            if flight.past is not None and self._stands(flight.past):
+                stored.append(group)
+            elif replaced:
+                whole.append(group)
             if self._race is not None:
-                self._race.enter(flight, by_plugin=group in whole or by_plugin(group.prompt.task, config))
+                self._race.enter(flight, by_plugin=replaced or by_plugin(group.prompt.task, config))
         if whole:
             task = self._spawn(self._run_whole, whole, self._ctx)
             for group in whole:
                 self._flying[group.prompt.position].task = task
         for group in groups:
             if group not in whole:
-                self._flying[group.prompt.position].task = self._spawn(self._run_group, group, self._ctx)
+                run = self._run_stored if group in stored else self._run_group
+                self._flying[group.prompt.position].task = self._spawn(run, group, self._ctx)
+
+    def _stands(self, past: Recalled) -> bool:
+        """Whether a group is as it was at once; else it runs (again)."""
+        ranked = self._race is not None and self._race.lockstep
+        return past.state != "pending" and not (ranked and later(past, self._ctx.version))
 
     def _spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work, *args, **kwargs))
@@ -257,25 +279,36 @@ class Collector:
         await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
-        rollout = ctx.config.rollout
+        ids = issued_ids(group)
         try:
-            ids = issued_ids(group)
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
             done = await self._plugins.generate(group, group_ctx)
             self._generated(done)
             check_group(done, ids, self._vocab_size)
-            if rollout.partial_rollout and rollout.mask_offpolicy_in_partial_rollout:
+            if ctx.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(done.samples)
             scored = await score_group(done, self._plugins, replace(group_ctx, version=self._ctx.version))
         except PluginError:
-            if rollout.on_plugin_error == "fail":
+            if ctx.config.rollout.on_plugin_error == "fail":
                 raise
-            await self._discard(group, [(group.samples, Drop(reason="plugin_error"))])
-            return
+            scored = Scored(group=None, drops=[(group.samples, Drop(reason="plugin_error"))])
         if scored.group is None:
             await self._discard(group, scored.drops)
         else:
             await self._keep(scored.group, scored.drops)
+
+    async def _run_stored(self, group: Group, ctx: Context) -> None:
+        """A group that an earlier process finished or dropped takes its place again."""
+        flight = self._flying[group.prompt.position]
+        assert flight.past is not None
+        if self._race is not None:
+            await self._race.repeat(flight, flight.past, ctx.version)
+        if flight.past.samples:
+            done = stored_group(group.prompt, flight.past)
+            self._generated(done)
+            await self._keep(done)
+        else:
+            await self._discard(group, [(group.samples, Drop(reason=flight.past.last_reason))])
 
     def _generated(self, group: Group) -> None:
         flight = self._flying[group.prompt.position]
@@ -285,8 +318,12 @@ class Collector:
 
     async def _keep(self, group: Group, drops: Drops = ()) -> None:
         position = group.prompt.position
-        await self._ledger.finish(group, drops)
-        self._count(drops)
+        past = self._flying[position].past
+        if past is None or past.state == "pending":
+            await self._ledger.finish(group, drops)
+        elif past.samples:
+            group = stored_group(group.prompt, past)  # what is stored stands
+        self._count(drops, past)
         self.counts.tokens += sum(sample.response_length for sample in group.samples)
         self._kept[position] = group
         del self._flying[position]
@@ -295,7 +332,10 @@ class Collector:
     async def _discard(self, group: Group, drops: Drops) -> None:
         """Drop what is left of a group and free its place, which the next prompt takes."""
         position = group.prompt.position
-        await self._drop(drops)
+        past = self._flying[position].past
+        if past is None or past.state == "pending":
+            await self._ledger.drop(drops)
+        self._count(drops, past)
         flight = self._flying.pop(position)
         self._open -= 1
         if self._race is not None:
@@ -305,13 +345,12 @@ class Collector:
         if self._race is None or not self._race.lockstep:
             await self._fill()
 
-    async def _drop(self, drops: Drops) -> None:
-        await self._ledger.drop(drops)
-        self._count(drops)
-
-    def _count(self, drops: Drops) -> None:
-        for samples, drop in drops:
-            self.counts.drops[drop.reason] += len(samples)
+    def _count(self, drops: Drops, past: Recalled | None = None) -> None:
+        if past is not None and past.state != "pending":
+            self.counts.drops.update(past.drops)
+        else:
+            for samples, drop in drops:
+                self.counts.drops[drop.reason] += len(samples)
 
     async def _cut(self, race: Race, taken: Sequence[int]) -> None:
         """Stop what the step did not take; drop it, unless the next step goes on with it."""
@@ -319,6 +358,8 @@ class Collector:
             race.drop(position)
         await race.gate.close()
         if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
+            names = [name for flight in self._flying.values() for name in flight.ids]
+            await self._ledger.suspend(race.gate.turns(names))
             return
         while self._error is not None or any(flight.generated for flight in self._flying.values()):
             await self._wait()  # it is being judged; the reward is not asked in vain, nor a ledger's entry cut short
@@ -334,8 +375,10 @@ class Collector:
             race.leave(flight, None)
         self._flying.clear()
         self._kept.clear()
-        for position, samples in sorted(left.items()):
+        for position in sorted(left):
             race.drop(position)
             self._open -= 1
             self._streak.left_out(position)
-            await self._drop([(samples, Drop(reason=OVER_SAMPLED))])
+        drops = [(samples, Drop(reason=OVER_SAMPLED)) for _, samples in sorted(left.items())]
+        await self._ledger.drop(drops)
+        self._count(drops)

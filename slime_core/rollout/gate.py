@@ -12,14 +12,14 @@ simply waits, and its deadline with it. Requests that no watched sample makes pa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
 from slime_core.plugins.boundary import DEADLINE
-from slime_core.protocols import Ability, Engine, PauseMode
+from slime_core.protocols import Ability, Engine, PauseMode, Turn
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,49 +30,43 @@ if TYPE_CHECKING:
 FULL = "ENG72"  # a prompt that fills the context
 
 
-@dataclass(slots=True)
-class Turn:
-    """One request on its way, and what its pieces have brought."""
+def made(turn: Turn) -> list[int]:
+    """New tokens of a turn so far."""
+    return [token for piece in turn.pieces for token in piece.tokens]
 
-    request: GenerateRequest
-    pieces: list[Completion] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort", ""] = ""  # empty while it goes on
 
-    @property
-    def tokens(self) -> list[int]:
-        """New tokens so far."""
-        return [token for piece in self.pieces for token in piece.tokens]
+def rest(turn: Turn, room: int | None) -> GenerateRequest:
+    """What is still to do of a turn, ``room`` tokens of it at most."""
+    tokens, request = made(turn), turn.request
+    left = request.params.max_new_tokens - len(tokens)
+    params = replace(request.params, max_new_tokens=left if room is None else min(left, room))
+    return replace(request, tokens=[*request.tokens, *tokens], kept=request.kept + len(tokens), params=params)
 
-    def rest(self, room: int | None) -> GenerateRequest:
-        """What is still to do, ``room`` tokens of it at most."""
-        made = self.tokens
-        left = self.request.params.max_new_tokens - len(made)
-        params = replace(self.request.params, max_new_tokens=left if room is None else min(left, room))
-        tokens, kept = [*self.request.tokens, *made], self.request.kept + len(made)
-        return replace(self.request, tokens=tokens, kept=kept, params=params)
 
-    def add(self, piece: Completion, asked: int) -> None:
-        """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
-        self.pieces.append(piece)
-        whole = len(self.tokens) >= self.request.params.max_new_tokens
-        if piece.finish != "length" or whole or len(piece.tokens) < asked:
-            self.finish = piece.finish
+def add(turn: Turn, piece: Completion, asked: int) -> None:
+    """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
+    turn.pieces.append(piece)
+    whole = len(made(turn)) >= turn.request.params.max_new_tokens
+    if piece.finish != "length" or whole or len(piece.tokens) < asked:
+        turn.finish = piece.finish
 
-    def completion(self, tokenizer: Any) -> Completion:
-        """All pieces as one; the text is decoded anew where there are several."""
-        tokens, finish = self.tokens, self.finish or "length"
-        if len(self.pieces) == 1:
-            return replace(self.pieces[0], finish=finish)
-        return Completion(
-            id=self.request.id,
-            tokens=tokens,
-            log_probs=[p for piece in self.pieces for p in piece.log_probs],
-            plain_log_probs=[p for piece in self.pieces for p in piece.plain_log_probs],
-            finish=finish,
-            versions=[v for piece in self.pieces for v in piece.versions],
-            epoch=self.pieces[-1].epoch if self.pieces else 0,
-            text=_text(tokenizer, tokens, self.request.params, finish),
-        )
+
+def whole(turn: Turn, tokenizer: Any) -> Completion:
+    """All pieces of a turn as one; the text is decoded anew where there are several."""
+    finish = turn.finish or "length"
+    if len(turn.pieces) == 1:
+        return replace(turn.pieces[0], finish=finish)
+    tokens = made(turn)
+    return Completion(
+        id=turn.request.id,
+        tokens=tokens,
+        log_probs=[p for piece in turn.pieces for p in piece.log_probs],
+        plain_log_probs=[p for piece in turn.pieces for p in piece.plain_log_probs],
+        finish=finish,
+        versions=[v for piece in turn.pieces for v in piece.versions],
+        epoch=turn.pieces[-1].epoch if turn.pieces else 0,
+        text=_text(tokenizer, tokens, turn.request.params, finish),
+    )
 
 
 def _text(tokenizer: Any, tokens: Sequence[int], params: SamplingParams, finish: str) -> str:
@@ -103,6 +97,8 @@ class Gate:
         self._used: dict[str, int] = {}  # ticks of each watched sample since `begin`
         self._running: set[str] = set()  # watched samples with a piece on the engine
         self._released = asyncio.Event()
+        self._turns: dict[str, list[Turn]] = {}  # of each watched sample, in order; the last may be under way
+        self._past: dict[str, list[Turn]] = {}  # turns that an earlier process saw, not yet asked for again
         self.busy: set[str] = set()  # watched samples that may still make tokens in this round
         self.held: set[str] = set()  # watched samples that wait for more room
 
@@ -121,6 +117,8 @@ class Gate:
         ends = []
         for name in ids:
             ends.append(self._used.pop(name, 0))
+            self._turns.pop(name, None)
+            self._past.pop(name, None)
             self.busy.discard(name)
             self.held.discard(name)
         return max(ends, default=0)
@@ -137,6 +135,28 @@ class Gate:
         self._limit = self.start + ticks
         self._release()
 
+    def turns(self, ids: Iterable[str]) -> dict[str, list[Turn]]:
+        """What these samples have generated, turn by turn."""
+        return {name: turns for name in ids if (turns := self._turns.get(name))}
+
+    def remember(self, past: Mapping[str, Sequence[Turn]]) -> None:
+        """Answer these samples' next requests with turns that were made before, as far as they go."""
+        self._past |= {name: list(turns) for name, turns in past.items()}
+
+    async def pass_time(self, name: str, ticks: int) -> None:
+        """Take part in the rounds as a sample that makes ``ticks`` tokens; they are known already."""
+        self.busy.add(name)
+        try:
+            while ticks > 0:
+                room = await self._room(name)
+                step = ticks if room is None else min(ticks, room)
+                self._used[name] += step
+                ticks -= step
+        finally:
+            self.busy.discard(name)
+            self.held.discard(name)
+            self._changed()
+
     async def close(self) -> None:
         """Stop every watched sample where it is, until the next :meth:`begin`."""
         self.start = self._limit = 0
@@ -149,7 +169,8 @@ class Gate:
         if name not in self._used:
             return await self._engine.generate(request)
         self.busy.add(name)
-        turn = Turn(request)
+        turn = self._begun(request)
+        self._turns.setdefault(name, []).append(turn)
         try:
             while not turn.finish:
                 await self._piece(turn)
@@ -157,12 +178,23 @@ class Gate:
             self.busy.discard(name)
             self.held.discard(name)
             self._changed()
-        return turn.completion(self._tokenizer)
+        return whole(turn, self._tokenizer)
+
+    def _begun(self, request: GenerateRequest) -> Turn:
+        """The turn of a request, with what is known of it; a request that was not made before has nothing."""
+        past = self._past.get(request.id)
+        if not past:
+            return Turn(request=request)
+        before = past.pop(0)
+        if (before.request.tokens, before.request.seed) != (request.tokens, request.seed):
+            past.clear()  # whoever asks took another way this time
+            return Turn(request=request)
+        return Turn(request=request, pieces=list(before.pieces), finish=before.finish)
 
     async def _piece(self, turn: Turn) -> None:
         name = turn.request.id
         room = await self._room(name)
-        wanted = turn.rest(room)
+        wanted = rest(turn, room)
         self._running.add(name)
         try:
             piece = await self._engine.generate(wanted)
@@ -175,7 +207,7 @@ class Gate:
             self._running.discard(name)
         if name in self._used:
             self._used[name] += len(piece.tokens)
-        turn.add(piece, wanted.params.max_new_tokens)
+        add(turn, piece, wanted.params.max_new_tokens)
         if turn.finish == "abort" and self._closed(name):
             turn.finish = ""
 

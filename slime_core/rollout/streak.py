@@ -6,7 +6,8 @@ Verdicts are counted in the order of prompts, whichever came first, so that the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from slime_core.errors import TrainerError
 from slime_core.types import Sample
@@ -67,7 +68,18 @@ class Streak:
         self._reasons.clear()
         self._rewards.clear()
 
+    def state(self) -> dict[str, Any]:
+        """JSON-ready, for a checkpoint."""
+        return {"next": self._next, "row": self._row, "waiting": [[p, v] for p, v in sorted(self._waiting.items())]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; verdicts that it has counted do not count again."""
+        self._next, self._row = int(state["next"]), int(state["row"])
+        self._waiting = {int(position): verdict for position, verdict in state["waiting"]}
+
     def _count(self, position: int, dropped: bool | None) -> None:
+        if position < self._next or position in self._waiting:
+            return
         self._waiting[position] = dropped
         while self._next in self._waiting:
             verdict = self._waiting.pop(self._next)

@@ -20,6 +20,7 @@ twice. In flight a group gains ground in every step, so it ends after ``rollout_
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,9 +28,8 @@ from typing import TYPE_CHECKING
 from slime_core.types import Group, Sample
 
 if TYPE_CHECKING:
-    import asyncio
-
     from slime_core.config.schema import Config
+    from slime_core.protocols import Recalled
     from slime_core.rollout.gate import Gate
 
 OVER_SAMPLED = "over_sampled"
@@ -47,6 +47,8 @@ class Flight:
     start: int = 0  # tick
     task: asyncio.Task[None] | None = None
     generated: bool = False  # and not yet kept or dropped
+    past: Recalled | None = None  # what an earlier process made of it
+    carried: bool = False  # it was finished when the step began
 
     @property
     def ids(self) -> list[str]:
@@ -80,13 +82,21 @@ class Race:
         if not (self.lockstep and by_plugin):
             self.gate.watch(flight.ids)
 
+    async def repeat(self, flight: Flight, past: Recalled, version: int) -> None:
+        """Take as many ticks as the group did in the step of ``version``."""
+        flight.carried = past.newest < version
+        ticks = {} if flight.carried else past.ticks
+        if self.gate.watches(flight.ids):
+            await asyncio.gather(*(self.gate.pass_time(name, ticks.get(name, 0)) for name in flight.ids))
+
     def leave(self, flight: Flight, group: Group | None) -> None:
         """A group ended: with what was generated, or without."""
         watched = self.gate.watches(flight.ids)
         tick = self.gate.forget(flight.ids)
         if group is not None:
             longest = max((_sampled(sample) for sample in group.samples), default=0)
-            self._ended[flight.position] = tick if watched else flight.start + longest
+            ended = tick if watched else flight.start + longest
+            self._ended[flight.position] = 0 if flight.carried else ended
 
     def drop(self, position: int) -> None:
         """A group is out of the race."""

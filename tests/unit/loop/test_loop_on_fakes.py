@@ -93,8 +93,7 @@ FLAGS = [
 ]
 
 
-def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=None, **ahead):
-    """The whole run; with ``ahead`` one stage of it, under settings that the embedded engine itself refuses."""
+def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=None):
     config = load_config(None, [*FLAGS, *flags])
     plugins = load_plugins(config)
     engine, ledger = engine or FakeEngine(), ledger or MemoryLedger()
@@ -112,10 +111,6 @@ def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=N
         report.start()
         try:
             work = loop.run(config, plugins, report, cluster=fakes)
-            if ahead:
-                work.close()
-                config = config.model_copy(update={"rollout": config.rollout.model_copy(update=ahead)})
-                work = loop.run_stage(config, 0, parts, plugins, report)
             version = asyncio.run(asyncio.wait_for(work, 30))
         finally:
             report.finish()
@@ -160,7 +155,8 @@ def test_engine_and_trainer_swap_memory_without_using_what_was_given_away(tmp_pa
 def test_the_collector_runs_ahead_by_no_more_than_the_bound(schedule, tmp_path, install_plugin):
     install_plugin("fakes", PLUGIN)
     trainer = FakeTrainer()
-    version, ledger = _run(tmp_path, trainer, turns=FreeTurns, max_staleness=1, async_schedule=schedule)
+    flags = ["--no-colocate", "--max-staleness", "1", "--async-schedule", schedule]
+    version, ledger = _run(tmp_path, trainer, turns=FreeTurns, flags=flags)
     assert version == 4
     for step, ids in enumerate(trainer.batches):
         versions = {v for name in ids for v in ledger.rows[name].sample.weight_versions if v >= 0}

@@ -37,6 +37,12 @@ class Prompts:
     def __init__(self, count=10_000):
         self.position, self.count = 0, count
 
+    def state(self):
+        return {"position": self.position}
+
+    def restore(self, state):
+        self.position = state["position"]
+
     def next(self, count):
         first = self.position
         self.position = min(first + count, self.count)

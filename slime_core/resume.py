@@ -1,0 +1,192 @@
+"""Where a run stands: what its checkpoints hold beside the trainer, when one is due, and how it goes on from one.
+
+    found -> Progress: stage, step, version, collector -> the ordinary loop -> step_done -> checkpoint, or Preempted
+
+There is no replay code. The loop runs on from the checkpoint; the ledger gives what was finished since, forces the
+composition of steps that were journaled, and refuses weights other than those that were recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.checkpoint import About, Checkpoints, Found, check_state
+from slime_core.clusters.machine import machine_facts
+from slime_core.config.dump import redacted
+from slime_core.errors import Preempted, StorageError
+from slime_core.seeds import set_generators
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Parts
+    from slime_core.report import Report
+    from slime_core.rollout.collect import Collector
+    from slime_core.stopping import Stop
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """The run between two steps. ``stage`` and ``step`` count from 0; ``step`` is the next one of its stage."""
+
+    config: Config
+    plugins: Plugins
+    report: Report
+    parts: Parts
+    stop: Stop
+    checkpoints: Checkpoints
+    found: Found | None = None
+    exact: bool = True  # steps that were recorded must give the recorded weights
+    resumed: bool = False  # the ledger may know of groups
+    stage: int = 0
+    step: int = 0
+    version: int = 0
+    eval_due: bool = True  # before the next step
+    collector: Mapping[str, Any] | None = None  # its state in the checkpoint
+    stalled: float = 0.0  # seconds that the last checkpoint took from the run
+    _saved: int = field(default=-1)  # version of the last checkpoint
+
+    async def step_done(self, collector: Collector, *, last: bool) -> None:
+        """After a step: a checkpoint where one is due.
+
+        Raises:
+            Preempted: the run was asked to stop, and can go on from here.
+            StorageError: a checkpoint could not be written; the one before it is whole.
+        """
+        self.checkpoints.raise_failed()
+        interval = self.config.report.save_interval
+        if last or self.stop.reason or (interval and self.version % interval == 0):
+            await self.save(collector)
+        if self.stop.reason and not last:
+            await self.preempt(collector)
+
+    async def save(self, collector: Collector) -> None:
+        """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off."""
+        start = time.monotonic()
+        await self.conserve()
+        state = {
+            "stage": self.stage,
+            "step": self.step,
+            "version": self.version,
+            "eval_due": self.eval_due,
+            "collector": collector.state(),
+            "plugins": self.plugins.state(),
+        }
+        about = About(
+            state=state,
+            config=redacted(self.config).model_dump(mode="json"),
+            plugins=self.plugins.fingerprint(),
+            machine=machine_facts(self.config),
+            epoch=self.report.run_dir.epoch,
+        )
+        await self.checkpoints.begin(self.version, about, self.parts.trainer, self.parts.ledger)
+        if not self.config.report.async_save:
+            await self.checkpoints.settle()
+        self._saved = self.version
+        self.stalled = time.monotonic() - start
+
+    async def preempt(self, collector: Collector | None = None) -> None:
+        """Checkpoint, unless this moment has one or cannot have one (no ``collector``), and end.
+
+        Raises:
+            Preempted: always.
+        """
+        if collector is not None and self._saved != self.version:
+            await self.save(collector)
+        await self.checkpoints.settle()
+        raise Preempted(
+            f"stopped at version {self.version} ({self.stop.reason})",
+            where=str(self.report.run_dir.path),
+            why="the run was asked to end; nothing is lost",
+            fix=f"slime run --resume {self.report.run_dir.path}",
+        )
+
+    async def restore_trainer(self) -> None:
+        """Give the trainer, whose stage has begun, the checkpoint's state."""
+        if self.found is not None:
+            await self.parts.trainer.restore(self.found.trainer)
+
+    async def conserve(self) -> None:
+        """Every sample is in exactly one state: issued = trained + dropped + pending. Says so.
+
+        Raises:
+            StorageError: STO00 with the counts, where they do not add up.
+        """
+        counts = await self.parts.ledger.counts()
+        issued, trained, pending = counts["issued"], counts["trained"], counts["pending"]
+        dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+        if issued != trained + dropped + pending:
+            raise StorageError(
+                f"samples were lost or doubled: {dict(counts)}", why="issued = trained + dropped + pending"
+            )
+        self.report.note(
+            f"version {self.version}: {issued} issued = {trained} trained + {dropped} dropped + {pending} pending"
+        )
+
+    async def prune(self) -> None:
+        """Forget payloads that no checkpoint needs, by ``report.ledger_keep_steps``."""
+        keep, oldest = self.config.report.ledger_keep_steps, self.checkpoints.oldest()
+        if keep and oldest is not None and oldest > keep:
+            await self.parts.ledger.prune(oldest - keep)
+
+
+async def begin(
+    config: Config,
+    plugins: Plugins,
+    report: Report,
+    parts: Parts,
+    *,
+    found: Found | None,
+    stop: Stop,
+    exact: bool,
+) -> Progress:
+    """A run's beginning, or where ``found`` left it: the ledger is rewound, plugins get their state back.
+
+    Raises:
+        PluginError: PLG64 a plugin's state that no checkpoint could hold.
+        StorageError: the ledger failed.
+    """
+    check_state(plugins.state())
+    checkpoints = Checkpoints(report.run_dir.checkpoints, keep=config.report.save_keep, note=report.note)
+    progress = Progress(
+        config=config,
+        plugins=plugins,
+        report=report,
+        parts=parts,
+        stop=stop,
+        checkpoints=checkpoints,
+        found=found,
+        exact=exact and (found is None or found.machine == machine_facts(config)),
+    )
+    progress.resumed = (await parts.ledger.counts())["issued"] > 0
+    if progress.resumed:
+        await parts.ledger.rewind(found.version if found else 0)
+    if found is not None:
+        state = found.state
+        plugins.load_state(state["plugins"])
+        progress.stage, progress.step, progress.version = state["stage"], state["step"], state["version"]
+        progress.eval_due, progress.collector = state["eval_due"], state["collector"]
+        progress._saved = found.version
+        set_generators(found.random)
+    return progress
+
+
+def positions(sample_ids: list[str]) -> list[int]:
+    """The positions of the groups that samples belong to, in order: ``STAGE/POSITION-J`` and its siblings."""
+    return list(dict.fromkeys(int(name.rpartition("-")[0].rpartition("/")[2]) for name in sample_ids))
+
+
+def publish_folder(aside: Path, final: Path) -> None:
+    """Put a written folder in its place by one rename; what was there goes."""
+    import shutil
+
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    aside.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
