@@ -1,4 +1,8 @@
-"""This machine as a cluster: the embedded engine and an FSDP2 trainer, in this process or over rank processes."""
+"""This machine as a cluster: the embedded engine and an FSDP2 trainer, in this process or in processes of their own.
+
+On-policy the engine shares the trainer's process and takes turns with it. Where a stage runs ahead (``max_staleness``
+above 0) the engine has its own process, and generates while the trainer trains.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,26 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from slime_core.buffer.ledger import SqliteLedger
+from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
+from slime_core.clusters.machine import engine_apart
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.turns import QuietTurns
+from slime_core.clusters.remote_engine import EngineProcess
+from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import stages
-from slime_core.engines.local import LocalEngine
 from slime_core.errors import ConfigError
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.checks import open_model
 from slime_core.types import WeightUpdate
-from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.engines.local import LocalEngine
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Engine, Trainer
+    from slime_core.protocols import Engine, Trainer, Turns
     from slime_core.report import Report
-
-
-def open_folder(config: Config) -> ModelFolder:
-    """The model folder of a run."""
-    rollout = config.rollout
-    return ModelFolder.open(
-        rollout.hf_checkpoint,
-        trust_remote_code=rollout.trust_remote_code,
-        init_weights=rollout.init_weights,
-        stop_token_ids=rollout.rollout_stop_token_ids,
-    )
+    from slime_core.weights.folder import ModelFolder
 
 
 @asynccontextmanager
@@ -65,7 +61,16 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
                 run_dir=run_dir,
             )
             trainer = await stack.enter_async_context(ranks)
-        engine = await stack.enter_async_context(_engine(config, folder, thread))
+        epoch = int(getattr(report.run_dir, "epoch", 0))
+        engine: Engine
+        turns: Turns
+        if engine_apart(config):
+            apart = EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread)
+            engine, turns = await stack.enter_async_context(apart), FreeTurns()
+            report.note(f"the engine has a process of its own, {apart.pid}, and runs ahead of training")
+        else:
+            engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
+            turns = QuietTurns(engine)
         roles: dict[str, Engine] = {}
         if teacher := teacher_of(config):
             roles["teacher"] = await stack.enter_async_context(_teacher(config, teacher, folder, thread))
@@ -79,7 +84,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             roles=roles,
             trainer=trainer,
             ledger=ledger,
-            turns=QuietTurns(engine),
+            turns=turns,
         )
 
 
@@ -90,7 +95,7 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
     async with AsyncExitStack() as stack:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
-        engine = await stack.enter_async_context(_engine(config, folder, thread))
+        engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         model = await thread.run(folder.build_model, dtype="float32", seed=config.seed)
         await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
         yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
@@ -120,30 +125,7 @@ async def _teacher(config: Config, path: str, policy: ModelFolder, thread: Torch
     """A frozen engine of another model that reads the policy's token ids; it only scores, so it has one slot."""
     folder = await thread.run(open_model, "train.teacher_load", path, policy)
     length = min(context_len(config, policy), folder.context_len)
-    async with _engine(config, folder, thread, slots=1, length=length) as engine:
+    async with embedded_engine(config, folder, thread, slots=1, length=length) as engine:
         model = await thread.run(folder.build_model, dtype="float32")
         await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
         yield engine
-
-
-@asynccontextmanager
-async def _engine(
-    config: Config, folder: ModelFolder, thread: TorchThread, *, slots: int = 0, length: int = 0
-) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(
-        folder,
-        slots=slots or config.rollout.rollout_slots,
-        context_len=length or context_len(config, folder),
-        dtype=config.train.dtype,
-        device=config.cluster.device,
-        thread=thread,
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def context_len(config: Config, folder: ModelFolder) -> int:
-    """Tokens of a prompt and its response: the config's bound, or the model's own."""
-    return config.rollout.rollout_max_context_len or folder.context_len

@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.config.load import stages
+
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
@@ -24,14 +26,20 @@ def resolve_machine(config: Config) -> Config:
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
-    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engine_apart(config)
+    threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes)
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"device": device, "cpu_threads": threads}),
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+
+
+def engine_apart(config: Config) -> bool:
+    """Whether the embedded engine has a process of its own: a stage runs ahead, so it generates while we train."""
+    embedded = config.cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local"
+    return embedded and any(stage.rollout.max_staleness for stage in stages(config))
 
 
 def machine_facts(config: Config) -> dict[str, Any]:

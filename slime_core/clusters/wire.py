@@ -1,9 +1,10 @@
-"""Frames between the driver and its rank processes: a JSON header, then raw array bytes. No pickle.
+"""Frames between the driver and its rank and engine processes: a JSON header, then raw array bytes. No pickle.
 
     4 bytes length of the header | header (JSON) | blob 0 | blob 1 | ...
 
-Values are JSON's own, numpy arrays, torch tensors (on arrival: CPU tensors), and the dataclasses of `slime_core.types`
-that cross: Batch, ArrayRef, WeightUpdate.
+Values are JSON's own, tuples, numpy arrays, torch tensors (on arrival: CPU tensors), and the dataclasses of
+`slime_core.types` that cross: Batch, ArrayRef, WeightUpdate, and an engine's requests and completions. Python's JSON
+writes a float so that the same float is read, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.types import ArrayRef, Batch, WeightUpdate
+from slime_core.types import ArrayRef, Batch, Completion, GenerateRequest, SamplingParams, WeightUpdate
 
-KINDS = {kind.__name__: kind for kind in (ArrayRef, Batch, WeightUpdate)}
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (ArrayRef, Batch, Completion, GenerateRequest, SamplingParams, WeightUpdate)
+}
 HEADER = struct.Struct("<I")
 
 
@@ -43,8 +46,10 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, np.ndarray):
         blobs.append(np.ascontiguousarray(value).tobytes())
         return {"!array": [len(blobs) - 1, value.dtype.str, list(value.shape)]}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_pack(item, blobs) for item in value]
+    if isinstance(value, tuple):
+        return {"!tuple": [_pack(item, blobs) for item in value]}
     if isinstance(value, dict):
         return {"!dict": [[str(key), _pack(item, blobs)] for key, item in value.items()]}
     if is_dataclass(value) and type(value).__name__ in KINDS:
@@ -80,12 +85,11 @@ def _unpack(value: Any, blobs: list[bytes]) -> Any:
         if not blobs[index]:
             return torch.empty(shape, dtype=getattr(torch, dtype))
         return torch.frombuffer(bytearray(blobs[index]), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+    if "!tuple" in value:
+        return tuple(_unpack(item, blobs) for item in value["!tuple"])
     if "!dict" in value:
         return {key: _unpack(item, blobs) for key, item in value["!dict"]}
-    parts = {name: _unpack(item, blobs) for name, item in value["fields"].items()}
-    if value["!kind"] == "ArrayRef":
-        parts["shape"] = tuple(parts["shape"])
-    return KINDS[value["!kind"]](**parts)
+    return KINDS[value["!kind"]](**{name: _unpack(item, blobs) for name, item in value["fields"].items()})
 
 
 async def send(writer: asyncio.StreamWriter, value: Any) -> None:

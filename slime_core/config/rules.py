@@ -66,7 +66,19 @@ def notices(config: Config) -> list[str]:
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
-    return found
+    return [*found, *_ahead_notices(config)]
+
+
+def _ahead_notices(config: Config) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
+    if rollout.stale_policy != "wait" and (not rollout.max_staleness or rollout.async_schedule == "lockstep"):
+        why = "lockstep makes no older group" if rollout.max_staleness else "nothing runs ahead of training"
+        yield f"stale_policy = {rollout.stale_policy} has no effect: {why}"
+    if rollout.max_staleness and train.loss_type != SFT and not (train.use_tis or train.use_rollout_logprobs):
+        yield (
+            f"max_staleness = {rollout.max_staleness} trains on tokens of older weights as if the present ones had "
+            "made them; use_tis weighs them, use_rollout_logprobs clips against those that did"
+        )
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -164,23 +176,13 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _staleness(config: Config) -> Iterator[Problem]:
-    ahead, cluster = config.rollout.max_staleness, config.cluster
-    if not ahead:
-        return
-    keys = ["rollout.max_staleness"]
-    if cluster.colocate:
+    ahead = config.rollout.max_staleness
+    if ahead and config.cluster.colocate:
         yield _conflict(
             f"max_staleness = {ahead} with colocate = true",
-            [*keys, "cluster.colocate"],
+            ["rollout.max_staleness", "cluster.colocate"],
             why="an engine that shares the trainer's device cannot generate while it trains",
             fix="--no-colocate   or   --max-staleness 0",
-        )
-    if cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local":
-        yield _conflict(
-            f"max_staleness = {ahead} with the embedded engine",
-            [*keys, "rollout.rollout_engine", "cluster.cluster_backend"],
-            why="engine and trainer are one process here and share their weights, so nothing can run ahead",
-            fix="--max-staleness 0   (or an engine of its own: --rollout-engine sglang, or --cluster ray)",
         )
 
 

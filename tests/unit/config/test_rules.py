@@ -75,11 +75,11 @@ pytestmark = pytest.mark.unit
         ),
         pytest.param(["--group-rm"], "CFG04", "group_rm is set", "--custom-rm-path", id="group_rm without function"),
         pytest.param(
-            ["--max-staleness=1", "--no-colocate"],
+            ["--max-staleness=1"],
             "CFG04",
-            "max_staleness = 1 with the embedded engine",
-            "--max-staleness 0",
-            id="ahead in one process",
+            "max_staleness = 1 with colocate = true",
+            "--no-colocate",
+            id="ahead on one device",
         ),
         pytest.param(
             ["--lr=1e-4", "--min-lr=1e-3"],
@@ -143,12 +143,24 @@ def test_all_conflicts_are_listed_at_once_with_their_lines(recipe, refused):
             "[train]\nglobal_batch_size = 4\nmin_lr = 1.0\n[cluster]\ncolocate = true\n"
         )
     )
-    assert error.what == "5 problems in the configuration"
-    for part in ("15 rollouts", "rollout_temperature = 0", "colocate = true", "embedded engine", "min_lr = 1.0"):
+    assert error.what == "4 problems in the configuration"
+    for part in ("15 rollouts", "rollout_temperature = 0", "colocate = true", "min_lr = 1.0"):
         assert part in error.why
     for line in (2, 3, 4, 5, 7, 8, 10):
         assert f"recipe.toml:{line}" in error.where
-    assert len(error.fix.splitlines()) == 5
+    assert len(error.fix.splitlines()) == 4
+
+
+def test_runs_that_are_ahead_are_told_what_they_train_on_and_which_policies_do_nothing():
+    ahead = ("--max-staleness=2", "--no-colocate")
+    told = rules.notices(load_config(None, [*ahead, "--async-schedule=free", "--stale-policy=drop"]))
+    assert [line.partition(";")[0] for line in told] == [
+        "max_staleness = 2 trains on tokens of older weights as if the present ones had made them"
+    ]
+    assert rules.notices(load_config(None, [*ahead, "--use-rollout-logprobs"])) == []
+    (told,) = rules.notices(load_config(None, [*ahead, "--use-rollout-logprobs", "--stale-policy=mask"]))
+    assert told == "stale_policy = mask has no effect: lockstep makes no older group"
+    assert "nothing runs ahead" in rules.notices(load_config(None, ["--stale-policy=drop"]))[0]
 
 
 def test_tasks_must_have_names_of_their_own_and_loaded_plugins(recipe, refused):

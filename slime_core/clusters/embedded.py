@@ -1,0 +1,50 @@
+"""A config in, the embedded engine that it asks for out, for whichever process it is to live in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from slime_core.engines.local import LocalEngine
+from slime_core.weights.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.threads import TorchThread
+
+
+def open_folder(config: Config) -> ModelFolder:
+    """The model folder of a run."""
+    rollout = config.rollout
+    return ModelFolder.open(
+        rollout.hf_checkpoint,
+        trust_remote_code=rollout.trust_remote_code,
+        init_weights=rollout.init_weights,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+
+
+def context_len(config: Config, folder: ModelFolder) -> int:
+    """Tokens of a prompt and its response: the config's bound, or the model's own."""
+    return config.rollout.rollout_max_context_len or folder.context_len
+
+
+@asynccontextmanager
+async def embedded_engine(
+    config: Config, folder: ModelFolder, thread: TorchThread, *, slots: int = 0, length: int = 0, epoch: int = 0
+) -> AsyncIterator[LocalEngine]:
+    """An engine over ``folder`` without weights yet; ``slots`` and ``length`` replace the config's where given."""
+    engine = LocalEngine(
+        folder,
+        slots=slots or config.rollout.rollout_slots,
+        context_len=length or context_len(config, folder),
+        dtype=config.train.dtype,
+        device=config.cluster.device,
+        thread=thread,
+        epoch=epoch,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
