@@ -58,6 +58,7 @@ class Progress:
             StorageError: a checkpoint could not be written; the one before it is whole.
         """
         self.checkpoints.raise_failed()
+        self.stop.checkpoint_seconds = self.checkpoints.seconds
         interval = self.config.report.save_interval
         if last or self.stop.reason or (interval and self.version % interval == 0):
             await self.save(collector)

@@ -19,6 +19,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.reason = ""  # empty while the run goes on
+        self.checkpoint_seconds = 0.0  # the longest one so far: who stops in time asks that much earlier
         self._asked = asyncio.Event()
 
     def ask(self, reason: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,6 +55,7 @@ class Checkpoints:
         self._task: asyncio.Task[None] | None = None
         self._aside: Path | None = None  # what is being written
         self._verified: set[int] = set()  # versions whose hashes this process has read back
+        self.seconds = 0.0  # the longest way of one, from begun to published
 
     async def begin(self, version: int, about: About, trainer: Trainer, ledger: Ledger) -> None:
         """Copy the trainer's state, and write and publish the rest in the background.
@@ -64,6 +66,7 @@ class Checkpoints:
             StorageError: this one cannot be begun, or the one before it failed.
         """
         await self.settle()
+        began = time.monotonic()
         if await asyncio.to_thread(self._is_there, version):
             return
         aside = await asyncio.to_thread(self._make_aside, version)
@@ -75,7 +78,7 @@ class Checkpoints:
             await asyncio.to_thread(self._drop_aside)
             raise
         failpoint("checkpoint.begin")
-        self._task = asyncio.create_task(self._finish(aside, made, trainer, ledger))
+        self._task = asyncio.create_task(self._finish(aside, made, trainer, ledger, began))
 
     async def settle(self) -> None:
         """Wait until the one under way is published.
@@ -98,7 +101,7 @@ class Checkpoints:
             self._task = None
             task.result()
 
-    async def _finish(self, aside: Path, made: _Made, trainer: Trainer, ledger: Ledger) -> None:
+    async def _finish(self, aside: Path, made: _Made, trainer: Trainer, ledger: Ledger, began: float) -> None:
         try:
             marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
             failpoint("checkpoint.files")
@@ -106,6 +109,7 @@ class Checkpoints:
             if backup is not None:
                 await backup(aside / manifest.LEDGER)
             await asyncio.to_thread(self._publish, aside, made, marks)
+            self.seconds = max(self.seconds, time.monotonic() - began)
         except OSError as error:
             await asyncio.to_thread(self._drop_aside)
             if isinstance(error, StorageError):
