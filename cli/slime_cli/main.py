@@ -21,6 +21,7 @@ COMMANDS = {
     "run": "train: a recipe file, or a plugin's default recipe",
     "eval": "evaluate a model folder or a run's final model",
     "show": "explain a run directory",
+    "diff": "compare two runs, step by step",
     "config": "show, list and check keys",
     "plugins": "list, show, check and make plugins",
     "doctor": "check this machine and installation",
