@@ -167,14 +167,14 @@ class Recalled:
     """What a ledger knows of one prompt's group, over the latest attempt of each sample.
 
     ``pending``: not finished, and generated again. ``finished`` and ``trained``: ``samples`` are stored and in the
-    group's order. ``dropped``: nothing of it trains.
+    group's order. ``dropped``: nothing of it trains; it has ``samples`` where it had been finished before.
     """
 
     state: Literal["pending", "finished", "trained", "dropped"]
     attempt: int = 0
     version: int = 0  # that it made, where it is trained
-    samples: list[Sample] = field(default_factory=list)  # those that train, without the dropped ones
-    drops: dict[str, int] = field(default_factory=dict)  # reason -> samples
+    samples: list[Sample] = field(default_factory=list)  # those that were stored
+    drops: dict[str, int] = field(default_factory=dict)  # reason -> samples that were not
     last_reason: str = ""  # of the drops
     newest: int = -1  # highest version that made a token in any sample, dropped ones too
     ticks: dict[str, int] = field(default_factory=dict)  # sample id -> tokens that ``newest`` made in it
@@ -238,6 +238,10 @@ class Ledger(Protocol):
 
     async def samples(self, ids: Sequence[str]) -> list[Sample]:
         """Read finished samples back, in the order of ``ids``."""
+        ...
+
+    async def prune(self, before_version: int) -> None:
+        """Forget the payloads of dropped samples and of those that trained for an earlier version; rows stay."""
         ...
 
     async def counts(self) -> Mapping[str, int]:

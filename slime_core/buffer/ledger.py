@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.buffer.commits import Commits, Points
+from slime_core.buffer.forget import forget_payloads, living, remove_segments
 from slime_core.buffer.reads import Reads
 from slime_core.buffer.rows import Rows
 from slime_core.buffer.segments import Segments
+from slime_core.failpoints import failpoint
 from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import Batch, Group, Sample
 
@@ -27,6 +29,7 @@ DROP = Points(before="ledger.drop.before", after="ledger.drop.after")
 SUSPEND = Points(before="ledger.suspend.before", after="ledger.suspend.after")
 JOURNAL = Points(before="ledger.journal.before", after="ledger.journal.after")
 TRAINED = Points(before="ledger.trained.before", after="ledger.trained.after")
+PRUNE = Points(before="ledger.prune.before", after="ledger.prune.committed")
 REWIND = Points(before="ledger.rewind.before", after="ledger.rewind.after")
 
 
@@ -43,9 +46,9 @@ class SqliteLedger:
     def __init__(self, run_dir: Path) -> None:
         self.path = Path(run_dir) / "ledger.sqlite"
         self.segments = Segments(Path(run_dir) / "segments")
-        self._commits = Commits(self.path, self.segments, lambda: self._rows.forget())
-        self._rows = Rows(self._commits.db, self.segments, self.path)
-        self._reads = Reads(self._commits.db, self.segments, self.path)
+        self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
+        self.rows = Rows(self.commits.db, self.segments, self.path)
+        self.reads = Reads(self.commits.db, self.segments, self.path)
 
     async def issue(self, groups: Sequence[Group]) -> None:
         """See `protocols.Ledger`. An earlier attempt of a sample that is still open becomes dropped(restarted).
@@ -55,7 +58,7 @@ class SqliteLedger:
         """
         groups = list(groups)
         rows = sum(len(group.samples) for group in groups)
-        await self._commits.run(lambda: self._rows.issue(groups), rows=rows, points=ISSUE)
+        await self.commits.run(lambda: self.rows.issue(groups), rows=rows, points=ISSUE)
 
     async def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`. Pending samples of the prompt that the group no longer has become dropped(replaced).
@@ -65,7 +68,7 @@ class SqliteLedger:
             PluginError: PLG57, a field that JSON cannot hold.
         """
         rows = len(group.samples) + sum(len(samples) for samples, _ in drops)
-        await self._commits.run(lambda: self._rows.finish(group, drops), rows=rows, points=FINISH)
+        await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
 
     async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; what is dropped keeps its first reason.
@@ -74,7 +77,7 @@ class SqliteLedger:
             StorageError: a sample that has trained, or is journaled for a step.
         """
         rows = sum(len(samples) for samples, _ in drops)
-        await self._commits.run(lambda: self._rows.drop(drops), rows=rows, points=DROP)
+        await self.commits.run(lambda: self.rows.drop(drops), rows=rows, points=DROP)
 
     async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
         """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out.
@@ -83,7 +86,7 @@ class SqliteLedger:
             StorageError: STO111 or STO112, a segment that is gone or damaged.
         """
         wanted = list(prompt_ids)
-        return await self._commits.run(lambda: self._reads.recall(wanted))
+        return await self.commits.run(lambda: self.reads.recall(wanted))
 
     async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
         """See `protocols.Ledger`. Samples that finished or were dropped meanwhile keep nothing.
@@ -92,12 +95,12 @@ class SqliteLedger:
             StorageError: a sample that was never issued; the disk failed.
         """
         kept = dict(turns)
-        await self._commits.run(lambda: self._rows.suspend(kept), rows=len(kept), points=SUSPEND)
+        await self.commits.run(lambda: self.rows.suspend(kept), rows=len(kept), points=SUSPEND)
 
     async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
         """See `protocols.Ledger`. Samples of which nothing is left are left out."""
         wanted = list(ids)
-        return await self._commits.run(lambda: self._reads.suspended(wanted, before))
+        return await self.commits.run(lambda: self.reads.suspended(wanted, before))
 
     async def rewind(self, version: int) -> None:
         """See `protocols.Ledger`.
@@ -105,7 +108,7 @@ class SqliteLedger:
         Raises:
             StorageError: payloads of later steps are pruned.
         """
-        await self._commits.run(lambda: self._rows.rewind(version), points=REWIND)
+        await self.commits.run(lambda: self.rows.rewind(version), points=REWIND)
 
     async def journal(self, batch: Batch) -> None:
         """See `protocols.Ledger`. The step makes version ``batch.version + 1``.
@@ -115,7 +118,7 @@ class SqliteLedger:
                 same version.
         """
         version, stage, ids = batch.version + 1, batch.stage, list(batch.sample_ids)
-        await self._commits.run(lambda: self._rows.journal(version, stage, ids), rows=len(ids), points=JOURNAL)
+        await self.commits.run(lambda: self.rows.journal(version, stage, ids), rows=len(ids), points=JOURNAL)
 
     async def trained(self, version: int, fingerprint: str = "") -> None:
         """See `protocols.Ledger`.
@@ -123,11 +126,11 @@ class SqliteLedger:
         Raises:
             StorageError: the version was never journaled, or was made before with another fingerprint.
         """
-        await self._commits.run(lambda: self._rows.trained(version, fingerprint), points=TRAINED)
+        await self.commits.run(lambda: self.rows.trained(version, fingerprint), points=TRAINED)
 
     async def composition(self, version: int) -> list[str]:
         """See `protocols.Ledger`."""
-        return await self._commits.run(lambda: self._rows.composition(version))
+        return await self.commits.run(lambda: self.rows.composition(version))
 
     async def samples(self, ids: Sequence[str]) -> list[Sample]:
         """See `protocols.Ledger`. The latest attempt of each id.
@@ -136,12 +139,23 @@ class SqliteLedger:
             StorageError: an id without a stored payload, STO111 or STO112 a segment that is gone or damaged.
         """
         wanted = list(ids)
-        return await self._commits.run(lambda: self._reads.samples(wanted))
+        return await self.commits.run(lambda: self.reads.samples(wanted))
+
+    async def prune(self, before_version: int) -> None:
+        """See `protocols.Ledger`; segment files in which nothing lives any more are removed.
+
+        Raises:
+            StorageError: a file that cannot be removed.
+        """
+        db = self.commits.db
+        await self.commits.run(lambda: forget_payloads(db, before_version), points=PRUNE)
+        await self.commits.run(lambda: remove_segments(self.segments, living(db)))
+        failpoint("ledger.prune.after")
 
     async def counts(self) -> Mapping[str, int]:
         """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""
-        return await self._commits.run(self._reads.counts)
+        return await self.commits.run(self.reads.counts)
 
     async def close(self) -> None:
         """See `protocols.Ledger`. A second call does nothing."""
-        await self._commits.close(self.segments.close)
+        await self.commits.close(self.segments.close)

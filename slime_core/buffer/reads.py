@@ -96,16 +96,19 @@ class Reads:
     def _recalled(self, rows: list[_Known]) -> Recalled:
         states = {row.state for row in rows}
         state = next(s for s in (PENDING, TRAINED, FINISHED, DROPPED) if s in states)
-        dropped = [row for row in rows if row.state == DROPPED and row.reason != REPLACED]
         newest = max((row.newest for row in rows if row.newest is not None), default=-1)
-        kept = [row for row in rows if row.state == state and state in (FINISHED, TRAINED)]
+        stored = [
+            row for row in rows if row.state == state and (state in (FINISHED, TRAINED) or row.segment is not None)
+        ]
+        kept = [] if state == PENDING else stored
+        dropped = [row for row in rows if row.state == DROPPED and row.reason != REPLACED]
         places = [_place(row.segment, row.offset, row.length, row.crc32) for row in kept if row.segment is not None]
         return Recalled(
             state=STATES[state],  # type: ignore[arg-type]
             attempt=max(row.attempt for row in rows),
             version=(kept[0].step or 0) if state == TRAINED else 0,
             samples=[decode(self._segments.read(place)) for place in places],
-            drops=dict(Counter(row.reason for row in dropped)),
+            drops=dict(Counter(row.reason for row in dropped if row not in kept)),
             last_reason=dropped[-1].reason if dropped else "",
             newest=newest,
             ticks={row.id: row.ticks or 0 for row in rows if row.newest == newest and newest >= 0},

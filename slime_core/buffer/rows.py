@@ -41,8 +41,8 @@ ON CONFLICT (id, attempt) DO UPDATE SET
     state = {DROPPED}, reason = excluded.reason, {", ".join(f"{name} = excluded.{name}" for name in MEASURES)}
 WHERE state = {PENDING}
 """
-ROW = "SELECT serial, state, step FROM samples WHERE id = ? AND attempt = ?"
-LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+ROW = "SELECT serial, state, step, claim FROM samples WHERE id = ? AND attempt = ?"
+LATEST = "SELECT serial, state, attempt, step, claim FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
 
 
 def of_prompt(prompt_id: str) -> tuple[str, str, int]:
@@ -101,19 +101,21 @@ class Rows:
             for sample in samples:
                 row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
                 if row is not None and row[1] == FINISHED:
-                    self._leave(sample.id, *row, wanted="dropped")
+                    self._require_open(sample.id, *row[1:], wanted="dropped")
                     self._set_dropped(row[0], drop.reason)
                     self._db.execute("UPDATE samples SET place = ? WHERE serial = ?", (place, row[0]))
                 elif row is None or row[1] == PENDING:
                     numbers = (reason, sample.group_index, *_measures(sample, place))
                     self._db.execute(DROP, (*numbers, sample.id, sample.attempt))
-                    self._forget_turns(row)
                 elif row[1] == TRAINED:
                     raise self.conflict(sample.id, "trained", "dropped")
                 place += 1
 
     def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
-        """See `protocols.Ledger`; samples that are no longer pending keep nothing."""
+        """See `protocols.Ledger`; what samples kept that have ended stays as it was.
+
+        It stays until their payloads are pruned: a step that is made again after a rewind goes on from it.
+        """
         for name, kept in turns.items():
             row = self._db.execute(LATEST, (name,)).fetchone()
             if row is None:
@@ -203,27 +205,29 @@ class Rows:
         )
 
     def _enters(self, name: str, version: int) -> int:
-        serial, state, _, step = self._db.execute(LATEST, (name,)).fetchone() or (0, -1, 0, None)
+        row = self._db.execute(LATEST, (name,)).fetchone()
+        serial, state, _, step, claim = row or (0, -1, 0, None, None)
         if state != FINISHED:
             raise self.conflict(name, STATES[state] if state >= 0 else "unknown", f"journaled for version {version}")
-        if step is not None:
-            raise self.conflict(name, f"journaled for version {step}", f"journaled for version {version}")
+        self._require_open(name, state, step, claim, wanted=f"journaled for version {version}")
         return int(serial)
 
     def _restart(self, sample: Sample) -> None:
         """Drop what earlier attempts left open, fan-out siblings too."""
         earlier = self._db.execute(
-            "SELECT id, serial, state, step FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
+            "SELECT serial, id, state, step, claim FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
             f"AND attempt < ?2 AND state != {DROPPED}",
             (sample.id, sample.attempt),
         ).fetchall()
-        for name, serial, state, step in earlier:
-            self._leave(name, serial, state, step, wanted="issued again")
+        for serial, *row in earlier:
+            self._require_open(*row, wanted="issued again")
             self._set_dropped(serial, RESTARTED)
 
-    def _leave(self, name: str, serial: int, state: int, step: int | None, *, wanted: str) -> None:
+    def _require_open(self, name: str, state: int, step: int | None, claim: int | None, *, wanted: str) -> None:
         if state == TRAINED:
             raise self.conflict(name, "trained", wanted)
+        if claim is not None:
+            raise self.conflict(name, f"with a reader (claim {claim})", wanted)
         if step is not None:
             raise self.conflict(name, f"journaled for version {step}", wanted)
 
@@ -232,9 +236,8 @@ class Rows:
         self._db.execute(FINISH, values)
         refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
         others = self._other_segments([*refs, *(sample.multimodal_train_inputs or {}).values()], place)
-        (serial, _, _) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
+        (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
         self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, serial) for n in others])
-        self._db.execute("DELETE FROM turns WHERE serial = ?", (serial,))
 
     def _other_segments(self, refs: Iterable[ArrayRef | None], place: Place) -> set[int]:
         named = {int(ref.segment[:-4]) for ref in refs if ref is not None and ref.segment[:-4].isdecimal()}
@@ -255,7 +258,6 @@ class Rows:
         self._db.execute(
             f"UPDATE samples SET state = {DROPPED}, reason = ? WHERE serial = ?", (self._reason(reason), serial)
         )
-        self._db.execute("DELETE FROM turns WHERE serial = ?", (serial,))
 
 
 def _measures(sample: Sample, place: int) -> tuple[object, ...]:

@@ -57,6 +57,7 @@ CREATE TABLE claims (
     reader TEXT NOT NULL,
     state INTEGER NOT NULL DEFAULT 0        -- open, acknowledged, given back
 ) STRICT;
+CREATE INDEX open_claims ON claims (id) WHERE state = 0;
 CREATE TABLE applied (                      -- messages of other processes whose answer they have not acknowledged
     client TEXT NOT NULL, message INTEGER NOT NULL, PRIMARY KEY (client, message)
 ) STRICT, WITHOUT ROWID;

@@ -71,9 +71,12 @@ class Segments:
         self._end = 0  # of the last whole record in it
         self._dirty = False
         self.losses = 0  # times that records were lost before they were durable
+        self._mine: set[int] = set()  # files that this writer began
+        self._arrays: set[int] = set()  # those of them with arrays, whose samples may not be in the ledger yet
         self._readers: OrderedDict[int, int] = OrderedDict()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._earlier = _last(folder)  # files up to here are of processes that have ended
         except OSError as error:
             raise storage_error(error, folder, "the segment folder cannot be made") from error
 
@@ -141,6 +144,7 @@ class Segments:
             raise TypeError(f"arrays of dtype {array.dtype} are not stored; use one of {', '.join(sorted(DTYPES))}")
         flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         place = self.append([flat.reshape(-1).view(np.uint8).data])
+        self._arrays.add(place.segment)
         return ArrayRef(
             segment=segment_name(place.segment),
             offset=place.offset,
@@ -161,6 +165,20 @@ class Segments:
         """The file of a segment number."""
         return self.folder / segment_name(number)
 
+    def ended(self) -> set[int]:
+        """Numbers of the files that are there and will not be written to any more, nor named by what is to come."""
+        with self._lock:
+            there = {int(p.stem) for p in self.folder.glob("*.seg") if NAME.fullmatch(p.name)}
+            mine = self._mine - self._arrays - ({self._number} if self._fd >= 0 else set())
+            return {number for number in there if number <= self._earlier or number in mine}
+
+    def forget(self, number: int) -> None:
+        """Close a file that is about to be removed."""
+        with self._lock:
+            fd = self._readers.pop(number, None)
+            if fd is not None:
+                os.close(fd)
+
     def close(self) -> None:
         """Make everything durable and close all files."""
         with self._lock:
@@ -180,6 +198,7 @@ class Segments:
             self._abandon()
         try:
             self._number, self._fd = _create(self.folder)
+            self._mine.add(self._number)
             durable.disk.write(self._fd, FILE_MAGIC, 0)
             durable.disk.sync_folder(self.folder)
         except OSError as error:
@@ -273,13 +292,17 @@ def _as_array(body: bytes, ref: ArrayRef) -> NDArray[Any]:
 
 
 def _create(folder: Path) -> tuple[int, int]:
-    number = max((int(p.stem) for p in folder.glob("*.seg") if NAME.fullmatch(p.name)), default=0)
+    number = _last(folder)
     while True:
         number += 1
         try:
             return number, durable.disk.create(folder / segment_name(number))
         except FileExistsError:  # another process's writer was faster
             continue
+
+
+def _last(folder: Path) -> int:
+    return max((int(p.stem) for p in folder.glob("*.seg") if NAME.fullmatch(p.name)), default=0)
 
 
 def _open_reader(path: Path) -> int:

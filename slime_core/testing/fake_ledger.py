@@ -27,6 +27,8 @@ class Row:
     place: int = 0
     step: int | None = None
     turns: list[Turn] = field(default_factory=list)
+    stored: bool = False
+    stored: bool = False  # its payload
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class MemoryLedger:
         for place, sample in enumerate(group.samples):
             row = self._row(sample, group.prompt)
             if row.state == "pending":
-                row.state, row.sample, row.place, row.turns = "finished", deepcopy(sample), place, []
+                row.state, row.sample, row.place, row.stored = "finished", deepcopy(sample), place, True
+                row.stored = True
         kept = {sample.id for sample in group.samples}
         for name, row in self.rows.items():
             if row.prompt == group.prompt.id and row.state == "pending" and name not in kept:
@@ -96,6 +99,9 @@ class MemoryLedger:
 
     async def rewind(self, version: int) -> None:
         """See `protocols.Ledger`."""
+        names = [name for made, ids in self.journals.items() if made > version for name in ids]
+        if any(not self.rows[name].stored for name in names):
+            raise StorageError(f"samples that trained after version {version} have no payload")
         for later in [made for made in self.made if made > version]:
             del self.made[later]
             for name in self.journals[later]:
@@ -135,10 +141,16 @@ class MemoryLedger:
 
     async def samples(self, ids: Sequence[str]) -> list[Sample]:
         """See `protocols.Ledger`."""
-        missing = [name for name in ids if name not in self.rows or self.rows[name].state == "pending"]
+        missing = [name for name in ids if name not in self.rows or not self.rows[name].stored]
         if missing:
             raise StorageError(f"sample {missing[0]} has no payload")
         return [deepcopy(self.rows[name].sample) for name in ids]
+
+    async def prune(self, before_version: int) -> None:
+        """See `protocols.Ledger`."""
+        for row in [*self.rows.values(), *self.older]:
+            old = row.state == "trained" and (row.step or 0) < before_version
+            row.stored = row.stored and not old and row.state != "dropped"
 
     async def counts(self) -> Mapping[str, int]:
         """See `protocols.Ledger`."""
@@ -176,13 +188,14 @@ class MemoryLedger:
             raise StorageError(f"sample {name} is {state} and cannot be {wanted}")
 
     def _drop(self, row: Row, reason: str) -> None:
-        row.state, row.reason, row.turns = "dropped", reason, []
+        row.state, row.reason = "dropped", reason
 
     def _recalled(self, rows: Iterable[Row]) -> Recalled:
         rows = sorted(rows, key=lambda row: row.place)
         state = next(state for state in ORDER if any(row.state == state for row in rows))
-        kept = [row for row in rows if row.state == state and state in ("finished", "trained")]
-        reasons = [row.reason for row in rows if row.state == "dropped" and row.reason != "replaced"]
+        kept = [row for row in rows if row.state == state and row.stored]
+        dropped = [row for row in rows if row.state == "dropped" and row.reason != "replaced"]
+        reasons = [row.reason for row in dropped]
         ended = [row for row in rows if row.state != "pending"]
         newest = max((v for row in ended for v in row.sample.weight_versions), default=-1)
         ticks = {row.sample.id: row.sample.weight_versions.count(newest) for row in ended if newest >= 0}
@@ -190,8 +203,8 @@ class MemoryLedger:
             state=state,
             attempt=max(row.sample.attempt for row in rows),
             version=kept[0].step or 0 if state == "trained" else 0,
-            samples=[deepcopy(row.sample) for row in kept],
-            drops=dict(Counter(reasons)),
+            samples=[deepcopy(row.sample) for row in kept if row.stored],
+            drops=dict(Counter(row.reason for row in dropped if row not in kept)),
             last_reason=reasons[-1] if reasons else "",
             newest=newest,
             ticks={name: count for name, count in ticks.items() if count},

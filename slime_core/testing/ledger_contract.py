@@ -155,7 +155,7 @@ async def ledger_keeps_one_attempt_of_a_sample(ledger: Ledger) -> None:
 
 
 async def ledger_keeps_suspended_turns(ledger: Ledger) -> None:
-    """What unfinished samples made returns bit for bit, without the tokens of later versions; the end forgets it."""
+    """What unfinished samples made returns bit for bit, without the tokens of later versions, also after the end."""
     groups = [sample_group(position) for position in range(2)]
     await ledger.issue(groups)
     names = [sample.id for group in groups for sample in group.samples]
@@ -171,8 +171,15 @@ async def ledger_keeps_suspended_turns(ledger: Ledger) -> None:
     assert cut[1].pieces[1].log_probs == second.pieces[1].log_probs[:1]
     await ledger.finish(groups[0])
     await ledger.drop([(groups[1].samples, Drop(reason="x"))])
-    await ledger.suspend(turns)
-    assert await ledger.suspended(names, before=100) == {}, "samples that ended still have turns"
+    await ledger.suspend({name: kept[:1] for name, kept in turns.items()})
+    assert await ledger.suspended(names, before=100) == turns, "a step made again needs what samples kept that ended"
+    known = (await ledger.recall([groups[1].prompt.id]))[groups[1].prompt.id]
+    assert (known.state, known.samples, known.drops) == ("dropped", [], {"x": 2}), known
+    known = (await ledger.recall([groups[0].prompt.id]))[groups[0].prompt.id]
+    await ledger.drop([(groups[0].samples, Drop(reason="surplus"))])
+    again = (await ledger.recall([groups[0].prompt.id]))[groups[0].prompt.id]
+    assert (again.state, again.last_reason, again.drops) == ("dropped", "surplus", {}), again
+    assert again.samples == known.samples, "what was finished before it was dropped is still there"
 
 
 async def ledger_drops_and_finishes_in_one_step(ledger: Ledger) -> None:
@@ -185,6 +192,34 @@ async def ledger_drops_and_finishes_in_one_step(ledger: Ledger) -> None:
     await ledger.drop([(group.samples, Drop(reason="third"))])
     counts = await ledger.counts()
     assert (counts["dropped/first"], counts["dropped/third"]) == (1, 1), dict(counts)
+
+
+async def ledger_forgets_payloads_and_no_rows(ledger: Ledger) -> None:
+    """Pruning forgets what trained long ago and what was dropped; counts, journals and later payloads stay."""
+    from slime_core.trainers.batch import make_batch
+
+    groups = [sample_group(position) for position in range(5)]
+    await ledger.issue(groups)
+    for group in groups:
+        await ledger.finish(group)
+    for version in range(3):
+        await ledger.journal(make_batch(version, "main", [groups[version]]))
+        await ledger.trained(version + 1, f"f{version + 1}")
+    await ledger.drop([(groups[3].samples, Drop(reason="x"))])
+    before = dict(await ledger.counts())
+    for _ in range(2):
+        await ledger.prune(3)
+        assert dict(await ledger.counts()) == before
+    for gone in (groups[0], groups[1], groups[3]):
+        await _refused(ledger.samples([gone.samples[0].id]), "a payload is still there")
+    kept = [sample for group in (groups[2], groups[4]) for sample in group.samples]
+    assert [s.to_dict() for s in await ledger.samples([s.id for s in kept])] == [s.to_dict() for s in kept]
+    assert await ledger.composition(1) == [sample.id for sample in groups[0].samples]
+    assert (await ledger.recall(["main/0"]))["main/0"] == Recalled(
+        state="trained", version=1, newest=0, ticks={"main/0-0": 2, "main/0-1": 2}
+    )
+    await ledger.rewind(2)
+    await _refused(ledger.rewind(1), "it went back to where payloads are gone")
 
 
 def suspended_turns(name: str) -> list[Turn]:
@@ -244,4 +279,5 @@ LEDGER_CHECKS: tuple[LedgerCheck, ...] = (
     ledger_keeps_one_attempt_of_a_sample,
     ledger_keeps_suspended_turns,
     ledger_drops_and_finishes_in_one_step,
+    ledger_forgets_payloads_and_no_rows,
 )

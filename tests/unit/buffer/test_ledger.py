@@ -326,9 +326,9 @@ def test_the_event_loop_runs_on_while_the_disk_is_slow(use, tmp_path):
 
 def test_sqlite_is_durable_and_has_our_marks(use, tmp_path):
     async def body(ledger):
-        call = ledger._commits.run
-        assert await call(lambda: ledger._commits.db.execute("PRAGMA synchronous").fetchone()) == (2,)
-        assert await call(lambda: ledger._commits.db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
+        call = ledger.commits.run
+        assert await call(lambda: ledger.commits.db.execute("PRAGMA synchronous").fetchone()) == (2,)
+        assert await call(lambda: ledger.commits.db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
         assert await call(lambda: threading.current_thread().name.startswith("ledger"))
 
     use(body)
@@ -354,8 +354,8 @@ def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
     async def body(ledger):
         await ledger.issue(groups)
         await ledger.drop([(groups[3].samples, Drop(reason="x"))])
-        await ledger._commits.run(
-            lambda: ledger._commits.db.set_trace_callback(lambda text: commits.append(text == "COMMIT"))
+        await ledger.commits.run(
+            lambda: ledger.commits.db.set_trace_callback(lambda text: commits.append(text == "COMMIT"))
         )
         answers = await asyncio.gather(*(ledger.finish(group) for group in groups), return_exceptions=True)
         failed = {i: type(answer) for i, answer in enumerate(answers) if answer is not None}
@@ -376,7 +376,7 @@ def test_a_payload_is_durable_before_the_commit_that_names_it(use, monkeypatch):
 
     async def body(ledger):
         await ledger.finish(sample_group(0))
-        await ledger._commits.run(lambda: ledger._commits.db.set_trace_callback(events.append))
+        await ledger.commits.run(lambda: ledger.commits.db.set_trace_callback(events.append))
         events.clear()
         await ledger.finish(sample_group(1))
         assert [e for e in events if e in ("fsync", "COMMIT")] == ["fsync", "COMMIT"]
@@ -439,13 +439,13 @@ def test_109_a_full_database_keeps_what_was_committed(use):
 
     async def body(ledger):
         await ledger.issue(groups[:1])
-        await ledger._commits.run(lambda: ledger._commits.db.execute("PRAGMA max_page_count = 20"))
+        await ledger.commits.run(lambda: ledger.commits.db.execute("PRAGMA max_page_count = 20"))
         with pytest.raises(StorageError) as caught:
             await ledger.issue(groups[1:])
         assert caught.value.code == "STO109"
         assert "slime run --resume" in caught.value.fix
         assert dict(await ledger.counts()) == {"issued": 2, "trained": 0, "pending": 2}
-        await ledger._commits.run(lambda: ledger._commits.db.execute("PRAGMA max_page_count = 100000"))
+        await ledger.commits.run(lambda: ledger.commits.db.execute("PRAGMA max_page_count = 100000"))
         await ledger.issue(groups)
         return (await ledger.counts())["issued"]
 
