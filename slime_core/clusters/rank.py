@@ -79,8 +79,8 @@ async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
     if method in ("release", "reacquire"):
         return await getattr(trainer, method)(set(args[0]))
     if method == "written":
-        marks = await trainer.saved()
-        return {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in marks.items()}
+        marks = trainer.written()
+        return marks and {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in marks.items()}
     if method == "fingerprint":
         return await trainer.fingerprint()
     if method in ("step", "verify"):

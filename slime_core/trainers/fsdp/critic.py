@@ -7,7 +7,6 @@ Parameters and moments are saved as `critic.safetensors` and `critic_moments.saf
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns, MicroBatch
     from slime_core.weights.folder import ModelFolder
 
-PARAMETERS, MOMENTS = "critic.safetensors", "critic_moments.safetensors"
 READS = ("values", "returns")  # columns of the value loss
 
 
@@ -127,14 +125,6 @@ class Critic:
         predict = torch.from_numpy(micro.predict).to(self.device, non_blocking=True)
         values: torch.Tensor = self.model(*on_device(micro, self.device), predict)
         return values
-
-    def save(self, path: Path) -> None:
-        """Write the critic's two files; a collective."""
-        self.learner.save(path, PARAMETERS, MOMENTS)
-
-    def restore(self, path: Path, steps: int) -> None:
-        """Read them back."""
-        self.learner.restore(path, PARAMETERS, MOMENTS, steps)
 
 
 def explained_variance(batch: Batch) -> dict[str, float]:

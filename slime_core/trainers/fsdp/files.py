@@ -1,73 +1,147 @@
-"""Training state to and from a folder: safetensors by parameter name, and JSON. One layout for any number of ranks.
+"""Training state in a folder: safetensors by parameter name, and JSON. What is read does not depend on who wrote it.
 
-parameters.safetensors   moments.safetensors (moment1.NAME, moment2.NAME)   reference.safetensors   trainer.json
+parameters moments (moment1.NAME, moment2.NAME) reference critic critic_moments, each one file KIND.safetensors or,
+written by W ranks, files KIND-R-of-W.safetensors of whole tensors   trainer.json   generators.json or -R-of-W.json
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from slime_core.errors import StorageError, TrainerError
-from slime_core.trainers.fsdp.sharding import full, like, own_part
+from slime_core.durable import storage_error
+from slime_core.errors import DataError, StorageError, TrainerError
+from slime_core.trainers.fsdp.sharding import first_row, local
+from slime_core.weights.shards import Shards, TensorInfo, read_header
 
-FORMAT = 1
-PARAMETERS, MOMENTS, REFERENCE, STATE = (
-    "parameters.safetensors",
-    "moments.safetensors",
-    "reference.safetensors",
-    "trainer.json",
+FORMAT = 2
+PARAMETERS, MOMENTS, REFERENCE, CRITIC, CRITIC_MOMENTS = (
+    "parameters",
+    "moments",
+    "reference",
+    "critic",
+    "critic_moments",
 )
+STATE, GENERATORS = "trainer.json", "generators"
+SHOWN = 8  # differences in a message
 Tensors = dict[str, torch.Tensor]
 
 
-def write_shards(path: Path, shards: Mapping[str, torch.Tensor], of: Callable[[str], torch.Tensor], rank: int) -> None:
-    """Gather every rank's shards and let rank 0 write them; ``of`` names the parameter that a shard is cut like.
+@dataclass(slots=True, frozen=True)
+class Part:
+    """A tensor of a rank's state: this rank's ``shard`` of it, cut like ``parameter``.
 
-    Raises:
-        StorageError: the file cannot be written.
+    Parts with the same ``owner`` are written by the same rank: a parameter with its moments.
     """
-    whole: Tensors = {}
-    for name, tensor in shards.items():
-        gathered = full(like(tensor, of(name))).detach()
-        if rank == 0:
-            whole[name] = gathered.cpu().contiguous()
-    if rank == 0:
-        try:
-            save_file(whole, str(path))
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"{path.name} cannot be written", where=str(path), why=str(error)) from error
+
+    kind: str  # of the file
+    name: str  # in the file
+    owner: str
+    shard: torch.Tensor
+    parameter: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return self.parameter.numel() * self.shard.element_size()
 
 
-def read_shards(path: Path, of: Callable[[str], torch.Tensor]) -> Tensors:
-    """This rank's part of every tensor in a file.
+def file_name(kind: str, rank: int, world: int, suffix: str = ".safetensors") -> str:
+    """What a rank calls its file of a kind."""
+    return f"{kind}{suffix}" if world == 1 else f"{kind}-{rank + 1}-of-{world}{suffix}"
 
-    Raises:
-        StorageError: the file is missing or damaged.
-        TrainerError: TRN108 a tensor of another shape than its parameter.
-    """
-    found: Tensors = {}
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                whole, parameter = file.get_tensor(name), of(name)
-                if whole.shape != parameter.shape:
-                    raise TrainerError(
-                        f"{name} is {list(whole.shape)} in the checkpoint and {list(parameter.shape)} in the model",
-                        code="TRN108",
-                        where=str(path),
-                        fix="resume with the model folder that the run started from",
-                    )
-                found[name] = own_part(whole, parameter).clone()
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path.name} cannot be read", where=str(path), why=str(error)) from error
+
+def owners(parts: Sequence[Part], world: int) -> dict[str, int]:
+    """Which rank writes what, so that each has about as many bytes; the same answer on every rank."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[part.owner] = sizes.get(part.owner, 0) + part.nbytes
+    loads, found = [0] * world, {}
+    for owner in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = loads.index(min(loads))
+        found[owner] = rank
+        loads[rank] += sizes[owner]
     return found
+
+
+def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
+    """Headers of all files of a kind, whoever wrote them.
+
+    Raises:
+        StorageError: STO111 there is none, STO112 one is damaged.
+    """
+    form = re.compile(rf"{kind}(-[0-9]+-of-[0-9]+)?\.safetensors")
+    try:
+        files = sorted(file for file in path.iterdir() if form.fullmatch(file.name))
+        if not files:
+            raise StorageError(f"there is no {kind}.safetensors", code="STO111", where=str(path))
+        found: dict[str, TensorInfo] = {}
+        for file in files:
+            found |= read_header(file)
+    except DataError as error:
+        raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(error, path, f"{kind}.safetensors cannot be read") from error
+    return found
+
+
+def check_fit(path: Path, kind: str, infos: Mapping[str, TensorInfo], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a file that is of another model: every difference in one message.
+
+    Raises:
+        TrainerError: TRN108 names, shapes or dtypes that differ.
+    """
+    wrong = [f"{name} is not in the checkpoint" for name in parameters if name not in infos]
+    wrong += [f"{name} is not in the model" for name in infos if name not in parameters]
+    for name in infos.keys() & parameters.keys():
+        shape, want = list(infos[name].shape), list(parameters[name].shape)
+        if shape != want:
+            wrong.append(f"{name} is {shape} in the checkpoint and {want} in the model")
+        if infos[name].dtype != "F32":
+            wrong.append(f"{name} is {infos[name].dtype} in the checkpoint and F32 in the model")
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise TrainerError(
+            f"{kind} of the checkpoint and the model differ in {len(wrong)} places",
+            code="TRN108",
+            where=str(path),
+            why="; ".join(sorted(wrong)[:SHOWN] + more),
+            fix="resume with the model folder that the run started from",
+        )
+
+
+def read_shards(path: Path, kind: str, parameters: Mapping[str, torch.Tensor]) -> Tensors:
+    """This rank's part of every tensor of a kind, on its device; ``parameters`` says how each is cut.
+
+    Raises:
+        StorageError: STO111, STO112 files missing or damaged.
+        TrainerError: TRN108 other names, shapes or dtypes.
+    """
+    infos = tensors_of(path, kind)
+    check_fit(path, kind, infos, parameters)
+    found: Tensors = {}
+    for name, parameter in parameters.items():
+        mine = local(parameter.detach())
+        try:
+            found[name] = Shards({name: _rows(infos[name], first_row(parameter), mine.shape)})[name].to(mine.device)
+        except DataError as error:
+            raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
+    return found
+
+
+def _rows(info: TensorInfo, first: int, shape: torch.Size) -> TensorInfo:
+    """The bytes of some rows of a stored tensor; ``shape`` is theirs."""
+    row = 4 * (shape.numel() // shape[0]) if shape and shape[0] else 0
+    begin = info.begin + first * row
+    return replace(info, shape=tuple(shape), begin=begin, end=begin + 4 * shape.numel())
 
 
 def write_folder(path: Path, hf: Any, whole: Tensors, tokenizer: Any) -> None:
@@ -91,21 +165,23 @@ def write_folder(path: Path, hf: Any, whole: Tensors, tokenizer: Any) -> None:
             logging.enable_progress_bar()
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write trainer.json."""
-    path.write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n")
+def state_text(state: Mapping[str, Any]) -> bytes:
+    """The content of trainer.json."""
+    return (json.dumps({"format": FORMAT, **state}, indent=2) + "\n").encode()
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read trainer.json.
 
     Raises:
-        StorageError: it is missing, damaged, or of another format.
+        StorageError: it is missing, damaged, or STO113 of another format.
     """
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        state: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StorageError(f"{path.name} cannot be read", where=str(path), why=str(error)) from error
     if state.get("format") != FORMAT:
-        raise StorageError(f"{path.name} has format {state.get('format')}, not {FORMAT}", where=str(path))
+        raise StorageError(
+            f"{path.name} has format {state.get('format')}, not {FORMAT}", code="STO113", where=str(path)
+        )
     return state

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks, files
+from slime_core.trainers.fsdp import checks
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.sharding import own_part, shard
 
@@ -117,15 +116,6 @@ class Frozen:
                 code="TRN104",
                 where=f"train.teacher_load = {self._teacher_path}, rollout.hf_checkpoint = {self._folder.path}",
             )
-
-    def save(self, path: Path, policy: Learner) -> None:
-        """Write the reference's weights, which are no other file's; a collective."""
-        if self.reference is not None:
-            files.write_shards(path / files.REFERENCE, self.reference, policy.parameters().__getitem__, policy.rank)
-
-    def restore(self, path: Path, policy: Learner) -> None:
-        """Read the reference that :meth:`save` wrote."""
-        self.reference = files.read_shards(path / files.REFERENCE, policy.parameters().__getitem__)
 
     def to(self, device: torch.device | str) -> None:
         """Move all weights."""

@@ -6,13 +6,10 @@ gradients over micro-batches -> norm over all ranks -> clip -> AdamW at the sche
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.optimizer import AdamW, clip, global_norm
 from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import local
@@ -76,35 +73,12 @@ class Learner:
         """Drop the gradients."""
         self.module.zero_grad()
 
-    def save(self, path: Path, parameters: str, moments: str) -> None:
-        """Write parameters and moments as files of these names into ``path``; a collective."""
-        mine = self.parameters()
-        files.write_shards(path / parameters, self.locals(), mine.__getitem__, self.rank)
-        both: Tensors = {}
-        if self.optimizer.steps:  # a rank whose part of a parameter is empty has no moments of it, and takes part
-            for kind, known in (("moment1", self.optimizer.moment1), ("moment2", self.optimizer.moment2)):
-                both |= {
-                    f"{kind}.{n}": known[n] if n in known else torch.zeros_like(t) for n, t in self.locals().items()
-                }
-        files.write_shards(path / moments, both, lambda n: mine[n.partition(".")[2]], self.rank)
-
-    @torch.no_grad()
-    def restore(self, path: Path, parameters: str, moments: str, steps: int) -> None:
-        """Read what :meth:`save` wrote after ``steps`` optimizer steps.
-
-        Raises:
-            TrainerError: a parameter that is not there, or TRN108 of another shape.
-        """
-        mine = self.parameters()
-        both = files.read_shards(path / moments, lambda n: mine[n.partition(".")[2]])
-        stored = files.read_shards(path / parameters, mine.__getitem__)
-        if missing := sorted(set(mine) - set(stored)):
-            raise TrainerError(f"{parameters} lacks {len(missing)} parameters: {missing[:5]}", where=str(path))
+    def put(self, parameters: Tensors, moment1: Tensors, moment2: Tensors, *, steps: int) -> None:
+        """Take the state that ``steps`` optimizer steps made: this rank's shards by parameter name."""
         for name, tensor in self.locals().items():
-            tensor.copy_(stored[name])
+            tensor.copy_(parameters[name])
         self.optimizer.steps = steps
-        self.optimizer.moment1 = {n[8:]: t for n, t in both.items() if n.startswith("moment1.")}
-        self.optimizer.moment2 = {n[8:]: t for n, t in both.items() if n.startswith("moment2.")}
+        self.optimizer.moment1, self.optimizer.moment2 = moment1, moment2
 
     def to(self, device: torch.device | str, what: set[str]) -> None:
         """Move what ``release`` and ``reacquire`` name: ``parameters``, ``optimizer``."""

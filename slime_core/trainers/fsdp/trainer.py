@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,12 @@ class FsdpTrainer:
 
     async def saved(self) -> dict[str, FileMark]:
         """See `protocols.Trainer`; of this rank's files."""
-        return await self._thread.run(self._worker.saved)
+        return await asyncio.wrap_future(self._worker.staging.writing)
+
+    def written(self) -> dict[str, FileMark] | None:
+        """What :meth:`saved` answers, without waiting: None while files are being written."""
+        writing = self._worker.staging.writing
+        return writing.result() if writing.done() else None
 
     async def restore(self, path: Path) -> None:
         """See `protocols.Trainer`; after `begin` of the stage that saved."""

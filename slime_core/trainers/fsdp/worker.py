@@ -10,10 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime_core import durable
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks, files, frozen
+from slime_core.trainers.fsdp import checks, files, frozen, saving
 from slime_core.trainers.fsdp.critic import Critic, explained_variance
 from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.trainers.fsdp.frozen import Frozen
@@ -22,6 +21,7 @@ from slime_core.trainers.fsdp.passes import Sums, backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
+from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
@@ -65,6 +65,7 @@ class Worker:
         self.actor = Learner(self.policy, rank, world)
         self.frozen = Frozen(folder, self.mesh, self.dtype, self.device)
         self.critic: Critic | None = None
+        self.staging = Staging(self.device)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -87,6 +88,7 @@ class Worker:
                 where="train.dtype",
                 fix="set train.dtype for the run, not in a [[stage]]",
             )
+        self.staging.before_change()
         needs = self.plugins.needs(train)
         self.stage, self.loss, self.steps = stage, self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
@@ -103,6 +105,8 @@ class Worker:
         if self.critic is not None:
             self.critic.begin(train, optimizer_steps(stage))
         self.frozen.begin(needs, train, self.actor)
+        if self.device.type == "cuda" and stage.report.save_interval:
+            saving.reserve(self)
 
     def _begin_critic(self, train: Any, needs: frozenset[Role]) -> None:
         """A critic goes on from the stage before it, where that had the same one."""
@@ -126,6 +130,7 @@ class Worker:
             if role in ("policy", "old_policy"):
                 found[role] = self._score(batch, self.policy)
             elif role == "reference" and self.frozen.reference is not None:
+                self.staging.before_change()
                 with self.frozen.as_reference(self.actor):
                     found[role] = {"log_probs": self._score(batch, self.policy)["log_probs"]}
             elif role == "teacher" and self.frozen.teacher is not None:
@@ -220,6 +225,7 @@ class Worker:
 
     def _update(self, grads: Tensors, theirs: Tensors, metrics: dict[str, float], alone: bool) -> Outcome:
         """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
+        self.staging.before_change()
         if self.critic is not None and "critic_grad_norm" in metrics:
             learner, norm = self.critic.learner, metrics["critic_grad_norm"]
             metrics["critic_lr"] = learner.update(theirs, norm) if norm else learner.rate
@@ -293,29 +299,7 @@ class Worker:
         return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
-        if self.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-        self.actor.save(path, files.PARAMETERS, files.MOMENTS)
-        self.frozen.save(path, self.actor)
-        state: dict[str, Any] = {
-            "optimizer_steps": self.actor.optimizer.steps,
-            "steps": self.steps,
-            "nonfinite_in_a_row": self.guard.in_a_row,
-            "reference": self.frozen.reference is not None,
-        }
-        if self.critic is not None:
-            self.critic.save(path)
-            state["critic_optimizer_steps"] = self.critic.learner.optimizer.steps
-        if self.rank == 0:
-            files.write_state(path / files.STATE, state)
-        self._barrier()
-
-        self.saving = path
-
-    def saved(self) -> dict[str, durable.FileMark]:
-        if self.rank:
-            return {}
-        return {file.name: durable.sync_file(file) for file in self.saving.iterdir()}
+        saving.save(self, path)
 
     def fingerprint(self) -> str:
         known = dict(self.parameters())
@@ -323,19 +307,10 @@ class Worker:
             known |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
         return fingerprint(known, self.world)
 
-    @torch.no_grad()
     def restore(self, path: Path) -> None:
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) before restore(path)")
-        state = files.read_state(path / files.STATE)
-        self.actor.restore(path, files.PARAMETERS, files.MOMENTS, int(state["optimizer_steps"]))
-        self.steps, self.guard.in_a_row = int(state.get("steps", 0)), int(state.get("nonfinite_in_a_row", 0))
-        if self.critic is not None:
-            if "critic_optimizer_steps" not in state:
-                raise TrainerError("the checkpoint holds no critic", where=str(path))
-            self.critic.restore(path, int(state["critic_optimizer_steps"]))
-        if state["reference"]:
-            self.frozen.restore(path, self.actor)
+        saving.restore(self, path)
         self._barrier()
 
     def export(self, path: Path) -> None:
@@ -356,6 +331,7 @@ class Worker:
             self._move(self.device, what)
 
     def _move(self, device: torch.device | str, what: set[str]) -> None:
+        self.staging.before_change()
         for learner in self._learners():
             learner.to(device, what)
         if "parameters" in what:

@@ -34,6 +34,7 @@ def test_saved_files_are_safetensors_and_json(bench, tmp_path):
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "saved")
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [
+        "generators.json",
         "moments.safetensors",
         "parameters.safetensors",
         "trainer.json",
