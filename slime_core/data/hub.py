@@ -50,6 +50,10 @@ class HubRows:
         """The one that `datasets` keeps."""
         return f"datasets:{self._rows._fingerprint}:{len(self._rows)}"
 
+    def mark(self) -> dict[str, Any] | None:
+        """None: it is no one file."""
+        return None
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_core.data.pinned import BACK, Pin
 from slime_core.data.strict import HINT, parse_line
 from slime_core.errors import DataError
 
@@ -33,21 +34,24 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class JsonlRows:
-    """The objects of a JSONL file by row number; pins the bytes that were there when it was opened.
+    """The objects of a JSONL file by row number; pins the bytes that were there at opening, or the first ``size``.
+
+    Reading a row raises DataError DAT37 where those bytes are no longer there.
 
     Example:
         rows = JsonlRows(Path("train.jsonl"), max_line_bytes=8 << 20)
         rows[0]["question"], rows.where(0)   # 'train.jsonl:1'
     """
 
-    def __init__(self, path: Path, *, max_line_bytes: int) -> None:
+    def __init__(self, path: Path, *, max_line_bytes: int, size: int | None = None) -> None:
         self.path = path
         self.root: Path | None = path.parent
         self._cap = max_line_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._fd)  # called, or when nothing holds the rows any more
         try:
-            self._size = os.fstat(self._fd).st_size
+            seen = os.fstat(self._fd)
+            self._size = seen.st_size if size is None else min(size, seen.st_size)
             self._check_kind(os.pread(self._fd, 4, 0))
             index = _Index()
             digest = hashlib.sha256()
@@ -61,13 +65,17 @@ class JsonlRows:
         self._starts, self._stride = index.starts(), index.stride
         self._blanks = np.asarray(index.blanks, dtype=np.int64)
         self._count = index.count
-        self._digest = digest.hexdigest()
+        self._pin = Pin(path, seen, size=self._size, digest=digest.hexdigest())
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        start, raw = self._line(row)
+        self._pin.check()
+        try:
+            start, raw = self._line(row)
+        except OSError as error:
+            raise self._pin.lost("cannot be read", str(error)) from error
         if start == 0 and raw.startswith(BOM):
             raw = raw[len(BOM) :]
             start = len(BOM)
@@ -90,7 +98,11 @@ class JsonlRows:
 
     def fingerprint(self) -> str:
         """Hash and size of the bytes that were indexed."""
-        return f"sha256:{self._digest}:{self._size}"
+        return f"sha256:{self._pin.digest}:{self._size}"
+
+    def mark(self) -> dict[str, Any] | None:
+        """Bytes, rows and hash of what was indexed."""
+        return {"bytes": self._size, "rows": self._count, "sha256": self._pin.digest}
 
     def _check_kind(self, head: bytes) -> None:
         for magic, (name, command) in PACKED.items():
@@ -173,11 +185,11 @@ class JsonlRows:
 
     def _cut_short(self, place: int) -> DataError:
         return DataError(
-            f"{self.path.name} ends at byte {place}, it had {self._size} bytes when it was opened",
+            f"{self.path.name} was cut short during the run",
             code="DAT37",
             where=f"{self.path}, byte {place}",
-            why="the file was cut short while it was in use",
-            fix="restore the file, then slime run --resume RUN_DIR",
+            why=f"expected {self._size} bytes, it ends at byte {place}",
+            fix=BACK,
         )
 
 

@@ -1,20 +1,22 @@
-"""A Parquet file in, rows by number out: one row group is decoded at a time, and a few are kept."""
+"""A Parquet file in, rows by number out: one row group is decoded at a time, and a few are kept.
+
+The whole file is hashed when it is opened: a footer's figures may be equal for other values.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slime_core.data.pinned import Pin, digest_of
 from slime_core.errors import DataError
 
 MAX_GROUP_BYTES = 1 << 30  # decoded size that a row group's footer may claim
 KEPT_BYTES = 256 << 20  # of decoded row groups
-FOOTER_TAIL = 8
 
 
 class ParquetRows:
@@ -32,6 +34,8 @@ class ParquetRows:
         self.path = path
         self.root: Path | None = path.parent
         try:
+            seen = path.stat()
+            self._pin = Pin(path, seen, size=seen.st_size, digest=digest_of(path, seen.st_size))
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
@@ -50,6 +54,7 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < len(self):
             raise IndexError(row)
+        self._pin.check()
         number = int(np.searchsorted(self._ends, row, side="right"))
         table = self._group(number)
         place = row - (int(self._ends[number - 1]) if number else 0)
@@ -65,13 +70,12 @@ class ParquetRows:
         return b""
 
     def fingerprint(self) -> str:
-        """Hash of the footer (schema, offsets, sizes, statistics) and the file's size."""
-        size = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            file.seek(size - FOOTER_TAIL)
-            footer = int.from_bytes(file.read(4), "little") + FOOTER_TAIL
-            file.seek(size - footer)
-            return f"parquet:{sha256(file.read(footer)).hexdigest()}:{size}"
+        """Hash and size of the file."""
+        return f"parquet:{self._pin.digest}:{self._pin.size}"
+
+    def mark(self) -> dict[str, Any] | None:
+        """Bytes, rows and hash of the file."""
+        return {"bytes": self._pin.size, "rows": len(self), "sha256": self._pin.digest}
 
     def close(self) -> None:
         """Close the file."""

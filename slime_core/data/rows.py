@@ -6,7 +6,7 @@ PATH.jsonl  PATH.parquet  FOLDER  OWNER/NAME[#CONFIG][:SPLIT]        each with @
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,10 @@ class Rows(Protocol):
         """What is equal only for equal rows."""
         ...
 
+    def mark(self) -> dict[str, Any] | None:
+        """``bytes rows sha256`` of the file that was opened, whole; None where there is no one file."""
+        ...
+
     def close(self) -> None:
         """Close files."""
         ...
@@ -72,6 +76,10 @@ class SlicedRows:
         """The whole's, and the bounds."""
         return f"{self._rows.fingerprint()}@[{self._start}:{self._start + self._count}]"
 
+    def mark(self) -> dict[str, Any] | None:
+        """The whole's."""
+        return self._rows.mark()
+
     def close(self) -> None:
         """Close the whole."""
         self._rows.close()
@@ -82,15 +90,24 @@ class SlicedRows:
         return self._start + row
 
 
-def open_rows(spec: str, *, max_line_bytes: int, columns: Collection[str] = (), key: str = "data.prompt_data") -> Rows:
+def open_rows(
+    spec: str,
+    *,
+    max_line_bytes: int,
+    columns: Collection[str] = (),
+    key: str = "data.prompt_data",
+    mark: Mapping[str, Any] | None = None,
+) -> Rows:
     """Open what ``spec`` names; ``columns`` are those that a column store needs to decode, ``key`` names the setting.
+
+    With ``mark``, which `Rows.mark` gave to a saved run, a JSONL file is read as far as it reached then.
 
     Raises:
         ConfigError: CFG03 a malformed slice, CFG05 no such file.
         DataError: DAT17 no rows, DAT19 a JSON array or too many blank lines, DAT20, DAT30 an unreadable file.
     """
     path, inside = split_slice(spec, key)
-    rows = _open(path, max_line_bytes, columns, key)
+    rows = _open(path, max_line_bytes, columns, key, mark)
     found = rows
     if inside is not None:
         start, stop, _ = inside.indices(len(rows))
@@ -128,10 +145,10 @@ def split_slice(spec: str, key: str = "data.prompt_data") -> tuple[str, slice | 
     return match["path"], slice(start, stop)
 
 
-def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str) -> Rows:
+def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, mark: Mapping[str, Any] | None) -> Rows:
     path = Path(spec).expanduser()
     if path.is_file():
-        return _open_file(path, max_line_bytes, columns)
+        return _open_file(path, max_line_bytes, columns, mark)
     if local_folder(spec)[0].is_dir() and spec:
         return HubRows(spec)
     if is_hub_name(spec) and path.suffix not in (".jsonl", ".json", ".parquet"):
@@ -144,7 +161,7 @@ def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str) ->
     )
 
 
-def _open_file(path: Path, max_line_bytes: int, columns: Collection[str]) -> Rows:
+def _open_file(path: Path, max_line_bytes: int, columns: Collection[str], mark: Mapping[str, Any] | None) -> Rows:
     try:
         with path.open("rb") as file:
             head = file.read(16)
@@ -159,4 +176,4 @@ def _open_file(path: Path, max_line_bytes: int, columns: Collection[str]) -> Row
             where=f"{path}:1:1",
             fix=f"turn it into lines: jq -c '.[]' {path.name} > {path.stem}.jsonl",
         )
-    return JsonlRows(path, max_line_bytes=max_line_bytes)
+    return JsonlRows(path, max_line_bytes=max_line_bytes, size=int(mark["bytes"]) if mark else None)

@@ -18,8 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.data.order import pick
 from slime_core.data.prompts import Encoder, Keys
-from slime_core.data.rows import open_rows
-from slime_core.data.streams import BAD, BadRows, FileSupply, PluginSupply, Stream, Supply, nothing_left
+from slime_core.data.rows import Rows, open_rows, split_slice
+from slime_core.data.streams import (
+    BAD,
+    BadRows,
+    FileSupply,
+    PluginSupply,
+    Stream,
+    Supply,
+    changed,
+    nothing_left,
+    say_grown,
+)
 from slime_core.errors import ConfigError, DataError
 from slime_core.seeds import seed_of
 from slime_core.types import Prompt
@@ -115,8 +125,13 @@ class EvalSet:
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
 
 
-def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) -> DataSource:
+def open_source(
+    config: Config, plugins: Plugins, tokenizer: Any, ctx: Context, saved: Mapping[str, Any] | None = None
+) -> DataSource:
     """Open a stage's data and check it: small sets whole, large ones at their beginning.
+
+    ``saved`` is the state that will be restored: a file that has grown since is then read, and checked, as far as it
+    reached. The caller restores it.
 
     Raises:
         ConfigError: CFG04 no data at all, CFG03 a malformed slice, CFG05 no such file.
@@ -131,7 +146,8 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
     streams = []
     for number, task in enumerate(tasks):
         key = f"data.tasks[{number}].prompt_data" if config.data.tasks else "data.prompt_data"
-        supply = _supply(config, task, plugins, encoder, bad, ctx, key)
+        mark = (saved or {}).get("tasks", {}).get(task.name, {}).get("file")
+        supply = _supply(config, task, plugins, encoder, bad, ctx, key, mark)
         streams.append(Stream(task.name, task.weight, supply, _keys(config, ctx.stage, task)))
     return DataSource(streams, stage=ctx.stage, seed=seed_of(config.seed, "order", ctx.stage), bad=bad)
 
@@ -197,7 +213,14 @@ def _read_whole(name: str, task: Task, supply: Supply, key: str) -> EvalSet:
 
 
 def _supply(
-    config: Config, task: Task, plugins: Plugins, encoder: Encoder, bad: BadRows, ctx: Context, key: str
+    config: Config,
+    task: Task,
+    plugins: Plugins,
+    encoder: Encoder,
+    bad: BadRows,
+    ctx: Context,
+    key: str,
+    mark: Mapping[str, Any] | None = None,
 ) -> Supply:
     source = None if ctx.evaluation and task.prompt_data else plugins.prompts(task, ctx)
     if source is not None:
@@ -210,8 +233,30 @@ def _supply(
             fix="name a file: --prompt-data FILE.jsonl, or a plugin that brings prompts: --plugin NAME",
         )
     keys = Keys.of(config, task)
-    rows = open_rows(task.prompt_data, max_line_bytes=config.data.max_line_bytes, columns=keys.columns(), key=key)
-    return FileSupply(rows, task.name, keys, encoder, bad)
+
+    def opened(mark: Mapping[str, Any] | None) -> Rows:
+        limit = config.data.max_line_bytes
+        return open_rows(task.prompt_data, max_line_bytes=limit, columns=keys.columns(), key=key, mark=mark)
+
+    rows = opened(mark)
+    if mark:
+        _same_as(mark, rows, task)
+    return FileSupply(rows, task.name, keys, encoder, bad, opened)
+
+
+def _same_as(mark: Mapping[str, Any], rows: Rows, task: Task) -> None:
+    """Refuse another file than the saved run had, before its rows are judged; tell of one that has grown."""
+    found = rows.mark() or {}
+    if found.get("sha256") != mark["sha256"]:
+        rows.close()
+        raise changed(
+            task.name,
+            f"saved {mark['bytes']} bytes, sha256 {mark['sha256']}; "
+            f"found {found.get('bytes')} of them, sha256 {found.get('sha256')}, in {task.prompt_data}",
+        )
+    path = Path(split_slice(task.prompt_data)[0]).expanduser()
+    if (now := path.stat().st_size) > mark["bytes"]:
+        say_grown(rows.where(0), mark, now)
 
 
 def _keys(config: Config, stage: str, task: Task) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from slime_core.data.order import Permutation
 from slime_core.data.prompts import Encoder, Keys, Parsed, parse_row
 from slime_core.data.rows import Rows
 from slime_core.errors import DataError, PluginError, SlimeError, nearest
+from slime_core.notices import NOTICES
 from slime_core.protocols import PromptSource
 from slime_core.types import Prompt
 
@@ -73,12 +74,29 @@ class Supply(Protocol):
         """Equal only for the same prompts."""
         ...
 
+    def mark(self) -> dict[str, Any] | None:
+        """``bytes rows sha256`` of the file that was opened; None where there is no one file."""
+        ...
+
+    def shorten(self, mark: Mapping[str, Any]) -> None:
+        """Read a file only as far as it reached when it had this mark; other rows than then stay as they are."""
+        ...
+
 
 class FileSupply:
     """Rows of a file or set, checked before the start."""
 
-    def __init__(self, rows: Rows, task: str, keys: Keys, encoder: Encoder, bad: BadRows) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        task: str,
+        keys: Keys,
+        encoder: Encoder,
+        bad: BadRows,
+        reopen: Callable[[Mapping[str, Any]], Rows] | None = None,
+    ) -> None:
         self._rows, self._task, self._keys, self._encoder, self._bad = rows, task, keys, encoder, bad
+        self._reopen = reopen  # the same rows of a file with this mark
         self._check_columns()
         self._scan()
 
@@ -103,6 +121,23 @@ class FileSupply:
     def fingerprint(self) -> str:
         """See `Supply`."""
         return self._rows.fingerprint()
+
+    def mark(self) -> dict[str, Any] | None:
+        """See `Supply`."""
+        return self._rows.mark()
+
+    def shorten(self, mark: Mapping[str, Any]) -> None:
+        """See `Supply`."""
+        mine = self.mark()
+        if mine is None or self._reopen is None or mine["bytes"] <= mark["bytes"]:
+            return
+        rows = self._reopen(mark)
+        if (rows.mark() or {}).get("sha256") != mark["sha256"]:
+            rows.close()
+            return
+        self._rows.close()
+        self._rows = rows
+        say_grown(rows.where(0), mark, mine["bytes"])
 
     def _parse(self, index: int) -> Parsed | None:
         try:
@@ -214,6 +249,13 @@ class PluginSupply:
         state = self._call(self._source.state, f"task {self._task!r}")
         return "plugin:" + json.dumps(state, sort_keys=True, default=str)
 
+    def mark(self) -> dict[str, Any] | None:
+        """See `Supply`."""
+        return None
+
+    def shorten(self, mark: Mapping[str, Any]) -> None:
+        """See `Supply`."""
+
     def _call(self, fn: Callable[[], Any], where: str) -> Any:
         try:
             return fn()
@@ -281,23 +323,20 @@ class Stream:
             "dropped": dict(self.dropped),
             "ended": self.ended,
             "fingerprint": self.supply.fingerprint(),
+            "file": self.supply.mark(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`.
+        """Go on from :meth:`state`. Rows that were appended to a file since then are left out.
 
         Raises:
             DataError: DAT29, the rows are not those of the saved run.
         """
+        if state["fingerprint"] != self.supply.fingerprint() and state.get("file"):
+            self.supply.shorten(state["file"])
         here = self.supply.fingerprint()
         if state["fingerprint"] != here:
-            raise DataError(
-                f"the data of task {self.name!r} changed since the run was saved",
-                code="DAT29",
-                where=f"task {self.name!r}",
-                why=f"saved {state['fingerprint']}, found {here}",
-                fix="put the data back as it was, or start another run",
-            )
+            raise changed(self.name, f"saved {state['fingerprint']}, found {here}")
         self.cursor, self.prompts = int(state["cursor"]), int(state["prompts"])
         self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
         self.ended = bool(state["ended"])
@@ -308,6 +347,26 @@ class Stream:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, Permutation(count, self._key_of_epoch(epoch))
         return self._order[1].at(place)
+
+
+def changed(task: str, why: str) -> DataError:
+    """DAT29: the rows are not those of the saved run."""
+    return DataError(
+        f"the data of task {task!r} changed since the run was saved",
+        code="DAT29",
+        where=f"task {task!r}",
+        why=why,
+        fix="put the data back as it was, or start another run",
+    )
+
+
+def say_grown(where: str, mark: Mapping[str, Any], size: int) -> None:
+    """Tell that a file has more bytes than when the run was saved."""
+    NOTICES.say(
+        ("grown", where),
+        f"{where}: the file grew from {mark['bytes']} to {size} bytes since the run was saved; "
+        f"the {mark['rows']} rows that it had then are used",
+    )
 
 
 def nothing_left(task: str, reasons: Counter[str]) -> DataError:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from slime_core.plugins.notices import NOTICES
+from slime_core.notices import NOTICES
 from slime_core.plugins.provider import Answer
 
 TICK = 0.25  # seconds

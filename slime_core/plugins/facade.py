@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, call, call_now, wrong
 from slime_core.plugins.columns import checked_columns, role_columns
-from slime_core.plugins.fingerprint import fingerprint
+from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.load import Loaded, load_options, recipe_of
 from slime_core.plugins.provider import Answer
 from slime_core.plugins.rewards import to_reward, to_rewards
@@ -258,6 +258,10 @@ class Plugins:
     def fingerprint(self) -> str:
         """A checksum of plugins, versions, routing and all their sources: equal in every process of a run."""
         return fingerprint(self._loaded, self.routing(), self._functions.files())
+
+    def sources(self) -> dict[str, str]:
+        """A checksum a plugin and a file of functions: where :meth:`fingerprint` moved, these say which."""
+        return sources(self._loaded, self._functions.files())
 
     def close(self) -> None:
         """End what functions by path needed: the import finder and the loopback door."""

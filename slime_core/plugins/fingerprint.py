@@ -25,6 +25,19 @@ def fingerprint(loaded: Mapping[str, Loaded], routing: list[dict[str, str]], fil
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def sources(loaded: Mapping[str, Loaded], files: Iterable[Path]) -> dict[str, str]:
+    """A checksum of each plugin's source files by ``plugin NAME``, and of each file of functions by its path."""
+    found = {}
+    for name, plugin in loaded.items():
+        digest = hashlib.blake2b(digest_size=8)
+        for file in _package_files({name: plugin}):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        found[f"plugin {name}"] = digest.hexdigest()
+    for file in sorted(files):
+        found[str(file)] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    return found
+
+
 def _package_files(loaded: Mapping[str, Loaded]) -> list[Path]:
     found: list[Path] = []
     for home in (plugin.provider.home for plugin in loaded.values()):

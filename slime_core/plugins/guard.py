@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from slime_core.notices import NOTICES
 from slime_core.plugins.calls import WATCH, Call
-from slime_core.plugins.notices import NOTICES
 
 SIGNALS = tuple(
     getattr(signal, name)

@@ -47,10 +47,10 @@ def write(tmp_path):
 def source(tmp_path, tokenizer):
     """Open a source: data keys as arguments, other sections by name."""
 
-    def make(prompt_data="", *, plugins=None, tok=None, seed=0, stage="main", sections=None, **data):
+    def make(prompt_data="", *, plugins=None, tok=None, seed=0, stage="main", sections=None, saved=None, **data):
         config = Config(seed=seed, data={"prompt_data": str(prompt_data), **data}, **(sections or {}))
         ctx = Context(config=config, run_dir=tmp_path, stage=stage)
-        return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx)
+        return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx, saved)
 
     return make
 

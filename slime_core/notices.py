@@ -1,4 +1,4 @@
-"""Sentences about plugins for people: never an error, each said once. Who runs a loop says where they go."""
+"""Sentences for people about a run's plugins and data: never an error, each said once. The run says where they go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 
-log = logging.getLogger("slime.plugins")
+log = logging.getLogger("slime")
 
 
 class Notices:
@@ -24,7 +24,7 @@ class Notices:
         self._lock = threading.Lock()
 
     def to(self, sink: Callable[[str], None] | None) -> None:
-        """Where sentences go from now on, and all may be said again; None is the log ``slime.plugins``."""
+        """Where sentences go from now on, and all may be said again; None is the log ``slime``."""
         self._sink = sink
         self._said.clear()
 
