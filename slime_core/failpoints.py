@@ -46,6 +46,18 @@ NAMES = (
     "rundir.metrics.trimmed",  # metrics of steps that will be made again are gone
 )
 
+SERVICE_NAMES = (
+    "buffer.commit.before",  # of the rollout buffer service's own tables
+    "buffer.commit.after",
+    "buffer.ledger.before",  # its tables know of groups that are asked for or dropped, the ledger does not
+    "buffer.ledger.after",
+    "buffer.write.staged",  # the last rollout of a group is stored, the ledger does not have the group
+    "buffer.write.finished",  # the ledger has it, the tables do not say so
+    "buffer.ack.noted",  # an acknowledgement is stored, the ledger does not know
+    "buffer.ack.told",
+)
+"""Those of `slime buffer serve`, which a run never reaches."""
+
 
 class _Armed:
     """What the environment asks for, read once."""
@@ -55,7 +67,7 @@ class _Armed:
         self.name, _, nth = place.partition(":")
         self.nth = int(nth or 1)
         self.seen: Counter[str] = Counter()
-        if text and (self.name not in NAMES or self.action not in ("kill", "stop", "raise")):
+        if text and (self.name not in (*NAMES, *SERVICE_NAMES) or self.action not in ("kill", "stop", "raise")):
             raise StorageError(
                 f"SLIME_FAILPOINT={text} names no failpoint", why="NAME:NTH=kill, =stop or =raise; see NAMES"
             )
