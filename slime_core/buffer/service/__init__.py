@@ -1,0 +1,7 @@
+"""The rollout buffer service: a ledger behind HTTP, for generators and trainers that live elsewhere.
+
+    trainer -> ask -> open groups -> work (leased) -> trajectories -> finished groups -> batches (leased) -> ack
+
+`models` bodies · `store` groups, leases, what waits for its siblings · `desk` the store and the ledger as one ·
+`app` routes · `guard` token and limits, before any route · `serve` folder, token file, socket, signals.
+"""
