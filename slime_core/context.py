@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from slime_core.types import Completion, GenerateRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import Engine
+    from slime_core.protocols import Engine, Recalled
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -37,6 +38,7 @@ class Context:
     version: int = 0  # of the weights in training
     stage: str = "main"
     evaluation: bool = False
+    recall: Callable[[Sequence[str]], Awaitable[Mapping[str, Recalled]]] | None = None  # what the ledger has, by prompt
 
     def with_options(self, options: Any) -> Context:
         """The same context for another plugin."""

@@ -116,6 +116,7 @@ async def run_stage(
         run_dir=report.run_dir.path,
         version=progress.version,
         stage=stage_name(config),
+        recall=parts.ledger.recall,
     )
 
     def tell(done: StepReport) -> None:
