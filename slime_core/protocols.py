@@ -241,7 +241,7 @@ class Ledger(Protocol):
         ...
 
     async def prune(self, before_version: int) -> None:
-        """Forget the payloads of dropped samples and of those that trained for an earlier version; rows stay."""
+        """Forget the payloads and turns of samples that trained, or were made and dropped, before a version."""
         ...
 
     async def counts(self) -> Mapping[str, int]:

@@ -209,7 +209,8 @@ class Collector:
 
     async def _fill(self, *, new_step: bool = False) -> None:
         async with self._filling:
-            while (wanted := self._wanted(new_step)) > 0 and not self._ended:
+            wanted = self._wanted(new_step)
+            while wanted > 0 and not self._ended:
                 self._marks.add(self._source.state())
                 prompts = self._source.next(wanted)
                 self._ended = len(prompts) < wanted
@@ -217,6 +218,7 @@ class Collector:
                 known = await self._memory.of(groups) if groups else {}
                 groups = [g for g in groups if g.prompt.position not in known or not known[g.prompt.position].version]
                 self._open += len(groups)
+                wanted -= len(groups)
                 await self._ledger.issue([g for g in groups if g.prompt.position not in known])
                 self.counts.issued += sum(g.prompt.position >= self._memory.issued for g in groups)
                 await self._launch(groups, known)
@@ -303,7 +305,8 @@ class Collector:
         assert flight.past is not None
         if self._race is not None:
             await self._race.repeat(flight, flight.past, ctx.version)
-        if flight.past.samples:
+        surplus = self._race is not None and self._race.lockstep  # the cut drops it again, in its time
+        if flight.past.samples and (flight.past.state != "dropped" or surplus):
             done = stored_group(group.prompt, flight.past)
             self._generated(done)
             await self._keep(done)

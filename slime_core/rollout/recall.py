@@ -56,7 +56,8 @@ class Memory:
 
 def later(found: Recalled, version: int) -> bool:
     """Whether the group ended in a later step than the one of ``version``, or at a moment that nobody noted."""
-    return found.state != "pending" and (found.newest > version or found.last_reason == OVER_SAMPLED)
+    unnoted = found.last_reason == OVER_SAMPLED and not found.samples
+    return found.state != "pending" and (found.newest > version or unnoted)
 
 
 def stored_group(prompt: Prompt, found: Recalled) -> Group:

@@ -20,6 +20,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
+from slime_core.report.trim import trim_figures
 from slime_core.stopping import Stop
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
 
@@ -137,7 +138,7 @@ class Run:
         with RunDir.create("steady", at=self.path) if fresh else RunDir.reopen(self.path) as run_dir:
             report = Report(run_dir, self.config)
             found = Checkpoints(run_dir.checkpoints, keep=2, note=report.note).latest()
-            run_dir.trim(found.version if found else 0)
+            trim_figures(run_dir, found.version if found else 0)
             report.start()
             work = loop.run(self.config, plugins, report, cluster=self._cluster, found=found, stop=stop)
             task = asyncio.ensure_future(work)
@@ -250,7 +251,7 @@ def test_plugins_get_their_state_back(run):
 
     pieces, starts = run("state", "sync"), 0
     while pieces.start(cut=60 + starts * 20) is None:
-        sys.modules["steady_plugin_module"].kept.steps = 1000  # what a new process would not know
+        sys.modules["steady_plugin_module"].kept.steps = 0  # as in a new process
         starts += 1
     assert starts
     assert sys.modules["steady_plugin_module"].kept.steps == 5
