@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slime_core.errors import ConfigError, SlimeError
+from slime_core.errors import ConfigError, Preempted, SlimeError
 
 if TYPE_CHECKING:
     from slime_core.report.rundir import RunDir
@@ -23,7 +23,7 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 class Terminated(BaseException):
-    """SIGTERM: leave every block in order, then exit with 143."""
+    """SIGTERM before there is anything to keep: leave every block in order, then exit with 143."""
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Session:
     argv: list[str] = field(default_factory=list)
     verbose: bool = False
     as_json: bool = False
+    interrupted: bool = False  # it was Ctrl-C that asked the run to stop
     run_dir: RunDir | None = None  # once a run has one, tracebacks go there
     secrets: frozenset[str] = frozenset()
 
@@ -50,6 +51,8 @@ def report_failure(error: BaseException, session: Session) -> int:
         return TERMINATED
     if isinstance(error, click.ClickException):
         return _told(_usage(error), error, session)
+    if isinstance(error, Preempted):
+        return _stopped(error, session)
     if isinstance(error, SlimeError):
         return _told(error, error, session)
     return _told(_ours(error), error, session, always_saved=True)
@@ -90,6 +93,18 @@ def _told(shown: SlimeError, error: BaseException, session: Session, *, always_s
         with contextlib.suppress(OSError, ValueError):
             click.echo(json.dumps({"error": body}, indent=1, sort_keys=True))
     return shown.exit_code
+
+
+def _stopped(error: Preempted, session: Session) -> int:
+    """No failure: what was reached, and how to go on."""
+    code = INTERRUPTED if session.interrupted else error.exit_code
+    say(f"{error.what}; {error.why}" if error.why else error.what)
+    for line in error.fix.splitlines():
+        say(f"go on  {line}")
+    if session.as_json:
+        with contextlib.suppress(OSError, ValueError):
+            click.echo(json.dumps({"error": {**error.as_dict(), "exit_code": code}}, indent=1, sort_keys=True))
+    return code
 
 
 def _usage(error: click.ClickException) -> SlimeError:

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slime_cli.failure import Session, Terminated, say
+from slime_cli.signals import Signals, drive as drive, terminable as terminable
+from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.words import PASSING
 
 if TYPE_CHECKING:
+    from slime_cli.resume import Going
     from slime_cli.settings import Settings
     from slime_core.report import Report, RunDir
+    from slime_core.stopping import Stop
     from slime_core.types import StepReport
-
-T = TypeVar("T")
 
 EPILOG = """\b
 Every key of the config is a flag, and section.key=VALUE works too:
   slime run --plugin rm_math --num-rollout 20 --seed 7
   slime run recipe.toml train.lr=1e-6 --no-colocate plugin.rm_math.digits=3
   slime run --hf-checkpoint ./model --prompt-data my.jsonl --custom-rm-path my_reward.py:reward
-All keys: slime config keys.   --num-rollout counts in the last stage."""
+  slime run --resume runs/demo-0 --num-rollout 200
+All keys: slime config keys.   --num-rollout counts in the last stage.
+Ctrl-C or SIGTERM: checkpoint and end in order; twice: at once."""
 
 
 @click.command("run", context_settings=PASSING, epilog=EPILOG, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run lies; default runs/NAME-N.")
+@click.option(
+    "--resume", metavar="RUN_DIR|auto", help="Go on with a run; auto: its newest unfinished one, or a new one."
+)
+@click.option("--force-key", "forced", multiple=True, metavar="KEY", help="Resume though KEY changed; repeatable.")
+@click.option("--stop-after", type=Seconds(), metavar="TIME", help="Checkpoint and end within 40m, 90s, 1h30m.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 @click.option("--verify-step", type=click.IntRange(min=1), metavar="N", help="Recompute step N slowly; compare.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
@@ -44,17 +53,20 @@ def command(
     session: Session,
     words: tuple[str, ...],
     run_dir: Path | None,
+    resume: str | None,
+    forced: tuple[str, ...],
+    stop_after: float | None,
     dry_run: bool,
     verify_step: int | None,
     as_json: bool,
     verbose: bool,
 ) -> None:
     """Train. RECIPE is a TOML file, or PLUGIN/NAME; without one, the default recipe of the named plugin."""
-    from slime_cli.settings import load_settings
-
     session.verbose = session.verbose or verbose
-    with terminable():
-        settings = load_settings(words, session)
+    limit = None if stop_after is None else stop_after - process_age()
+    check_flags(resume, forced, dry_run)
+    with Signals() as signals:
+        settings, old = settings_of(words, run_dir, resume, session)
         try:
             check_step(settings, verify_step or 0)
             if dry_run:
@@ -62,15 +74,54 @@ def command(
 
                 plan = asyncio.run(make_plan(settings, run_dir))
                 click.echo(json.dumps(plan, indent=1, sort_keys=True, default=str)) if as_json else print_plan(plan)
-            else:
-                answer = train(settings, session, run_dir, verify_step or 0)
-                click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
+                return
+            run = Run(settings=settings, session=session, signals=signals, limit=limit, verify_step=verify_step or 0)
+            answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=resume == "auto")
         finally:
             settings.plugins.close()
+    with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads
+        click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
 
 
-def check_step(settings: Settings, number: int) -> None:
-    """Refuse to verify a step that the run does not have.
+def check_flags(resume: str | None, forced: tuple[str, ...], dry_run: bool) -> None:
+    """Refuse options that mean nothing together.
+
+    Raises:
+        ConfigError: CFG00.
+    """
+    from slime_core.errors import ConfigError
+
+    if forced and not resume:
+        raise ConfigError(
+            "--force-key lets a changed key pass at a resume, and nothing is resumed",
+            code="CFG00",
+            where="command line: --force-key",
+            fix="--resume RUN_DIR --force-key KEY",
+        )
+    if resume and dry_run:
+        raise ConfigError(
+            "--dry-run plans a new run, --resume goes on with an old one",
+            code="CFG00",
+            where="command line: --dry-run --resume",
+            fix=f"slime show {resume} tells where a resume would begin",
+        )
+
+
+def settings_of(
+    words: tuple[str, ...], run_dir: Path | None, resume: str | None, session: Session
+) -> tuple[Settings, Path | None]:
+    """The config and plugins of a command line, and the run that it goes on with, if any."""
+    if resume is not None:
+        from slime_cli.resume import choose
+
+        return choose(resume, run_dir, words, session)
+    from slime_cli.settings import load_settings
+
+    return load_settings(words, session), None
+
+
+def check_step(settings: Settings, number: int, done: int = 0) -> None:
+    """Refuse to verify a step that the run does not have, or no longer makes.
 
     Raises:
         ConfigError: CFG04.
@@ -84,35 +135,116 @@ def check_step(settings: Settings, number: int) -> None:
             f"--verify-step {number} is after the last of the run's {steps} steps",
             code="CFG04",
             where="--verify-step",
-            fix=f"name a step from 1 to {steps}",
+            fix=f"name a step from {done + 1} to {steps}",
+        )
+    if 0 < number <= done:
+        raise ConfigError(
+            f"--verify-step {number}: {done} steps are done",
+            code="CFG04",
+            where="--verify-step",
+            fix=f"slime replay RUN --step {number}" if number else "",
         )
 
 
-def train(settings: Settings, session: Session, at: Path | None, verify_step: int = 0) -> dict[str, Any]:
-    """Run every stage in a run directory of its own; the answer names it."""
-    from slime_core import loop
-    from slime_core.clusters.machine import resolve_machine
-    from slime_core.report import RunDir
+class Run:
+    """One `slime run`: its settings, and what may end it."""
 
-    quiet_libraries()
-    config = resolve_machine(settings.config)
-    with RunDir.create(config.name, at=at) as run_dir:
-        session.run_dir = run_dir
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        session: Session,
+        signals: Signals,
+        limit: float | None = None,
+        verify_step: int = 0,
+    ) -> None:
+        from slime_core.clusters.machine import resolve_machine
+
+        self.settings, self.session, self.signals, self.verify_step = settings, session, signals, verify_step
+        self.config = resolve_machine(settings.config)
+        self._began, self._limit = time.monotonic(), limit
+
+    def fresh(self, at: Path | None) -> dict[str, Any]:
+        """Run every stage in a run directory of its own; the answer names it."""
+        from slime_core.report import RunDir
+
+        with RunDir.create(self.config.name, at=at) as run_dir:
+            return self.train(run_dir, None)
+
+    def again(self, path: Path, forced: tuple[str, ...], *, auto: bool) -> dict[str, Any]:
+        """Go on with the run in ``path``.
+
+        Raises:
+            ConfigError: CFG04 the step to verify is done, CFG13, CFG14 and CFG16 as `resume.reopen`.
+        """
+        from slime_cli.resume import already_finished, reopen
+
+        if (answer := already_finished(path, self.settings)) is not None:
+            return answer
+        going = reopen(path, self.settings, self.config, forced, auto=auto)
+        with going.run_dir:
+            check_step(self.settings, self.verify_step, done=going.version)
+            return self.train(going.run_dir, going)
+
+    def train(self, run_dir: RunDir, going: Going | None) -> dict[str, Any]:
+        """The loop, between the first and the last line of talk."""
+        from slime_cli.preflight import check_machine
+        from slime_core import loop
+        from slime_core.errors import Preempted
+        from slime_core.stopping import Stop
+
+        quiet_libraries()
+        self.session.run_dir = run_dir
         say(f"run {run_dir.path}")
-        with reporting(settings, run_dir, config, session) as (report, seen):
+        stop = Stop()
+        clock = StopAfter(self._limit, stop, began=self._began) if self._limit is not None else None
+        with (
+            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
+            self.signals.asking(stop, lambda status: run_dir.end(status, {})),
+        ):
+            check_machine(self.config, report.note)
             started = time.monotonic()
-            version = asyncio.run(drive(loop.run(config, settings.plugins, report, verify_step=verify_step)))
+            work = loop.run(
+                self.config,
+                self.settings.plugins,
+                report,
+                verify_step=self.verify_step,
+                found=going.found if going else None,
+                stop=stop,
+                exact=going.exact if going else True,
+            )
+            try:
+                version = asyncio.run(self.signals.drive(_timed(work, clock)))
+            except Preempted as error:
+                self.session.interrupted = stop.reason == "SIGINT"
+                raise _way_on(error, stop, run_dir) from None
             seconds = time.monotonic() - started
-        run_dir.write_info({"status": "finished", "version": version, "seconds": round(seconds, 3)})
+        run_dir.end("finished", {"version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None
         _say_end(run_dir, version, seconds, seen, final)
-    return {
-        "run_dir": str(run_dir.path),
-        "version": version,
-        "final": str(final) if final else None,
-        "metrics": seen.last.metrics if seen.last else {},
-        "seconds": round(seconds, 3),
-    }
+        return {
+            "run_dir": str(run_dir.path),
+            "version": version,
+            "final": str(final) if final else None,
+            "metrics": seen.last.metrics if seen.last else {},
+            "seconds": round(seconds, 3),
+        }
+
+
+async def _timed(work: Any, clock: StopAfter | None) -> int:
+    if clock is not None:
+        clock.arm()
+    version: int = await work
+    return version
+
+
+def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
+    """The error with the way to go on; the loop knows no command line."""
+    from slime_core.errors import Preempted
+
+    what = getattr(error, "what", str(error))
+    why = "nothing is lost" if stop.reason != REASON else "the time is up; nothing is lost"
+    return Preempted(what, where=str(run_dir.path), why=why, fix=f"slime run --resume {run_dir.path}")
 
 
 def quiet_libraries() -> None:
@@ -145,25 +277,37 @@ class Seen:
 
 
 @contextmanager
-def reporting(settings: Settings, run_dir: RunDir, config: Any, session: Session) -> Iterator[tuple[Report, Seen]]:
+def reporting(
+    settings: Settings,
+    run_dir: RunDir,
+    config: Any,
+    session: Session,
+    going: Going | None = None,
+    clock: StopAfter | None = None,
+) -> Iterator[tuple[Report, Seen]]:
     """A started report, which is finished however the block ends; ``run.json`` says how it ended."""
+    from slime_cli.resume import kind_of
     from slime_core.context import Context
     from slime_core.report import Report
     from slime_core.report.live import make_live
     from slime_core.report.sinks import WandbSink
 
     seen = Seen()
-    sinks: list[Any] = [seen]
+    sinks: list[Any] = [seen, *([clock] if clock else [])]
     if config.report.use_wandb:
         sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
     sinks += settings.plugins.sinks(Context(config=config, run_dir=run_dir.path))
     report = Report(run_dir, config, sinks, make_live(sys.stderr), secrets=settings.loaded.secrets)
-    run_dir.write_info(about(settings, session))
+    run_dir.begin(
+        going.version if going else 0, about(settings, config, session), kind=kind_of(config, settings.plugins)
+    )
     try:
         report.start()
         yield report, seen
     except BaseException as error:
-        run_dir.write_info({"status": ended(error), "error": getattr(error, "code", type(error).__name__)})
+        facts = {"error": getattr(error, "code", type(error).__name__)}
+        with contextlib.suppress(OSError):  # a full disk: the error itself says so
+            run_dir.end(ended(error), facts)
         raise
     finally:
         report.finish()
@@ -171,88 +315,47 @@ def reporting(settings: Settings, run_dir: RunDir, config: Any, session: Session
 
 def ended(error: BaseException) -> str:
     """What ``run.json`` says of a run that this stopped."""
+    from slime_core.errors import Preempted
+
+    if isinstance(error, Preempted):
+        return "preempted"
     if isinstance(error, Terminated):
         return "terminated"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
 
 
-def about(settings: Settings, session: Session) -> dict[str, Any]:
+def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
     """What ``run.json`` says at the start."""
     import os
     import platform
     import socket
 
+    from slime_cli.resume import plugin_versions, references
     from slime_core import __version__
-    from slime_core.config.dump import fingerprint
+    from slime_core.clusters.machine import machine_facts
+    from slime_core.config.dump import fingerprint, redacted
     from slime_core.config.redact import redact
-    from slime_core.plugins import find
 
-    recipe = settings.loaded.recipe
+    recipe, plugins, secrets = settings.loaded.recipe, settings.plugins, settings.loaded.secrets
+    known = references(recipe, redacted(config, secrets).model_dump(mode="json"))
     return {
-        "status": "running",
-        "command": redact(["slime", *session.argv], settings.loaded.secrets),
+        "error": None,
+        "command": redact(["slime", *session.argv], secrets),
         "cwd": str(Path.cwd()),
         "recipe": str(recipe) if recipe else None,
         "config_fingerprint": fingerprint(settings.config),
-        "plugins": {name: find(name).requirement for name in settings.plugins.names},
-        "plugins_fingerprint": settings.plugins.fingerprint(),
-        "routing": settings.plugins.routing(),
+        "plugins": plugin_versions(plugins),
+        "plugins_fingerprint": plugins.fingerprint(),
+        "sources": plugins.sources(),
+        "routing": plugins.routing(),
+        "machine": machine_facts(config),
+        **({"references": known} if known else {}),
         "slime": __version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-async def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``; SIGTERM cancels it, so that every block of it is left in order.
-
-    Raises:
-        Terminated: after SIGTERM.
-    """
-    task = asyncio.ensure_future(work)
-    stopped: list[int] = []
-
-    def stop() -> None:
-        stopped.append(signal.SIGTERM)
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    handles = _can_handle(lambda: loop.add_signal_handler(signal.SIGTERM, stop))
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if stopped:
-            raise Terminated from None
-        raise
-    finally:
-        if handles:
-            loop.remove_signal_handler(signal.SIGTERM)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM raises Terminated inside this block (in the main thread)."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise Terminated
-
-    before = signal.getsignal(signal.SIGTERM)
-    handles = _can_handle(lambda: signal.signal(signal.SIGTERM, stop))
-    try:
-        yield
-    finally:
-        if handles:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _can_handle(install: Callable[[], Any]) -> bool:
-    try:
-        install()
-    except (ValueError, RuntimeError):  # not the main thread
-        return False
-    return True
 
 
 def _say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Path | None) -> None:

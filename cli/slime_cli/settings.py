@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +43,13 @@ def load_settings(words: Sequence[str], session: Session, *, complete: bool = Tr
     return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
 
 
-def load_words(words: Words, session: Session) -> Loaded:
-    """The config of a split command line; notices go to stderr."""
+def load_words(words: Words, session: Session, *, quiet: Collection[str] = ()) -> Loaded:
+    """The config of a split command line; notices go to stderr, but for those about the keys in ``quiet``."""
     loaded = read(find_recipe(words), words, models=option_models)
     session.secrets = loaded.secrets
     for notice in loaded.notices:
-        say(notice)
+        if not any(key in notice for key in quiet):
+            say(notice)
     return loaded
 
 

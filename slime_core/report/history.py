@@ -83,7 +83,7 @@ def states(run_dir: RunDir) -> dict[str, int]:
         return {}
     query = "SELECT t.state, coalesce(r.name, ''), t.count FROM tally t LEFT JOIN reasons r ON r.id = t.reason"
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(run_dir.ledger))}?mode=ro", uri=True, timeout=5)) as database:
+        with closing(_open_ledger(run_dir)) as database:
             rows = database.execute(query).fetchall()
     except sqlite3.Error:
         return {}
@@ -93,6 +93,19 @@ def states(run_dir: RunDir) -> dict[str, int]:
             name = ("pending", "pending", "trained", f"dropped/{reason}")[state]
             counts[name] = counts.get(name, 0) + count
     return counts
+
+
+def recorded_steps(run_dir: RunDir) -> int:
+    """Steps whose composition is in the ledger; 0 where there is none."""
+    try:
+        with closing(_open_ledger(run_dir)) as database:
+            return int(database.execute("SELECT count(*) FROM steps").fetchone()[0])
+    except sqlite3.Error:
+        return 0
+
+
+def _open_ledger(run_dir: RunDir) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(str(run_dir.ledger))}?mode=ro", uri=True, timeout=5)
 
 
 def last_samples(run_dir: RunDir) -> list[dict[str, Any]]:

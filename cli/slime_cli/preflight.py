@@ -1,0 +1,134 @@
+"""What a run needs of the machine, in numbers, before anything is loaded: better refused here than killed later."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import StorageError, TrainerError
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+GIB = 1 << 30
+PROCESS = 640 << 20  # bytes of a process with torch and transformers loaded, measured on Linux, Python 3.11
+FILES = 256  # descriptors: libraries, ledger, segments, checkpoints, sockets to ranks
+WANTED_FILES = 4096
+
+
+def check_machine(config: Config, note: Callable[[str], None]) -> None:
+    """Refuse a machine on which the run cannot work; raise the soft limit of open files where that helps.
+
+    Raises:
+        StorageError: STO120 too few open files are allowed.
+        TrainerError: TRN132 too little memory, with what is needed for what.
+    """
+    check_files(FILES + 16 * processes(config))
+    needed, available = needed_memory(config), available_memory()
+    if config.cluster.device != "cpu" or not needed:
+        return
+    total = sum(needed.values())
+    parts = ", ".join(f"{size / GIB:.1f} GiB {name}" for name, size in needed.items())
+    if total > available:
+        raise TrainerError(
+            f"the run needs about {total / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are free",
+            code="TRN132",
+            where=config.rollout.hf_checkpoint,
+            why=parts,
+            fix="take a smaller model or fewer ranks (--actor-num-gpus-per-node 1), or a machine with more memory",
+        )
+    if total > 0.8 * available:
+        note(f"notice: memory is short: about {total / GIB:.1f} of {available / GIB:.1f} GiB free ({parts})")
+
+
+def check_files(needed: int) -> None:
+    """Raise the soft limit of open files to what the system allows.
+
+    Raises:
+        StorageError: STO120.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < WANTED_FILES:
+        wanted = WANTED_FILES if hard == unlimited else min(WANTED_FILES, hard)
+        if wanted > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft != unlimited and soft < needed:
+        raise StorageError(
+            f"this process may open {soft} files, a run needs {needed}",
+            code="STO120",
+            where="limit of open files",
+            why=f"the hard limit is {hard}",
+            fix=f"ulimit -n {WANTED_FILES}",
+        )
+
+
+def processes(config: Config) -> int:
+    """Processes with torch: the driver, ranks where there are several, an engine where it runs ahead."""
+    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    return 1 + (ranks if ranks > 1 else 0) + (1 if config.rollout.max_staleness else 0)
+
+
+def needed_memory(config: Config) -> dict[str, int]:
+    """Bytes by what needs them, as float32 on a CPU; empty where the model's size is not known here."""
+    count = parameters(Path(config.rollout.hf_checkpoint))
+    if not count:
+        return {}
+    frozen = sum(parameters(Path(path)) for path in (config.train.ref_load, config.train.teacher_load) if path)
+    served = 2 if config.train.dtype == "bfloat16" else 4
+    return {
+        "for processes": PROCESS * processes(config),
+        "for weights, gradients and optimizer": 16 * count,
+        "for the engine": served * count,
+        **({"for frozen models": 4 * frozen} if frozen else {}),
+    }
+
+
+def parameters(folder: Path) -> int:
+    """Parameters of a model folder, from its files or else from the sizes in its config; 0 where neither tells."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    try:
+        raw = json.loads((folder / "config.json").read_bytes())
+        raw = raw.get("text_config") or raw
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "")
+        if size:
+            return int(size // (2 if "16" in dtype else 4))
+        hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
+        embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
+        return int(embedding + layers * (4 * hidden * hidden + 3 * hidden * raw["intermediate_size"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return size // 4
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the machine has free, or what is left of the container's share."""
+    free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for most, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, now = _number(most), _number(used)
+        if limit is not None:
+            free = min(free, max(0, limit - (now or 0)))
+    return free
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+        return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) == 3}
+    except (OSError, ValueError):
+        return {}
+
+
+def _number(path: str) -> int | None:
+    try:
+        text: Any = Path(path).read_text().strip()
+        return int(text) if text.isdigit() else None
+    except OSError:
+        return None

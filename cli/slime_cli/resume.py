@@ -1,0 +1,357 @@
+"""`slime run --resume`: a run directory and flags in; the checkpoint to go on from, or why not, out.
+
+which run -> its config under the flags -> finished? -> lock, epoch -> newest whole checkpoint
+  -> changed keys, plugins, machine -> figures trimmed -> the ordinary loop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.failure import Session, say
+from slime_core.config.load import Words, split, stages
+from slime_core.config.redact import REDACTED
+from slime_core.config.tokens import Word
+from slime_core.errors import ConfigError, PluginError
+from slime_core.report.rundir import RunDir
+
+if TYPE_CHECKING:
+    from slime_cli.settings import Settings
+    from slime_core.checkpoint import Found
+    from slime_core.config.changes import Change
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+
+AUTO = "auto"
+_REFERENCE = re.compile(r"(?<!\$)\$\{")
+
+
+@dataclass(slots=True, kw_only=True)
+class Going:
+    """A run that another process goes on with."""
+
+    run_dir: RunDir
+    found: Found | None
+    exact: bool  # steps that were recorded must give the recorded weights
+    changes: list[Change]
+
+    @property
+    def version(self) -> int:
+        """Where it goes on."""
+        return self.found.version if self.found else 0
+
+
+def choose(word: str, at: Path | None, words: Sequence[str], session: Session) -> tuple[Settings, Path | None]:
+    """The settings, and the run to go on with; None where ``auto`` finds none and a fresh one is due.
+
+    Raises:
+        ConfigError: CFG00 two run directories, CFG05 no run there, CFG09 a secret that was not saved.
+    """
+    from slime_cli.settings import load_settings
+
+    if word == AUTO:
+        settings = load_settings(words, session)
+        name, path = settings.config.name, newest(settings.config.name, at)
+        where = at or Path.cwd() / "runs"
+        say(
+            f"resume auto: {path}" if path else f"resume auto: no unfinished run of '{name}' in {where}: a fresh start"
+        )
+        return settings, path
+    if at is not None:
+        raise ConfigError(
+            "--resume and --run-dir both name the run directory",
+            code="CFG00",
+            where=f"command line: --resume {word} --run-dir {at}",
+            fix=f"--resume {word}   or   --resume auto --run-dir {at}, which starts the run where there is none",
+        )
+    path = RunDir.open(Path(word)).path
+    return load_saved(path, words, session), path
+
+
+def newest(name: str, at: Path | None = None) -> Path | None:
+    """``at`` where it holds a run, else the unfinished run of this name in ``./runs`` with the highest number."""
+    if at is not None:
+        path = at.expanduser().absolute()
+        return path if (path / "config.toml").is_file() else None
+    numbered = re.compile(re.escape(name) + r"-(\d+)")
+    found = [(int(match[1]), path) for path in Path.cwd().glob("runs/*") if (match := numbered.fullmatch(path.name))]
+    for _, path in sorted(found, reverse=True):
+        if (path / "config.toml").is_file() and RunDir(path).read_info().get("status") != "finished":
+            return path
+    return None
+
+
+def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
+    """The config of a run under flags; a recipe among ``words`` stands in its place, and is compared with it later.
+
+    Raises:
+        ConfigError: CFG01 to CFG11, CFG09 with every key whose secret was not saved.
+    """
+    from slime_cli.settings import Settings, load_words
+    from slime_core.plugins import load_plugins
+
+    given = split(words)
+    brought: dict[str, str] = {}
+    if given.recipe is None:
+        given.recipe = str(path / "config.toml")
+        brought = _from_environment(RunDir(path).read_info().get("references"))
+    given.overrides[:0] = [Word(key, (value,), f"{key} of run.json") for key, value in brought.items()]
+    loaded = load_words(given, session, quiet=brought)
+    loaded = replace(loaded, secrets=loaded.secrets | set(brought.values()))
+    session.secrets = loaded.secrets
+    loaded.require_complete()
+    _refuse_redacted(loaded.config.model_dump(mode="json"), path)
+    return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+
+
+def references(recipe: Path | None, saved: Mapping[str, Any]) -> dict[str, str]:
+    """Keys whose secret is not ``saved`` but came from a variable: ``{"plugin.x.api_key": "${KEY}"}``."""
+    from slime_core.config.recipe import read_recipe
+
+    if recipe is None:
+        return {}
+    written = dict(_texts(read_recipe(recipe).written))
+    redacted = {key for key, text in _texts(saved) if REDACTED in text}
+    return {key: text for key, text in written.items() if key in redacted and _REFERENCE.search(text)}
+
+
+def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
+    """What `slime run` answers where the run has made all its steps and says so; None where it has not."""
+    run_dir, wanted = RunDir(path), total_steps(settings.config)
+    info = run_dir.read_info()
+    version = info.get("version", 0)
+    if info.get("status") != "finished" or version < wanted or run_dir.holder() is not None:
+        return None
+    say(f"already finished: {version} steps are done, {wanted} are asked for")
+    say("to go on with it: --num-rollout N counts the steps of the last stage")
+    final = run_dir.final if run_dir.final.exists() else None
+    return {
+        "run_dir": str(path),
+        "version": version,
+        "final": str(final) if final else None,
+        "metrics": {},
+        "seconds": 0,
+    }
+
+
+def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str], *, auto: bool = False) -> Going:
+    """Lock the run, find where it goes on, and refuse what would make another experiment of it.
+
+    Raises:
+        ConfigError: CFG13 changed keys, CFG14 nothing to go on from, CFG16 another process runs there.
+        PluginError: PLG65 other plugins than the run had.
+        StorageError: the run directory cannot be written, STO113 a checkpoint of another slime.
+    """
+    from slime_core.checkpoint import Checkpoints
+    from slime_core.config.changes import check_forced
+    from slime_core.report.trim import trim_figures
+
+    check_forced(forced)
+    run_dir = RunDir.reopen(path)
+    try:
+        found = Checkpoints(run_dir.checkpoints, keep=config.report.save_keep, note=say).latest()
+        if found is not None and found.epoch >= run_dir.epoch:
+            run_dir.raise_epoch(found.epoch)
+        if found is None:
+            say_no_checkpoint(run_dir, auto)
+        else:
+            say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
+        changes = check_config(run_dir, found, config, settings, forced)
+        check_plugins(run_dir, found, settings.plugins, forced)
+        same = kind_of(config, settings.plugins)
+        kinds = {start.get("kind") or same for start in run_dir.starts()}
+        exact = kinds <= {same} and all(change.verdict == "safe" for change in changes)
+        say_machine(run_dir, found, config)
+        trim_figures(run_dir, found.version if found else 0, evaluations=evaluations_kept(found))
+    except BaseException:
+        run_dir.close()
+        raise
+    return Going(run_dir=run_dir, found=found, exact=exact, changes=changes)
+
+
+def say_no_checkpoint(run_dir: RunDir, auto: bool) -> None:
+    """Say that the ledger alone is there.
+
+    Raises:
+        ConfigError: CFG14 where it has nothing either, unless the run ended before it began or ``auto`` was asked.
+    """
+    from slime_core.report import history
+
+    issued, steps = history.states(run_dir).get("issued", 0), history.recorded_steps(run_dir)
+    if issued:
+        say(
+            f"resume {run_dir.path}: there is no checkpoint. It starts again at version 0 FROM THE LEDGER: "
+            f"{issued} samples are known, {steps} recorded steps are made again from them"
+        )
+        return
+    untouched = not any(True for _ in history.read_lines(run_dir.metrics))
+    early = run_dir.read_info().get("status") == "preempted"
+    if untouched and (auto or early):
+        say(f"resume {run_dir.path}: it ended before its first sample; a fresh start at version 0")
+        return
+    raise ConfigError(
+        "there is nothing to resume: no checkpoint, and the ledger is empty",
+        code="CFG14",
+        where=str(run_dir.path),
+        why="going on would silently start from the beginning",
+        fix="start another run: slime run ...\nor let it start where there is nothing: --resume auto",
+    )
+
+
+def check_config(
+    run_dir: RunDir, found: Found | None, config: Config, settings: Settings, forced: Collection[str]
+) -> list[Change]:
+    """The keys that are not as they were saved, after unsafe ones were refused; the others are told.
+
+    Raises:
+        ConfigError: CFG13.
+    """
+    from slime_core.config.changes import check, compare, table
+    from slime_core.config.dump import redacted
+    from slime_core.config.load import read
+
+    was = found.config if found else read(run_dir.config, check=False).config.model_dump(mode="json")
+    plain, scrubbed = (redacted(config, known).model_dump(mode="json") for known in ((), settings.loaded.secrets))
+    known = {change.key for change in compare(was, scrubbed)}  # a secret that is redacted on one side has not changed
+    changes = [change for change in compare(was, plain) if change.key in known]
+    check(changes, forced, str(found.path if found else run_dir.config))
+    if changes:
+        say("changed since it was saved:\n  " + table(changes).replace("\n", "\n  "))
+    return changes
+
+
+def check_plugins(run_dir: RunDir, found: Found | None, plugins: Plugins, forced: Collection[str]) -> None:
+    """Refuse plugins of other versions or with other sources than the run had.
+
+    A plugin or function that the config no longer names, or names for the first time, is a changed key and no matter
+    of this.
+
+    Raises:
+        PluginError: PLG65 with both versions of each, unless ``plugins`` is forced.
+    """
+    info = run_dir.read_info()
+    saved = found.plugins if found else info.get("plugins_fingerprint")
+    if saved == plugins.fingerprint():
+        return
+    lines = list(_plugin_lines(info, plugins))
+    if not lines and info.get("sources") is not None:
+        return  # other routes alone: keys say so
+    text = "\n    ".join(lines or [f"fingerprint {saved} was saved, now {plugins.fingerprint()}"])
+    if "plugins" in forced:
+        say(f"plugins changed since it was saved (--force-key plugins):\n    {text}")
+        return
+    raise PluginError(
+        "the run was saved with other plugins",
+        code="PLG65",
+        where=str(run_dir.path),
+        why=f"\n    {text}",
+        fix="install what the run had (pip install NAME==VERSION), or go on with these: --force-key plugins",
+    )
+
+
+def _plugin_lines(info: Mapping[str, Any], plugins: Plugins) -> Iterator[str]:
+    versions, sources = info.get("plugins") or {}, info.get("sources") or {}
+    now, here = plugin_versions(plugins), plugins.sources()
+    for name in dict.fromkeys((*versions, *now)):
+        if name in versions and name in now and versions[name] != now[name]:
+            yield f"plugin {name}: {versions[name]} was saved, {now[name]} is installed"
+    for name in dict.fromkeys((*sources, *here)):
+        plain = name.removeprefix("plugin ")
+        edited = name in sources and name in here and sources[name] != here[name]
+        if edited and versions.get(plain) == now.get(plain):
+            yield f"{name}: its source files changed ({sources[name]} was saved, now {here[name]})"
+
+
+def plugin_versions(plugins: Plugins) -> dict[str, str]:
+    """``NAME: DISTRIBUTION==VERSION`` of the loaded plugins."""
+    from slime_core.plugins import find
+
+    return {name: find(name).requirement for name in plugins.names}
+
+
+def kind_of(config: Config, plugins: Plugins) -> str:
+    """Starts of one kind make the same bits: keys that are not safe, plugins and machine are equal."""
+    from slime_core.clusters.machine import machine_facts
+    from slime_core.config.changes import signature
+    from slime_core.config.dump import redacted
+
+    facts = [signature(redacted(config).model_dump(mode="json")), plugins.fingerprint(), machine_facts(config)]
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def say_machine(run_dir: RunDir, found: Found | None, config: Config) -> None:
+    """Name what of the machine and of slime itself is not as it was: bits may differ, nothing else does."""
+    from slime_core import __version__
+    from slime_core.clusters.machine import machine_facts
+
+    info, now = run_dir.read_info(), machine_facts(config)
+    was = found.machine if found else info.get("machine") or now
+    lines = [f"{key} {was.get(key)} -> {now.get(key)}" for key in {**was, **now} if was.get(key) != now.get(key)]
+    if info.get("slime", __version__) != __version__:
+        lines.append(f"slime {info['slime']} -> {__version__}")
+    if lines:
+        say(f"notice: another machine than before ({'; '.join(lines)}): recorded steps may get other bits")
+
+
+def evaluations_kept(found: Found | None) -> int:
+    """How many evaluations of each set at the checkpoint's own version will not be made again.
+
+    A stage that follows another begins with one at the version where the other ended with one.
+    """
+    if found is None:
+        return 0
+    between = int(found.state["step"] == 0 and found.state["stage"] > 0)
+    return between + (0 if found.state["eval_due"] else 1)
+
+
+def total_steps(config: Config) -> int:
+    """Steps of all stages."""
+    return sum(stage.rollout.num_rollout for stage in stages(config))
+
+
+def _from_environment(saved: Any) -> dict[str, str]:
+    """Values of the references in ``run.json`` whose variables are set."""
+    from slime_core.config.problems import Origins
+    from slime_core.config.recipe import resolve_env
+
+    found = {}
+    for key, text in (saved if isinstance(saved, dict) else {}).items():
+        data, problems, _ = resolve_env({"x": text}, Origins())
+        if not problems and data["x"]:
+            found[key] = data["x"]
+    return found
+
+
+def _refuse_redacted(data: Any, path: Path) -> None:
+    """Every secret that was kept out of ``config.toml`` must have come back."""
+    missing = [key for key, text in _texts(data) if REDACTED in text]
+    if missing:
+        saved = RunDir(path).read_info().get("references") or {}
+        ways = [f"export {saved[key][2:-1]}=..." if key in saved else f"{key}=VALUE" for key in missing]
+        raise ConfigError(
+            f"{len(missing)} secret(s) of the run were not saved: {', '.join(missing)}",
+            code="CFG09",
+            where=str(path / "config.toml"),
+            why="secrets are kept out of everything that slime writes",
+            fix="bring them again: " + "   ".join(ways),
+        )
+
+
+def _texts(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _texts(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(data, (list, tuple)):
+        for index, value in enumerate(data):
+            yield from _texts(value, f"{path}[{index}]")
+    elif isinstance(data, str):
+        yield path, data
+
+
+__all__ = ["AUTO", "Going", "Words", "already_finished", "choose", "kind_of", "references", "reopen", "total_steps"]

@@ -1,0 +1,177 @@
+"""What a run does with SIGTERM, SIGINT and SIGHUP.
+
+    nothing to keep yet   the signal ends the process (Terminated, KeyboardInterrupt)
+    a run is going on     the first asks it to stop: checkpoint, exit 75 (130 after Ctrl-C); the second ends it now
+
+Handlers are Python's own, not the event loop's, so that the second signal is heard while the loop is busy. A signal
+that was ignored when the process began stays ignored (nohup, background jobs of a shell).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from slime_cli.failure import Terminated
+
+if TYPE_CHECKING:
+    from slime_core.stopping import Stop
+
+T = TypeVar("T")
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LAST_WORD = 1.0  # seconds that run.json may take when a run is ended at once
+
+
+class Signals:
+    """The handlers of a `slime run`, while its block lasts.
+
+    Example:
+        with Signals() as signals:
+            settings = load_settings(words, session)                   # a signal raises here
+            with signals.asking(stop, on_leave=run_dir_says_so):       # and asks from here on
+                asyncio.run(signals.drive(loop.run(..., stop=stop)))
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._stop: Stop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_leave: Callable[[str], Any] | None = None
+        self.first = 0  # the signal that asked the run to stop
+
+    def __enter__(self) -> Self:
+        for number in HANDLED:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(number, self._handle)
+                    self._before[number] = before
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @contextmanager
+    def asking(self, stop: Stop, on_leave: Callable[[str], Any] | None = None) -> Iterator[None]:
+        """Signals ask ``stop`` inside this block; ``on_leave(status)`` is called before an end at once."""
+        self._stop, self._on_leave = stop, on_leave
+        try:
+            yield
+        finally:
+            self._stop = self._on_leave = None
+
+    async def drive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work`` where signals wake the event loop."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            return await work
+        finally:
+            self._loop = None
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._stop is None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Terminated
+        if self.first:
+            self._leave(number)
+        self.first = number
+        name = signal.Signals(number).name
+        _tell(f"{name}: stopping in order, with a checkpoint; a second signal ends the run at once")
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.ask, name)
+        else:
+            self._stop.ask(name)
+
+    def _leave(self, number: int) -> None:
+        """End this process and everything it started, now."""
+        _tell(f"{signal.Signals(number).name} again: ended at once; what was recorded can be resumed")
+        for child in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        if self._on_leave is not None:
+            status = "interrupted" if number == signal.SIGINT else "terminated"
+            last = threading.Thread(target=self._on_leave, args=(status,), daemon=True)
+            last.start()
+            last.join(LAST_WORD)
+        os._exit(128 + number)
+
+
+def _tell(text: str) -> None:
+    """A line on stderr, past Python's buffer: a handler may have interrupted somebody who writes to it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one started, and theirs; the nearest first."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, at = [pid], 0
+    while at < len(found):
+        found += parents.get(found[at], [])
+        at += 1
+    return found[1:]
+
+
+async def drive(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``; SIGTERM cancels it, so that every block of it is left in order.
+
+    Raises:
+        Terminated: after SIGTERM.
+    """
+    task = asyncio.ensure_future(work)
+    stopped: list[int] = []
+
+    def stop() -> None:
+        stopped.append(signal.SIGTERM)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    handles = _can_handle(lambda: loop.add_signal_handler(signal.SIGTERM, stop))
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if stopped:
+            raise Terminated from None
+        raise
+    finally:
+        if handles:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated inside this block (in the main thread)."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    handles = _can_handle(lambda: signal.signal(signal.SIGTERM, stop))
+    try:
+        yield
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _can_handle(install: Callable[[], Any]) -> bool:
+    try:
+        install()
+    except (ValueError, RuntimeError):  # not the main thread
+        return False
+    return True

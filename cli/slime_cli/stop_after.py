@@ -1,0 +1,109 @@
+"""`--stop-after 40m`: steps that were seen in; a run that is asked to stop while a checkpoint still fits out.
+
+|-- steps --|-- one more does not fit --|-- what cannot be interrupted --|-- checkpoint --|-- margin --| limit
+            ^ asked after a step                  ^ asked in the middle of a step that takes longer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from slime_core.stopping import Stop
+    from slime_core.types import StepReport
+
+REASON = "--stop-after"
+CALM = ("rollout", "checkpoint")
+"""Parts of a step that a stop interrupts, or that are counted on their own."""
+_TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+class Seconds(click.ParamType):
+    """``40m``, ``1h30m``, ``90s`` or plain seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        seconds = parse_seconds(value)
+        if seconds is None:
+            self.fail(f"{value!r} is no time: write 40m, 90s, 2h, 1h30m or seconds", param, ctx)
+        return seconds
+
+
+def parse_seconds(text: str) -> float | None:
+    """Seconds of ``1h30m``, ``90s``, ``2400``; None where it is no time above 0."""
+    found = _TIME.fullmatch(text.strip().lower())
+    if found is None or not any(found.groups()):
+        return None
+    hours, minutes, seconds = (float(group or 0) for group in found.groups())
+    total = hours * 3600 + minutes * 60 + seconds
+    return total if total > 0 else None
+
+
+def process_age() -> float:
+    """Seconds since this process began, so that imports count too; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class StopAfter:
+    """A tracker that asks ``stop`` so early that the run ends, saved, ``limit`` seconds after ``began``.
+
+    Nothing that was not seen is known: before the first step only the margin is kept.
+    """
+
+    def __init__(self, limit: float, stop: Stop, *, began: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._end, self._stop, self._clock = began + limit, stop, clock
+        self._margin = min(30.0, max(1.0, 0.02 * limit))
+        self._steps: deque[float] = deque(maxlen=5)  # whole wall seconds of the last ones
+        self._hard: deque[float] = deque(maxlen=5)  # of what a stop waits for
+        self._mark = clock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def reserve(self) -> float:
+        """Seconds before the end at which a run must be asked at the latest."""
+        hard = max(self._hard, default=0.0)
+        return self._margin + 1.5 * (hard + (self._stop.checkpoint_seconds or hard))
+
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        """Nothing to open; the clock runs already."""
+
+    def arm(self) -> None:
+        """Set the timer; called inside the event loop, and again after each step."""
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._end - self.reserve - self._clock()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._stop.ask, REASON)
+
+    def write(self, report: StepReport) -> None:
+        """See how long a step takes; ask where another one does not fit."""
+        now = self._clock()
+        if any(key.startswith("eval/") for key in report.metrics):
+            return  # its time counts with the step that comes after
+        self._steps.append(now - self._mark)
+        self._hard.append(sum(seconds for part, seconds in report.seconds.items() if part not in CALM))
+        self._mark = now
+        if now + max(self._steps) + self.reserve > self._end:
+            self._stop.ask(REASON)
+        self.arm()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
