@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from slime_core.report.staleness import trained_versions
 from slime_core.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -82,21 +83,12 @@ class Bound:
 
 def began(group: Group, default: int) -> int:
     """The lowest version among a group's trainable tokens, or ``default`` where no model made one."""
-    return min((v for sample in group.samples for v in trainable(sample)), default=default)
+    return min((v for sample in group.samples for v in trained_versions(sample)), default=default)
 
 
 def newest(group: Group, default: int) -> int:
     """The highest version among a group's trainable tokens, or ``default`` where no model made one."""
-    return max((v for sample in group.samples for v in trainable(sample)), default=default)
-
-
-def trainable(sample: Sample) -> list[int]:
-    """The versions that made a sample's trainable tokens."""
-    if sample.remove_sample or not sample.weight_versions:
-        return []
-    if sample.loss_mask is None:
-        return [v for v in sample.weight_versions if v >= 0]
-    return [v for v, on in zip(sample.weight_versions, sample.loss_mask, strict=True) if on and v >= 0]
+    return max((v for sample in group.samples for v in trained_versions(sample)), default=default)
 
 
 def mask_stale(samples: Sequence[Sample], oldest: int) -> list[Sample]:
@@ -107,7 +99,7 @@ def mask_stale(samples: Sequence[Sample], oldest: int) -> list[Sample]:
     """
     changed = []
     for sample in samples:
-        if all(v >= oldest for v in trainable(sample)):
+        if all(v >= oldest for v in trained_versions(sample)):
             continue
         before = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
         mask = zip(before, sample.weight_versions, strict=True)

@@ -1,13 +1,16 @@
-"""Frames between driver and ranks bring back what was sent."""
+"""Frames between the driver and its children bring back what was sent."""
 
+import math
 import socket
+import struct
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from slime_core.clusters.wire import encode, receive_blocking, send_blocking
-from slime_core.types import ArrayRef, WeightUpdate
+from slime_core.types import ArrayRef, Completion, GenerateRequest, SamplingParams, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -66,3 +69,29 @@ def test_a_closed_connection_is_an_end_of_file():
     a.close()
     with b, pytest.raises(EOFError):
         receive_blocking(b)
+
+
+def test_an_engines_requests_and_completions_lose_nothing():
+    params = SamplingParams(max_new_tokens=3, temperature=0.1, top_p=0.9, stop=("\n", "é"), stop_token_ids=(3, 7))
+    request = GenerateRequest(id="main/1-0", tokens=[1, 2], params=params, seed=2**64 - 1, session_id="s", kept=1)
+    assert _round_trip(request) == request
+    assert hash(_round_trip(request).params) == hash(params)
+    floats = [0.1 + 0.2, -1e-320, math.nextafter(1.0, 2.0), float(np.float32(0.1)), -0.0, float("-inf")]
+    done = Completion(
+        id="a", tokens=[5] * 6, log_probs=floats, plain_log_probs=floats, finish="abort", versions=[3] * 6, epoch=2
+    )
+    back = _round_trip([done])[0]
+    assert back == done
+    assert [struct.pack("<d", x) for x in back.log_probs] == [struct.pack("<d", x) for x in floats]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+        max_leaves=12,
+    )
+)
+def test_any_nested_value_returns_with_its_types(value):
+    back = _round_trip(value)
+    assert (back, repr(back)) == (value, repr(value))
