@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.protocols import Engine, Recalled
 
+    Recall = Callable[[Sequence[str]], Awaitable[Mapping[str, Recalled]]]
+
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
@@ -38,7 +40,7 @@ class Context:
     version: int = 0  # of the weights in training
     stage: str = "main"
     evaluation: bool = False
-    recall: Callable[[Sequence[str]], Awaitable[Mapping[str, Recalled]]] | None = None  # what the ledger has, by prompt
+    recall: Recall | None = None  # what the run's ledger has of prompts' groups, by prompt id
 
     def with_options(self, options: Any) -> Context:
         """The same context for another plugin."""
