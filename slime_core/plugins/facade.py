@@ -12,8 +12,9 @@ from slime_core.plugins.boundary import HookThreads, call, call_now, wrong
 from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.load import Loaded, load_options, recipe_of
+from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import Answer
-from slime_core.plugins.rewards import to_reward, to_rewards
+from slime_core.plugins.rewards import Twice, to_reward, to_rewards
 from slime_core.plugins.router import Functions, Router
 from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
@@ -39,6 +40,7 @@ class Plugins:
     def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
+        self._twice = Twice()
         self._router = Router(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -68,9 +70,20 @@ class Plugins:
         """One Reward a sample, in order (`slime_reward`)."""
         self._functions.seen(group, ctx.config)
         answer = self._owner("slime_reward", group.prompt.task, ctx)
+        copy = self._twice.copy(group, ctx)
+        rewards = await self._judge(answer, group, ctx)
+        if copy is not None:
+            self._twice.compare(answer, copy, rewards, await self._judge(answer, copy, ctx))
+        return rewards
+
+    async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
         reward = ctx.config.reward
         value = await self._call(answer, ctx, f"prompt '{group.id}'", reward.reward_timeout, REWARD, group=group)
         return to_rewards(answer, value, group, reward.reward_key)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Figures about hooks since the last call: ``reward/judged_twice`` groups, ``reward/unstable`` samples."""
+        return self._twice.pop()
 
     async def reward_by_type(self, name: str, sample: Sample, ctx: Context) -> Reward:
         """One sample's reward by a function that `slime_reward_types` registered.
@@ -161,7 +174,8 @@ class Plugins:
 
         def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
             told = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
-            return call_now(told, {}, about="a micro-batch")  # type: ignore[no-any-return]
+            limit = self._router.limit
+            return call_now(told, {}, about="a micro-batch", limit=limit)  # type: ignore[no-any-return]
 
         return replace(loss, fn=fn)
 
@@ -182,7 +196,10 @@ class Plugins:
         estimator = self._router.estimator(train)
         registered = self._router.named["slime_advantage"].answer(self._router.estimator_name(train))
         answer = replace(registered, fn=estimator.fn, takes=None)
-        found = call_now(answer, {"batch": scored, "train": train}, about=f"step {batch.version}")
+        arguments, about = {"batch": scored, "train": train}, f"step {batch.version}"
+        seen = Protected(answer, arguments, content=self._router.check_hooks)
+        found = call_now(answer, arguments, about=about, limit=self._router.limit, draws=self._router.check_hooks)
+        seen.compare(about)
         return replace(scored, columns={**scored.columns, **checked_columns(answer, found, scored)})
 
     def seen(self, group: Group, config: Config) -> None:
@@ -233,14 +250,38 @@ class Plugins:
         return recipe_of(self._loaded[plugin_name], recipe)
 
     def state(self) -> dict[str, Any]:
-        """What plugins keep in a checkpoint (`slime_state`), by plugin name."""
-        return {name: holder.state() for name, holder in self._states()}
+        """What plugins keep in a checkpoint (`slime_state`), by plugin name.
+
+        Raises:
+            PluginError: PLG64 with the plugin, where it has no ``state`` and ``load``, ``state()`` raises, or what it
+                gives is no dict.
+        """
+        found = {}
+        for name, answer, holder in self._states():
+            told = replace(answer, fn=holder.state, takes=None)
+            state = self._call_holder(told, "its state()")
+            if not isinstance(state, dict):
+                raise wrong(told, f"gave a {type(state).__name__}", "its state()", code="PLG64", fix="return a dict")
+            found[name] = state
+        return found
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Hand :meth:`state` back."""
-        for name, holder in self._states():
+        """Hand :meth:`state` back.
+
+        Raises:
+            PluginError: PLG64 a holder without ``load``, or one that raises.
+        """
+        for name, answer, holder in self._states():
             if name in state:
-                holder.load(state[name])
+                told = replace(answer, fn=lambda holder=holder, name=name: holder.load(state[name]), takes=None)
+                self._call_holder(told, "load(state)")
+
+    def _call_holder(self, told: Answer, about: str) -> Any:
+        try:
+            return call_now(told, {}, about=about, limit=self._router.limit)
+        except PluginError as error:
+            error.code = "PLG64" if error.code == "PLG56" else error.code
+            raise
 
     def resolve(self, config: Config) -> None:
         """Route and look up everything of a config (a stage's), so that mistakes show before the start.
@@ -276,12 +317,20 @@ class Plugins:
     def _declaring(self, hook: str) -> list[Loaded]:
         return [plugin for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
 
-    def _states(self) -> list[tuple[str, Any]]:
-        holders = [
-            (plugin.provider.name, call_now(plugin.answers["slime_state"], {}, about="its state"))
-            for plugin in self._declaring("slime_state")
-        ]
-        return [(name, holder) for name, holder in holders if holder is not None]
+    def _states(self) -> list[tuple[str, Answer, Any]]:
+        found = []
+        for plugin in self._declaring("slime_state"):
+            answer = plugin.answers["slime_state"]
+            holder = call_now(answer, {}, about="its state")
+            if holder is None:
+                continue
+            missing = [name for name in ("state", "load") if not callable(getattr(holder, name, None))]
+            if missing:
+                what = f"returned a {type(holder).__name__} without {' and '.join(missing)}()"
+                fix = "return an object with state() -> dict and load(dict)"
+                raise wrong(answer, what, "its state", code="PLG64", fix=fix)
+            found.append((plugin.provider.name, answer, holder))
+        return found
 
     def _ctx_of(self, answer: Answer, ctx: Context) -> Context:
         owner = answer.provider
@@ -290,11 +339,20 @@ class Plugins:
     async def _call(
         self, answer: Answer, ctx: Context, about: str, deadline: float, key: str, **arguments: Any
     ) -> Any:
+        check = ctx.config.report.check_hooks
+        seen = Protected(answer, arguments, content=check)
         arguments["ctx"] = self._ctx_of(answer, ctx)
-        return await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key)
+        value = await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key, draws=check)
+        seen.compare(about)
+        return value
 
     def _call_now(self, answer: Answer, ctx: Context, about: str, **arguments: Any) -> Any:
-        return call_now(answer, {**arguments, "ctx": self._ctx_of(answer, ctx)}, about=about)
+        check, limit = ctx.config.report.check_hooks, ctx.config.rollout.generate_timeout
+        seen = Protected(answer, arguments, content=check)
+        arguments["ctx"] = self._ctx_of(answer, ctx)
+        value = call_now(answer, arguments, about=about, limit=limit, key=GENERATE, draws=check)
+        seen.compare(about)
+        return value
 
 
 def _expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T:

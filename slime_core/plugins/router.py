@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.hookspecs import HOOKS
 from slime_core.plugins import route
+from slime_core.plugins.boundary import LONGEST
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.named import NAMED_HOOKS, Registry, collect
 from slime_core.plugins.provider import Answer
@@ -125,6 +126,16 @@ class Router:
     def loss(self, name: str) -> Loss:
         """The loss of that name, with functions by path applied."""
         return self._functions.loss(self.named["slime_loss"].value(name))
+
+    @property
+    def limit(self) -> float:
+        """Seconds for a hook that no group waits for."""
+        return min((config.rollout.generate_timeout for config in self._resolved), default=LONGEST)
+
+    @property
+    def check_hooks(self) -> bool:
+        """Whether any stage asks to watch what hooks do."""
+        return any(config.report.check_hooks for config in self._resolved)
 
     def hold(self, config: Config) -> None:
         """Keep a config alive, so that its id stays its own."""
