@@ -305,7 +305,8 @@ def reporting(
         report.start()
         yield report, seen
     except BaseException as error:
-        facts = {"error": getattr(error, "code", type(error).__name__)}
+        reached = seen.last.version if seen.last else going.version if going else 0
+        facts = {"error": getattr(error, "code", type(error).__name__), "version": reached}
         with contextlib.suppress(OSError):  # a full disk: the error itself says so
             run_dir.end(ended(error), facts)
         raise

@@ -11,6 +11,7 @@ import click
 from slime_cli.tables import cell, heading, print_pairs, print_table
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.report.rundir import RunDir
 
 MAIN = (
@@ -27,6 +28,8 @@ MAIN = (
     "staleness/max",
 )
 """Metrics that are shown without --all, with every task's and term's reward."""
+SHOWN = 10
+"""Newest starts that are printed; --json has all of them."""
 
 
 @click.command("show")
@@ -52,6 +55,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
     config = read(run_dir.config, check=False).config
     info = run_dir.read_info()
     holder = run_dir.holder()
+    saved = checkpoints(run_dir)
     steps = history.steps_of(run_dir)
     parts = []
     for stage in stages(config):
@@ -88,6 +92,9 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
             "cpu_threads": config.cluster.cpu_threads,
         },
         "version": steps[-1]["version"] if steps else 0,
+        "starts": run_dir.starts(),
+        "checkpoints": saved,
+        "resume": where_to_resume(run_dir, config, info, saved),
         "stages": parts,
         "samples_by_state": history.states(run_dir),
         "evaluations": history.evaluations_of(run_dir),
@@ -96,6 +103,41 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
         "errors": sorted(str(path) for path in run_dir.errors.glob("*.txt")),
         "final": str(run_dir.final) if run_dir.final.exists() else None,
     }
+
+
+def checkpoints(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Published checkpoints, the newest first, with what their files' sizes tell; hashes are read by a resume."""
+    from slime_core.checkpoint import manifest
+    from slime_core.errors import StorageError
+
+    found = []
+    for version, path in manifest.names_in(run_dir.checkpoints):
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        row = {"version": version, "path": str(path), "bytes": size, "damage": None}
+        try:
+            manifest.read(path, version, full=False)
+        except StorageError as error:
+            row["damage"] = error.what
+        found.append(row)
+    return found
+
+
+def where_to_resume(
+    run_dir: RunDir, config: Config, info: dict[str, Any], saved: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """``version`` and ``from`` (checkpoint, ledger, nothing, or finished), and the command; nothing is locked."""
+    from slime_cli.resume import total_steps
+    from slime_core.report import history
+
+    whole = next((row["version"] for row in saved if not row["damage"]), None)
+    answer: dict[str, Any] = {"version": 0, "from": "nothing", "command": f"slime run --resume {run_dir.path}"}
+    if info.get("status") == "finished" and info.get("version", 0) >= total_steps(config):
+        return answer | {"version": info.get("version", 0), "from": "finished", "command": None}
+    if whole is not None:
+        return answer | {"version": whole, "from": "checkpoint"}
+    if history.states(run_dir).get("issued"):
+        return answer | {"from": "ledger"}
+    return answer | {"command": None}
 
 
 def _status(info: dict[str, Any], holder: dict[str, Any] | None) -> str:
@@ -120,8 +162,10 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
             "machine": f"{config['device']}, {config['dtype']}, {config['cpu_threads']} threads",
             "seed": config["seed"],
             "steps": facts["version"],
+            "resume": _resume_line(facts["resume"]),
         }
     )
+    _print_starts(facts["starts"], facts["checkpoints"])
     heading("stages")
     columns = ("name", "steps", "of", "prompts_per_step", "samples_per_prompt", "loss_type", "lr", "tokens_per_second")
     print_table(
@@ -145,6 +189,30 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
         {"final model": facts["final"] or "none yet"}
         | ({"errors": "\n".join(facts["errors"])} if facts["errors"] else {})
     )
+
+
+def _resume_line(resume: dict[str, Any]) -> str:
+    begin = {
+        "finished": "all steps are done; --num-rollout asks for more",
+        "checkpoint": f"goes on from checkpoint {resume['version']}",
+        "ledger": "no checkpoint: starts again at version 0 from the ledger",
+        "nothing": "no checkpoint, and the ledger is empty: nothing to go on from",
+    }[resume["from"]]
+    return begin + (f"\n{resume['command']}" if resume["command"] else "")
+
+
+def _print_starts(starts: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    if len(starts) > 1:
+        heading("starts" + (f" (the last {SHOWN} of {len(starts)})" if len(starts) > SHOWN else ""))
+        keys = ("epoch", "started", "pid", "host", "from_version", "status", "version")
+        print_table(
+            ["epoch", "started", "pid", "host", "from", "ended as", "at"],
+            [[start.get(key) for key in keys] for start in starts[-SHOWN:]],
+        )
+    if saved:
+        heading("checkpoints")
+        rows = [[row["version"], f"{row['bytes'] / 2**20:.1f} MiB", row["damage"] or "whole"] for row in saved]
+        print_table(["version", "size", "state"], rows)
 
 
 def _print_metrics(stage: dict[str, Any], everything: bool) -> None:

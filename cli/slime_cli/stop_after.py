@@ -72,7 +72,7 @@ class StopAfter:
         self._margin = min(30.0, max(1.0, 0.02 * limit))
         self._steps: deque[float] = deque(maxlen=5)  # whole wall seconds of the last ones
         self._hard: deque[float] = deque(maxlen=5)  # of what a stop waits for
-        self._mark = clock()
+        self._last: tuple[str, float] | None = None  # stage and time of the step before
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -96,9 +96,12 @@ class StopAfter:
         now = self._clock()
         if any(key.startswith("eval/") for key in report.metrics):
             return  # its time counts with the step that comes after
-        self._steps.append(now - self._mark)
+        if self._last is not None and self._last[0] == report.stage:
+            self._steps.append(now - self._last[1])
+        else:  # setting up a stage is no part of a step
+            self._steps.append(sum(report.seconds.values()))
         self._hard.append(sum(seconds for part, seconds in report.seconds.items() if part not in CALM))
-        self._mark = now
+        self._last = report.stage, now
         if now + max(self._steps) + self.reserve > self._end:
             self._stop.ask(REASON)
         self.arm()
