@@ -24,6 +24,7 @@ COMMANDS = {
     "diff": "compare two runs, step by step",
     "config": "show, list and check keys",
     "plugins": "list, show, check and make plugins",
+    "buffer": "serve, watch and fill a buffer of rollouts made elsewhere",
     "doctor": "check this machine and installation",
 }
 """Sub-command -> its line in `slime --help`; the module has the same name."""
