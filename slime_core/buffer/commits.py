@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from slime_core.buffer.owner import Owner
 from slime_core.buffer.schema import connect, sqlite_error
 from slime_core.buffer.segments import Segments
 from slime_core.errors import StorageError
@@ -48,7 +49,9 @@ class _Call:
 
 
 class Commits:
-    """One SQLite connection on a thread of its own. ``forget`` is called there after a rollback.
+    """The connection of the process that owns ``path``, on a thread of its own.
+
+    ``forget`` is called there after a rollback.
 
     Example:
         commits = Commits(path, segments, forget=cache.clear)
@@ -62,7 +65,12 @@ class Commits:
         self._woken = False
         self.closed = False
         try:
-            self.db = self._thread.submit(connect, path).result()
+            self.owner = Owner(path)
+            try:
+                self.db = self._thread.submit(connect, path, self.owner.marks).result()
+            except BaseException:
+                self.owner.release()
+                raise
         except BaseException:
             self._thread.shutdown()
             raise
@@ -105,6 +113,7 @@ class Commits:
             last()
         finally:
             self.db.close()
+            self.owner.release()
 
     def _drain(self) -> None:
         while self._waiting:
@@ -155,7 +164,16 @@ class Commits:
         for call in sound:
             _reach(call.points.synced)
         self.db.execute("COMMIT")
+        self._note()
         self._answer(begun)
+
+    def _note(self) -> None:
+        marks = self.db.execute(
+            "SELECT (SELECT max(serial) FROM samples), (SELECT max(version) FROM steps)"
+        ).fetchone()
+        serial, step = marks[0] or 0, marks[1] or 0
+        if (serial, step) != self.owner.marks:
+            self.owner.note(serial, step)
 
     def _apply(self, call: _Call) -> None:
         call.error = None

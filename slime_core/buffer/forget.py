@@ -10,13 +10,22 @@ import sqlite3
 
 from slime_core import durable
 from slime_core.buffer.schema import DROPPED, TRAINED
-from slime_core.buffer.segments import Segments, storage_error
+from slime_core.buffer.segments import Segments
+from slime_core.durable import storage_error
 
-OLD = f"(state = {DROPPED} OR state = {TRAINED} AND (step < ? OR claim IS NOT NULL))"
+OLD = (
+    f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 "
+    f"OR state = {TRAINED} AND (step < ?1 OR step IS NULL AND claim IS NOT NULL))"
+)
+"""Samples that no version from ``?1`` on had a part in."""
 
 
 def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
-    """Rows of dropped samples, and of those that trained for an earlier version, name no payload any more."""
+    """Rows of samples that were dropped or trained before a version name no payload any more, and no turns."""
+    db.execute(
+        f"DELETE FROM turns WHERE serial IN (SELECT serial FROM turns JOIN samples USING (serial) WHERE {OLD})",
+        (before_version,),
+    )
     dead = f"SELECT serial FROM samples WHERE segment IS NOT NULL AND {OLD}"
     db.execute(f"DELETE FROM arrays WHERE serial IN ({dead})", (before_version,))
     db.execute(

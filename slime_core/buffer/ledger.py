@@ -11,14 +11,19 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.buffer.commits import Commits, Points
+from slime_core.buffer.copies import copy_database
+from slime_core.buffer.filesystem import database_path
 from slime_core.buffer.forget import forget_payloads, living, remove_segments
 from slime_core.buffer.reads import Reads
 from slime_core.buffer.rows import Rows
+from slime_core.buffer.schema import damaged
 from slime_core.buffer.segments import Segments
+from slime_core.durable import FileMark
 from slime_core.failpoints import failpoint
 from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import Batch, Group, Sample
@@ -36,16 +41,24 @@ REWIND = Points(before="ledger.rewind.before", after="ledger.rewind.after")
 class SqliteLedger:
     """The ledger of one run directory: ``ledger.sqlite`` and ``segments/``. Implements `protocols.Ledger`.
 
+    With ``ledger_dir`` the database lies in a folder of its own below that; segments stay where they are.
+
     Example:
         ledger = SqliteLedger(run_dir)
         await ledger.issue(groups)
         await ledger.finish(groups[0])
         assert (await ledger.counts())["issued"] == len(groups) * 8
+
+    Raises:
+        StorageError: STO110 not writable, STO113 another version's, STO116 another process holds it, STO117 damaged or
+            gone, STO118 on a network file system.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = Path(run_dir) / "ledger.sqlite"
+    def __init__(self, run_dir: Path, ledger_dir: Path | str = "") -> None:
+        self.path = database_path(Path(run_dir), Path(ledger_dir) if ledger_dir else None)
         self.segments = Segments(Path(run_dir) / "segments")
+        if not self.path.exists() and self.segments.ended():
+            raise damaged(self.path, "the ledger is gone", f"{self.segments.folder} has payloads that it named")
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
         self.rows = Rows(self.commits.db, self.segments, self.path)
         self.reads = Reads(self.commits.db, self.segments, self.path)
@@ -151,6 +164,14 @@ class SqliteLedger:
         await self.commits.run(lambda: forget_payloads(db, before_version), points=PRUNE)
         await self.commits.run(lambda: remove_segments(self.segments, living(db)))
         failpoint("ledger.prune.after")
+
+    async def backup(self, path: Path) -> FileMark:
+        """Copy the database, as it is committed now, into the new durable file ``path``; writers go on meanwhile.
+
+        Raises:
+            StorageError: ``path`` cannot be written.
+        """
+        return await asyncio.to_thread(copy_database, self.path, path)
 
     async def counts(self) -> Mapping[str, int]:
         """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""

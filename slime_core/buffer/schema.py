@@ -10,11 +10,14 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+from slime_core.buffer.owner import locker
 from slime_core.errors import StorageError
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
 SCHEMA_VERSION = 2
 BUSY_MS = 10_000
+CHECKED_BYTES = 64 << 20  # a file up to this size is checked whole when it is opened
+REPAIR = "python -m slime_core.buffer.repair RUN_DIR puts the newest checkpoint's copy in its place"
 
 PENDING, FINISHED, TRAINED, DROPPED = range(4)
 STATES = ("pending", "finished", "trained", "dropped")
@@ -92,23 +95,44 @@ END;
 """
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path, marks: tuple[int, int] = (0, 0)) -> sqlite3.Connection:
     """Open or create a ledger file: WAL, durable commits, transactions begun by hand.
+
+    ``marks`` are the last serial and step that are known to have been committed.
 
     Raises:
         StorageError: STO109 disk full, STO110 not writable, STO113 made by another version, STO116 in use, STO117
-            damaged.
+            damaged, or without what was committed.
     """
     try:
         db = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
         try:
             _prepare(db, path)
+            _check(db, path, marks)
         except BaseException:
             db.close()
             raise
     except sqlite3.Error as error:
         raise sqlite_error(error, path) from error
     return db
+
+
+def damaged(path: Path, what: str, why: str) -> StorageError:
+    """STO117, with the command that mends it."""
+    return StorageError(what, code="STO117", where=str(path), why=why, fix=REPAIR)
+
+
+def _check(db: sqlite3.Connection, path: Path, marks: tuple[int, int]) -> None:
+    serial, step = db.execute(
+        "SELECT coalesce((SELECT max(serial) FROM samples), 0), coalesce((SELECT max(version) FROM steps), 0)"
+    ).fetchone()
+    if serial < marks[0] or step < marks[1]:
+        lost = f"it has {serial} samples and {step} steps, and {marks[0]} and {marks[1]} were committed"
+        raise damaged(path, "the ledger has lost commits", f"{lost}: its -wal file was removed, or the file is older")
+    if path.stat().st_size <= CHECKED_BYTES:
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise damaged(path, "the ledger is damaged", str(found))
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
@@ -145,10 +169,12 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
         "SQLITE_PERM": ("STO110", "permission was denied", "make it writable, or choose another --run-dir"),
         "SQLITE_BUSY": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
         "SQLITE_LOCKED": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
-        "SQLITE_CORRUPT": ("STO117", "the file is damaged", "restore it, or start another run"),
-        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", "restore it, or start another run"),
+        "SQLITE_CORRUPT": ("STO117", "the file is damaged", REPAIR),
+        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", REPAIR),
     }
     for prefix, (code, why, fix) in kinds.items():
         if name.startswith(prefix):
+            if code == "STO116" and (pid := locker(path)):
+                why, fix = f"process {pid} holds it", f"one run directory has one run: stop process {pid}"
             return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=why, fix=fix)
     return StorageError(f"the ledger failed: {error}", where=str(path), why=name)

@@ -10,7 +10,6 @@ far durable and is called before the commit that names it.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import struct
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core import durable
+from slime_core.durable import storage_error
 from slime_core.errors import StorageError
 from slime_core.types import ArrayRef
 
@@ -128,7 +128,7 @@ class Segments:
             StorageError: STO112 the bytes are not those that were written; STO111 the file is gone.
         """
         with self._lock:
-            body = _read_at(self._reader(place.segment), place.offset, place.length)
+            body = _read_at(self._reader(place.segment), place.offset, place.length, self.path(place.segment))
         if len(body) != place.length or zlib.crc32(body) != place.crc32:
             raise _corrupt(self.path(place.segment), place.offset, place.length)
         return body
@@ -251,28 +251,12 @@ def read_array(folder: Path, ref: ArrayRef) -> NDArray[Any]:
     place = _place_of(folder, ref)
     fd = _open_reader(folder / ref.segment)
     try:
-        body = _read_at(fd, place.offset, place.length)
+        body = _read_at(fd, place.offset, place.length, folder / ref.segment)
     finally:
         os.close(fd)
     if len(body) != place.length or zlib.crc32(body) != place.crc32:
         raise _corrupt(folder / ref.segment, place.offset, place.length)
     return _as_array(body, ref)
-
-
-def storage_error(error: OSError, where: Path, what: str) -> StorageError:
-    """An operating system's error with what to do about it."""
-    kinds = {
-        errno.ENOSPC: ("STO109", "the disk is full", "free space, then slime run --resume RUN_DIR"),
-        errno.EDQUOT: ("STO109", "the quota is used up", "free space, then slime run --resume RUN_DIR"),
-        errno.EROFS: ("STO110", "the file system is read-only", "choose another folder with --run-dir"),
-        errno.EACCES: ("STO110", "permission was denied", "make the folder writable, or choose another: --run-dir"),
-        errno.EPERM: ("STO110", "permission was denied", "make the folder writable, or choose another: --run-dir"),
-        errno.ENOENT: ("STO111", "the file is gone", "put the run directory back as it was"),
-        errno.EMFILE: ("STO120", "too many files are open", "raise the limit: ulimit -n 4096"),
-        errno.EIO: ("STO121", "the device failed", "look at the disk (dmesg), then slime run --resume RUN_DIR"),
-    }
-    code, why, fix = kinds.get(error.errno or 0, ("STO00", str(error), "look at the file system of the run directory"))
-    return StorageError(what, code=code, where=str(where), why=why, fix=fix)
 
 
 def _place_of(folder: Path, ref: ArrayRef) -> Place:
@@ -310,19 +294,19 @@ def _open_reader(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise storage_error(error, path, "a segment cannot be read") from error
-    if _read_at(fd, 0, len(FILE_MAGIC)) != FILE_MAGIC:
+    if _read_at(fd, 0, len(FILE_MAGIC), path) != FILE_MAGIC:
         os.close(fd)
         raise StorageError(f"{path.name} is no segment file", code="STO112", where=str(path))
     return fd
 
 
-def _read_at(fd: int, offset: int, length: int) -> bytes:
+def _read_at(fd: int, offset: int, length: int, path: Path) -> bytes:
     pieces = []
     while length > 0:
         try:
             piece = os.pread(fd, min(length, 1 << 30), offset)
         except OSError as error:
-            raise storage_error(error, Path(f"/dev/fd/{fd}"), "a segment cannot be read") from error
+            raise storage_error(error, path, "a segment cannot be read") from error
         if not piece:
             break
         pieces.append(piece)

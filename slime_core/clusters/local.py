@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from slime_core.buffer.ledger import SqliteLedger
+from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.machine import engine_apart
 from slime_core.clusters.ranks import RankTrainer
@@ -47,7 +48,9 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
         trainer: Trainer
-        if world == 1:
+        if config.rollout.debug_rollout_only:
+            trainer = IdleTrainer(config, folder, thread)
+        elif world == 1:
             trainer = FsdpTrainer(
                 config, plugins, folder, thread=thread, device=config.cluster.device, errors=run_dir / "errors"
             )
@@ -64,7 +67,9 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         epoch = int(getattr(report.run_dir, "epoch", 0))
         engine: Engine
         turns: Turns
-        if engine_apart(config):
+        if config.rollout.debug_train_only:
+            engine, turns = AbsentEngine(), FreeTurns()
+        elif engine_apart(config):
             apart = EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread)
             engine, turns = await stack.enter_async_context(apart), FreeTurns()
             report.note(f"the engine has a process of its own, {apart.pid}, and runs ahead of training")
@@ -72,10 +77,10 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
         roles: dict[str, Engine] = {}
-        if teacher := teacher_of(config):
+        if (teacher := teacher_of(config)) and not config.rollout.debug_train_only:
             roles["teacher"] = await stack.enter_async_context(_teacher(config, teacher, folder, thread))
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
-        ledger = SqliteLedger(run_dir)
+        ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
         yield Parts(
             engines=engine,

@@ -27,7 +27,6 @@ class Row:
     place: int = 0
     step: int | None = None
     turns: list[Turn] = field(default_factory=list)
-    stored: bool = False
     stored: bool = False  # its payload
 
 
@@ -60,7 +59,6 @@ class MemoryLedger:
             row = self._row(sample, group.prompt)
             if row.state == "pending":
                 row.state, row.sample, row.place, row.stored = "finished", deepcopy(sample), place, True
-                row.stored = True
         kept = {sample.id for sample in group.samples}
         for name, row in self.rows.items():
             if row.prompt == group.prompt.id and row.state == "pending" and name not in kept:
@@ -149,8 +147,10 @@ class MemoryLedger:
     async def prune(self, before_version: int) -> None:
         """See `protocols.Ledger`."""
         for row in [*self.rows.values(), *self.older]:
-            old = row.state == "trained" and (row.step or 0) < before_version
-            row.stored = row.stored and not old and row.state != "dropped"
+            newest = max(row.sample.weight_versions, default=-1)
+            last = {"trained": row.step or 0, "dropped": newest}.get(row.state, before_version)
+            if last < before_version:
+                row.stored, row.turns = False, []
 
     async def counts(self) -> Mapping[str, int]:
         """See `protocols.Ledger`."""
@@ -202,7 +202,7 @@ class MemoryLedger:
         return Recalled(
             state=state,
             attempt=max(row.sample.attempt for row in rows),
-            version=kept[0].step or 0 if state == "trained" else 0,
+            version=max(row.step or 0 for row in rows if row.state == state) if state == "trained" else 0,
             samples=[deepcopy(row.sample) for row in kept if row.stored],
             drops=dict(Counter(row.reason for row in dropped if row not in kept)),
             last_reason=reasons[-1] if reasons else "",

@@ -255,7 +255,7 @@ def _issued(group: Group) -> Group:
     return Group(prompt=group.prompt, samples=samples, rollouts=rollouts)
 
 
-async def _refused(call: Awaitable[None], broken: str) -> None:
+async def _refused(call: Awaitable[object], broken: str) -> None:
     try:
         await call
     except SlimeError:
