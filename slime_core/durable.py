@@ -123,20 +123,6 @@ def sha256_of(path: Path) -> FileMark:
         return FileMark(size=file.tell(), sha256=digest.hexdigest())
 
 
-def sync_file(path: Path) -> FileMark:
-    """Make a file durable that another library wrote; the mark is of what it holds.
-
-    Raises:
-        OSError: the device failed.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        disk.sync(fd)
-    finally:
-        disk.close(fd)
-    return sha256_of(path)
-
-
 def storage_error(error: OSError, where: Path | str, what: str) -> StorageError:
     """What the system said, with the code and the fix that a user can look up: STO109, 110, 111, 120, 121 or STO00."""
     code, why, fix = {

@@ -106,8 +106,8 @@ class Checkpoints:
             marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
             failpoint("checkpoint.files")
             backup: Any = getattr(ledger, "backup", None)
-            if backup is not None:
-                await backup(aside / manifest.LEDGER)
+            if backup is not None and self._is_outside(ledger):
+                marks[manifest.LEDGER] = await backup(aside / manifest.LEDGER)
             await asyncio.to_thread(self._publish, aside, made, marks)
             self.seconds = max(self.seconds, time.monotonic() - began)
         except OSError as error:
@@ -121,8 +121,6 @@ class Checkpoints:
 
     def _publish(self, aside: Path, made: _Made, marks: dict[str, FileMark]) -> None:
         disk = durable.disk
-        if (aside / manifest.LEDGER).exists():
-            marks[manifest.LEDGER] = durable.sync_file(aside / manifest.LEDGER)
         marks[manifest.STATE] = durable.write_file(aside / manifest.STATE, [made.state])
         failpoint("checkpoint.state")
         manifest.compare(aside, marks, full=False)
@@ -137,6 +135,10 @@ class Checkpoints:
         self._aside = None
         failpoint("checkpoint.published")
         self._retire(made.version)
+
+    def _is_outside(self, ledger: Any) -> bool:
+        """Whether the run directory does not hold the ledger, which then goes with each checkpoint."""
+        return not Path(ledger.path).resolve().is_relative_to(self.folder.parent.resolve())
 
     def _is_there(self, version: int) -> bool:
         """Whether this version is published and whole; one that is not is set aside."""
