@@ -14,6 +14,7 @@ from slime_core.data.source import EvalSet, eval_sets
 from slime_core.errors import ConfigError
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.check import check_group, issued_ids
+from slime_core.rollout.dump import Dump
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.rewards import note_reward
 from slime_core.rollout.sampling import evaluation_params
@@ -33,7 +34,9 @@ class Evaluator:
         config = ctx.config
         self._vocab_size, self._plugins, self._report = engine_vocab, plugins, report
         self._ctx = replace(ctx, evaluation=True, sampling=evaluation_params(config))
-        self.sets = eval_sets(config, plugins, ctx.tokenizer, self._ctx)
+        absent = config.rollout.debug_train_only  # no engine, no evaluation
+        self.sets = [] if absent else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
+        self._dump = Dump(config, report.run_dir.path)
 
     async def run(self, version: int) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report."""
@@ -43,6 +46,7 @@ class Evaluator:
         for eval_set in self.sets:
             start = time.monotonic()
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
+            self._dump.write_evaluation(eval_set.name, version, ctx.stage, groups)
             metrics = evaluation_metrics(groups) | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
             self._report.evaluation(eval_set.name, version, metrics)

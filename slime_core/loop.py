@@ -11,6 +11,7 @@ never runs ahead.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -29,6 +30,8 @@ from slime_core.report.metrics import batch_metrics, ledger_metrics, rollout_met
 from slime_core.report.verification import write_verification
 from slime_core.resume import Progress, begin, positions, publish_folder
 from slime_core.rollout.collect import Collector
+from slime_core.rollout.dump import Dump
+from slime_core.rollout.dumped import DumpedGroups, let_go
 from slime_core.rollout.sampling import training_params
 from slime_core.stopping import Stop
 from slime_core.trainers.batch import make_batch
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
+    from slime_core.rollout.supply import Supply
 
 
 BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
@@ -91,7 +95,7 @@ async def run(
         for index, stage in list(enumerate(stages(config)))[progress.stage :]:
             await run_stage(stage, index, parts, plugins, report, progress, verify_step)
         await progress.checkpoints.settle()
-        if config.report.export_final:
+        if config.report.export_final and not config.rollout.debug_rollout_only:
             await export(parts, report)
         await progress.conserve()
     return progress.version
@@ -114,7 +118,7 @@ async def run_stage(
         tokenizer=parts.tokenizer,
         sampling=training_params(config),
         run_dir=report.run_dir.path,
-        version=progress.version,
+        version=served(config, progress.version),
         stage=stage_name(config),
         recall=parts.ledger.recall,
     )
@@ -123,27 +127,36 @@ async def run_stage(
         report.step(done)
         plugins.step_done(done, ctx)
 
-    steps, batch = config.rollout.num_rollout, config.rollout.rollout_batch_size
-    source = open_source(config, plugins, parts.tokenizer, ctx)
+    rollout = config.rollout
+    steps, batch = rollout.num_rollout, rollout.rollout_batch_size
+    trains_and_serves = not (rollout.debug_rollout_only or rollout.debug_train_only)
+    dump = Dump(config, report.run_dir.path, report.note)
+    source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
     evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
     await parts.trainer.begin(config)
     if progress.collector is None:
         progress.eval_due = not config.eval.skip_eval_before_train
     else:
         await progress.restore_trainer()
-    async with parts.turns.syncing():
-        await sync_weights(parts.trainer, parts.engines, progress.version)
-    async with Collector(
-        source=source,
-        ledger=parts.ledger,
-        plugins=plugins,
-        ctx=ctx,
-        vocab_size=parts.vocab_size,
-        steps=steps - progress.step,
-        note=report.note,
-        resumed=progress.resumed,
-        saved=progress.collector,
-    ) as collector:
+    if not rollout.debug_train_only:
+        async with parts.turns.syncing():
+            await sync_weights(parts.trainer, parts.engines, ctx.version)
+    collector: Supply = (
+        DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
+        if source is None
+        else Collector(
+            source=source,
+            ledger=parts.ledger,
+            plugins=plugins,
+            ctx=ctx,
+            vocab_size=parts.vocab_size,
+            steps=steps - progress.step,
+            note=report.note,
+            resumed=progress.resumed,
+            saved=progress.collector,
+        )
+    )
+    async with collector:
         await evaluate_if_due(evaluator, collector, progress)
         while progress.step < steps:
             version = progress.version
@@ -154,6 +167,9 @@ async def run_stage(
                 groups = await progress.stop.unless(collector.take(batch, recorded))
             if groups is None:
                 return await progress.preempt(collector)
+            if dump.saves:
+                with clock.part("dump"):
+                    await asyncio.to_thread(dump.write, version + 1, ctx.stage, groups)
             checked = partial(write_verification, report, version + 1) if version + 1 == verify_step else None
             metrics = await train_on(
                 groups, version, parts, plugins, ctx, clock, checked, exact=progress.exact or not recorded
@@ -161,14 +177,15 @@ async def run_stage(
             progress.version, progress.step = version + 1, progress.step + 1
             if config.rollout.async_schedule == "lockstep" and not await progress.stop.unless(collector.drain()):
                 return await progress.preempt()  # groups of the old weights are under way: this step is made again
-            with clock.part("sync"):
-                async with parts.turns.syncing():
-                    await sync_weights(parts.trainer, parts.engines, progress.version)
+            if trains_and_serves:
+                with clock.part("sync"):
+                    async with parts.turns.syncing():
+                        await sync_weights(parts.trainer, parts.engines, progress.version)
             failpoint("loop.synced")
             counts = collector.pop_counts()
-            collector.admit(progress.version)
-            metrics |= rollout_metrics(groups, version, counts.drops, counts.issued) | counts.metrics
-            metrics |= {f"data/{name}": float(count) for name, count in source.counts().items()}
+            collector.admit(served(config, progress.version))
+            metrics |= rollout_metrics(groups, served(config, version), counts.drops, counts.issued) | counts.metrics
+            metrics |= {f"data/{name}": float(count) for name, count in (source.counts() if source else {}).items()}
             metrics |= ledger_metrics(await parts.ledger.counts())
             report.samples(progress.version, groups)
             tell(
@@ -190,7 +207,12 @@ async def run_stage(
     progress.stage, progress.step, progress.collector, progress.eval_due = index + 1, 0, None, True
 
 
-async def evaluate_if_due(evaluator: Evaluator, collector: Collector, progress: Progress) -> None:
+def served(config: Config, version: int) -> int:
+    """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
+    return 0 if config.rollout.debug_rollout_only else version
+
+
+async def evaluate_if_due(evaluator: Evaluator, collector: Supply, progress: Progress) -> None:
     """Evaluate the version that is being served.
 
     Raises:
@@ -226,6 +248,9 @@ async def train_on(
     compares the weights with those that it recorded, where the step was made before.
     """
     batch: Batch = make_batch(version, ctx.stage, groups)
+    if ctx.config.rollout.debug_rollout_only:
+        await let_go(parts.ledger, groups)
+        return batch_metrics(batch)
     await parts.ledger.journal(batch)
     train = ctx.config.train
     async with parts.turns.training():

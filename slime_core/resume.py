@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.rollout.collect import Collector
+    from slime_core.rollout.supply import Supply
     from slime_core.stopping import Stop
 
 
@@ -50,7 +50,7 @@ class Progress:
     stalled: float = 0.0  # seconds that the last checkpoint took from the run
     _saved: int = field(default=-1)  # version of the last checkpoint
 
-    async def step_done(self, collector: Collector, *, last: bool) -> None:
+    async def step_done(self, collector: Supply, *, last: bool) -> None:
         """After a step: a checkpoint where one is due.
 
         Raises:
@@ -65,7 +65,7 @@ class Progress:
         if self.stop.reason and not last:
             await self.preempt(collector)
 
-    async def save(self, collector: Collector) -> None:
+    async def save(self, collector: Supply) -> None:
         """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off."""
         start = time.monotonic()
         await self.conserve()
@@ -90,7 +90,7 @@ class Progress:
         self._saved = self.version
         self.stalled = time.monotonic() - start
 
-    async def preempt(self, collector: Collector | None = None) -> None:
+    async def preempt(self, collector: Supply | None = None) -> None:
         """Checkpoint, unless this moment has one or cannot have one (no ``collector``), and end.
 
         Raises:

@@ -24,7 +24,7 @@ import numpy as np
 
 from slime_core.buffer import segments
 from slime_core.buffer.codec import decode, encode
-from slime_core.durable import replace_file
+from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.types import ArrayRef, Group, Prompt, Sample
 
@@ -83,7 +83,7 @@ def write_dump(path: Path, groups: Sequence[Group], about: About, *, arrays: Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        raise segments.storage_error(error, path, "a dump of rollouts cannot be written") from error
+        raise storage_error(error, path, "a dump of rollouts cannot be written") from error
 
 
 def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Group]:
@@ -165,6 +165,11 @@ class Dump:
         self._arrays: segments.Segments | None = None
         if self._save is not None:
             _check_own(self._save, run_dir)
+
+    @property
+    def saves(self) -> bool:
+        """Whether steps are written."""
+        return self._save is not None
 
     @property
     def loads(self) -> bool:
@@ -311,7 +316,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise segments.storage_error(error, path, "a dump of rollouts cannot be read") from error
+        raise storage_error(error, path, "a dump of rollouts cannot be read") from error
 
 
 def _header(data: bytes, path: Path) -> tuple[dict[str, Any], int]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from slime_core.rollout.collect import Counts
-from slime_core.types import Group
+from slime_core.rollout.supply import Counts
+from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Ledger
     from slime_core.rollout.dump import Dump
+
+ROLLED_OUT = "debug_rollout_only"
+
+
+async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
+    """End a step of a run that only rolls out: its samples become dropped(debug_rollout_only).
+
+    Their payloads stay, so a run that goes on from a checkpoint before it takes the same groups again.
+    """
+    await ledger.drop([([sample for group in groups for sample in group.samples], Drop(reason=ROLLED_OUT))])
 
 
 class DumpedGroups:
@@ -68,8 +78,9 @@ class DumpedGroups:
         self._counts.tokens += sum(sample.response_length for group in groups for sample in group.samples)
         return groups
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Nothing is ever in flight."""
+        return True
 
     def admit(self, version: int) -> None:
         """Say that the taken groups are trained."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from slime_core.types import Prompt
+    from slime_core.types import Group, Prompt
 
 
 class Source(Protocol):
@@ -24,6 +25,30 @@ class Source(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`."""
+        ...
+
+
+class Supply(AbstractAsyncContextManager["Supply"], Protocol):
+    """Where a step's groups come from: a collector, or a dump in its place."""
+
+    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
+        """The next step's groups; waits for them."""
+        ...
+
+    async def drain(self) -> bool:
+        """Wait until nothing is in flight under the old weights."""
+        ...
+
+    def admit(self, version: int) -> None:
+        """Say that the taken groups are trained and ``version`` is being served."""
+        ...
+
+    def pop_counts(self) -> Counts:
+        """The counts since the last call."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
         ...
 
 

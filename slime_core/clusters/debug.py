@@ -1,0 +1,128 @@
+"""What stands where nothing is: an engine that refuses (`debug_train_only`), a trainer that does not train
+(`debug_rollout_only`) and only hands out the weights that the run starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slime_core.errors import EngineError, TrainerError
+from slime_core.protocols import Ability, PauseMode, Role
+from slime_core.types import WeightUpdate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.config.schema import Config
+    from slime_core.durable import FileMark
+    from slime_core.threads import TorchThread
+    from slime_core.types import Batch, Columns, Completion, GenerateRequest
+    from slime_core.weights.folder import ModelFolder
+
+
+class AbsentEngine:
+    """Implements `protocols.Engine` by refusing whatever would need one."""
+
+    abilities: frozenset[Ability] = frozenset()
+    version = -1
+    epoch = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Refused."""
+        self._refuse(f"request {request.id} asked it to generate")
+
+    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+        """Refused."""
+        self._refuse("it was asked for log-probs")
+
+    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+        """Nothing is under way."""
+        return []
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Refused: weights are not sent where nothing serves them."""
+        self._refuse(f"version {update.version} was sent to it")
+
+    async def fingerprints(self) -> dict[str, str]:
+        """It serves nothing."""
+        return {}
+
+    async def pause(self, mode: PauseMode) -> None:
+        """It is quiet."""
+
+    async def resume(self) -> None:
+        """It stays quiet."""
+
+    async def release(self, what: set[str]) -> None:
+        """It holds nothing."""
+
+    async def reacquire(self, what: set[str]) -> None:
+        """It needs nothing."""
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise EngineError(
+            "this run has no engine",
+            code="ENG84",
+            where="rollout.debug_train_only",
+            why=f"debug_train_only trains on a dump, and {why}",
+            fix="--no-debug-train-only",
+        )
+
+
+class IdleTrainer:
+    """Implements `protocols.Trainer` with the weights of the folder, or of the seed, and nothing that changes them."""
+
+    def __init__(self, config: Config, folder: ModelFolder, thread: TorchThread) -> None:
+        self._seed, self._folder, self._thread = config.seed, folder, thread
+
+    async def begin(self, stage: Config) -> None:
+        """A stage needs nothing here."""
+
+    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Refused."""
+        self._refuse("score")
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """Refused."""
+        self._refuse("step")
+
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """Refused."""
+        self._refuse("verify")
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """The starting weights, built for this call and not kept."""
+        model = await self._thread.run(self._folder.build_model, dtype="float32", seed=self._seed)
+        return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=dict(model.state_dict()))
+
+    async def save(self, path: Path) -> None:
+        """There is no state."""
+
+    async def saved(self) -> dict[str, FileMark]:
+        """No file was written."""
+        return {}
+
+    async def restore(self, path: Path) -> None:
+        """There is no state."""
+
+    async def fingerprint(self) -> str:
+        """None is taken: nothing is trained."""
+        return ""
+
+    async def export(self, path: Path) -> None:
+        """Refused: it would be the model that the run started from."""
+        self._refuse("export")
+
+    async def release(self, what: set[str]) -> None:
+        """It holds nothing."""
+
+    async def reacquire(self, what: set[str]) -> None:
+        """It needs nothing."""
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise TrainerError(
+            f"this run does not train, and {call} was called",
+            where="rollout.debug_rollout_only",
+            fix="--no-debug-rollout-only",
+        )
