@@ -26,6 +26,7 @@ from slime_core.context import Context
 from slime_core.data.source import open_source
 from slime_core.evaluate import Evaluator
 from slime_core.failpoints import failpoint
+from slime_core.notices import NOTICES
 from slime_core.report.metrics import batch_metrics, ledger_metrics, rollout_metrics
 from slime_core.report.verification import write_verification
 from slime_core.resume import Progress, begin, positions, publish_folder
@@ -90,6 +91,7 @@ async def run(
         SlimeError: bad data, a plugin, engine or trainer that failed; the ledger then holds everything up to there.
     """
     config = resolve_machine(config)
+    NOTICES.to(report.note)
     async with cluster(config, plugins, report) as parts:
         progress = await begin(config, plugins, report, parts, found=found, stop=stop or Stop(), exact=exact)
         for index, stage in list(enumerate(stages(config)))[progress.stage :]:
@@ -186,7 +188,7 @@ async def run_stage(
             collector.admit(served(config, progress.version))
             metrics |= rollout_metrics(groups, served(config, version), counts.drops, counts.issued) | counts.metrics
             metrics |= {f"data/{name}": float(count) for name, count in (source.counts() if source else {}).items()}
-            metrics |= ledger_metrics(await parts.ledger.counts())
+            metrics |= ledger_metrics(await parts.ledger.counts()) | plugins.pop_metrics()
             report.samples(progress.version, groups)
             tell(
                 StepReport(

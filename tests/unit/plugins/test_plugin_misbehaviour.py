@@ -1,0 +1,441 @@
+"""Plugin code that changes what is not its own, harms the process, answers by chance, or keeps what cannot be saved."""
+
+import asyncio
+import locale
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from slime_core.config.schema import Config
+from slime_core.errors import PluginError
+from slime_core.notices import NOTICES
+from slime_core.seeds import seed_of
+from slime_core.types import Batch, Group, Prompt, Sample, StepReport
+
+pytestmark = pytest.mark.unit
+
+WATCHED = {"report": {"check_hooks": True}}
+HOOK = "@slime_core.hookimpl\n{kind} {hook}({takes}):\n    {body}\n"
+
+
+def hook(name, takes, body, kind="def"):
+    return HOOK.format(kind=kind, hook=name, takes=takes, body=body)
+
+
+@pytest.fixture
+def said():
+    """What was said to people."""
+    lines = []
+    NOTICES.to(lines.append)
+    yield lines
+    NOTICES.to(None)
+
+
+@pytest.fixture
+def generated(group):
+    """The group with responses, as a reward sees it."""
+    for sample in group.samples:
+        sample.append_response([3, 4], [-0.5, -0.25], text="12", version=0)
+        sample.reward = 1.0
+    return group
+
+
+def batch():
+    return Batch(
+        version=3,
+        sample_ids=["main/3-0", "main/3-1"],
+        tasks=["default"] * 2,
+        group=np.array([3, 3]),
+        rollout=np.array([6, 7]),
+        reward=np.array([1.0, 0.0]),
+        tokens=np.array([2, 12, 3, 2, 12, 4], np.int32),
+        offsets=np.array([0, 3, 6]),
+        loss_mask=np.ones(2, np.float32),
+        response_offsets=np.array([0, 1, 2]),
+        columns={"advantages": np.ones(2, np.float32)},
+    )
+
+
+def report():
+    return StepReport(version=4, stage="main", step=3, of=9, metrics={"loss": 1.0, "bad": float("nan")}, seconds={})
+
+
+def given_to(name, group):
+    """The facade's method of a hook, and what it is called with."""
+    return {
+        "slime_sampling": ("sampling", group.prompt),
+        "slime_generate": ("generate", group),
+        "slime_sample_done": ("sample_done", group.samples[0]),
+        "slime_reward": ("reward", group),
+        "slime_filter": ("filter", group),
+        "slime_batch": ("batch", batch()),
+        "slime_step_done": ("step_done", report()),
+    }[name]
+
+
+def ask(plugins, name, group, ctx, **sections):
+    used = type(ctx)(**{**{n: getattr(ctx, n) for n in ctx.__slots__}, "config": Config(**sections)})
+    method, given = given_to(name, group)
+    found = getattr(plugins, method)(given, used)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+ANSWERS = {
+    "slime_reward": "return [1.0, 1.0]",
+    "slime_generate": "return group",
+    "slime_sampling": "return ctx.sampling",
+}
+TAKES = {
+    "slime_sampling": "prompt, ctx",
+    "slime_sample_done": "sample, ctx",
+    "slime_batch": "batch, ctx",
+    "slime_step_done": "report, ctx",
+}
+
+
+def changing(load, group, ctx, name, change, **sections):
+    body = f"{change}; {ANSWERS.get(name, 'return None')}"
+    plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), body))
+    return ask(plugins, name, group, ctx, **sections)
+
+
+EASY = [
+    ("slime_reward", "group.samples[1].tokens.append(5)", "tokens of sample 1 of group 'main/3'"),
+    ("slime_reward", "group.samples[1].tokens = [1, 2]", "tokens of sample 1 of group 'main/3'"),
+    ("slime_reward", "group.samples[0].response_length = 1", "response_length of sample 0"),
+    ("slime_reward", "group.samples[0].rollout_log_probs = [-9.0, -9.0]", "rollout_log_probs of sample 0"),
+    ("slime_reward", "group.samples[0].id = 'x'", "id of sample 0"),
+    ("slime_reward", "group.samples.reverse()", "id of sample 0"),
+    ("slime_reward", "group.samples.pop()", "samples of group 'main/3'"),
+    ("slime_reward", "group.rollouts.clear()", "rollouts of group 'main/3'"),
+    ("slime_reward", "group.prompt.tokens.clear()", "tokens of prompt 'main/3'"),
+    ("slime_filter", "group.samples[0].reward = 5.0", "reward of sample 0"),
+    ("slime_filter", "group.samples[0].tokens.pop()", "tokens of sample 0"),
+    ("slime_sample_done", "sample.weight_versions.clear()", "weight_versions of the sample"),
+    ("slime_sampling", "prompt.tokens.append(1)", "tokens of prompt 'main/3'"),
+    ("slime_generate", "group.prompt.tokens.append(1)", "tokens of prompt 'main/3'"),
+    ("slime_batch", "batch.sample_ids.append('x')", "sample_ids of the batch"),
+    ("slime_batch", "batch.tokens = batch.tokens[:-1]", "tokens of the batch"),
+    ("slime_step_done", "report.metrics['loss'] = 0.0", "metrics of the report"),
+    ("slime_step_done", "report.metrics.clear()", "metrics of the report"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "told"), EASY)
+def test_61_a_hook_that_changes_what_it_may_only_read_is_named_with_field_and_id(
+    load, generated, ctx, name, change, told
+):
+    """Case 61: found always, because it is nearly free to find."""
+    with pytest.raises(PluginError) as caught:
+        changing(load, generated, ctx, name, change)
+    error = caught.value
+    assert error.code == "PLG61"
+    assert f"geo.{name} changed {told}" in error.what
+    assert "geo (dist-geo==1.0)" in error.where
+
+
+HIDDEN = [
+    ("slime_reward", "group.samples[1].tokens[4] = 9", "tokens of sample 1"),
+    ("slime_reward", "group.samples[1].rollout_log_probs[0] = -9.0", "rollout_log_probs of sample 1"),
+    ("slime_filter", "group.samples[0].tokens[0] = 1", "tokens of sample 0"),
+    ("slime_sample_done", "sample.weight_versions[0] = 7", "weight_versions of the sample"),
+    ("slime_batch", "batch.tokens[0] = 5", "tokens of the batch"),
+    ("slime_batch", "batch.sample_ids.reverse()", "sample_ids of the batch"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "told"), HIDDEN)
+def test_61_a_change_inside_a_list_is_found_by_its_hash_where_hooks_are_watched(
+    load, generated, ctx, name, change, told
+):
+    """Case 61: in the debug mode."""
+    with pytest.raises(PluginError, match="changed") as caught:
+        changing(load, generated, ctx, name, change, **WATCHED)
+    assert caught.value.code == "PLG61"
+    assert told in caught.value.what
+
+
+@pytest.mark.parametrize("watched", [{}, WATCHED], ids=["unwatched", "watched"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "slime_reward",
+            "group.samples[0].metadata['why'] = 'x'; group.samples[0].tokens = list(group.samples[0].tokens)",
+        ),
+        ("slime_filter", "group.samples[0].remove_sample = True"),
+        ("slime_sample_done", "sample.train_metadata['a'] = 1"),
+        ("slime_generate", "group.samples[0].append_response([1], [-0.1])"),
+        ("slime_batch", "batch.columns['advantages'] *= 2; batch.loss_mask[0] = 0"),
+        ("slime_step_done", "dict(report.metrics, more=1)"),
+    ],
+)
+def test_61_what_a_hook_may_do_is_no_change(load, generated, ctx, name, change, watched):
+    """Case 61: annotations, columns, and copies with the same content."""
+    changing(load, generated, ctx, name, change, **watched)
+
+
+def test_61_an_estimator_may_not_change_the_batch_that_it_scores(load):
+    """Case 61: estimators are given arrays."""
+    source = (
+        "from slime_core import Estimator\nimport numpy as np\n"
+        "def fn(batch, train):\n    batch.reward[0] = 9.0\n    return {'advantages': np.ones(2, np.float32)}\n"
+        + hook("slime_advantage", "", "return [Estimator(name='mine', fn=fn)]")
+    )
+    plugins = load({**WATCHED, "train": {"advantage_estimator": "mine"}}, geo=source)
+    with pytest.raises(PluginError, match="changed reward of the batch") as caught:
+        plugins.advantage(batch(), {}, Config(train={"advantage_estimator": "mine"}).train)
+    assert caught.value.code == "PLG61"
+
+
+HARMS = [
+    ("os.chdir('/')", "changed the working folder to /"),
+    ("locale.setlocale(locale.LC_ALL, 'C')", "changed the locale"),
+]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
+@pytest.mark.parametrize(("harm", "told"), HARMS, ids=["chdir", "locale"])
+def test_62_what_belongs_to_the_process_is_put_back_and_told(
+    load, generated, ctx, said, tmp_path, monkeypatch, harm, told, kind
+):
+    """Case 62: the working folder and the locale."""
+    monkeypatch.chdir(tmp_path)
+    before = locale.setlocale(locale.LC_ALL)
+    other = "C.UTF-8" if before == "C" else "C"
+    harm = harm.replace("'C'", repr(other))
+    plugins = load(geo="import os, locale\n" + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", kind))
+    ask(plugins, "slime_reward", generated, ctx)
+    assert os.getcwd() == str(tmp_path)
+    assert locale.setlocale(locale.LC_ALL) == before
+    assert len(said) == 1
+    assert said[0].startswith(f"geo.slime_reward {told}")
+    assert "prompt 'main/3'" in said[0]
+
+
+@pytest.mark.parametrize("name", ["slime_sampling", "slime_generate"])
+def test_62_signal_handlers_are_put_back_and_told(load, generated, ctx, said, name):
+    """Case 62: a handler can be set on the main thread, where these hooks run."""
+    before = signal.getsignal(signal.SIGTERM)
+    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {ANSWERS[name]}"
+    kind = "async def" if name == "slime_generate" else "def"
+    plugins = load(geo="import signal\n" + hook(name, TAKES.get(name, "group, ctx"), body, kind))
+    ask(plugins, name, generated, ctx)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert said == [line for line in said if line.startswith(f"geo.{name} changed the handler of SIGTERM")]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        ("random.random()", "Python's random"),
+        ("numpy.random.seed(1)", "numpy.random"),
+        ("numpy.random.rand()", "numpy.random"),
+        ("torch.rand(1)", "torch's generator"),
+    ],
+)
+def test_62_draws_from_global_generators_are_told_where_hooks_are_watched(load, generated, ctx, said, draw, told):
+    """Case 62: they are not put back, or every call of the hook would draw the same."""
+    source = "import random, numpy, torch\n" + hook("slime_reward", "group", f"{draw}; return [1.0, 1.0]")
+    plugins = load(geo=source)
+    ask(plugins, "slime_reward", generated, ctx)
+    assert said == []
+    np.random.seed(77)
+    before = random.getstate()
+    ask(plugins, "slime_reward", generated, ctx, **WATCHED)
+    assert len(said) == 1
+    assert f"geo.slime_reward drew from {told}" in said[0]
+    assert "seed_of" in said[0]
+    assert (random.getstate() == before) == (told != "Python's random")
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
+def test_62_a_hook_that_only_looks_says_nothing(load, generated, ctx, said, kind):
+    """Case 62: no false alarm."""
+    plugins = load(geo=hook("slime_reward", "group", "return [1.0, 1.0]", kind))
+    ask(plugins, "slime_reward", generated, ctx, **WATCHED)
+    assert said == []
+
+
+def in_process(source, timeout=60):
+    """Run a program of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", textwrap.dedent(source)]
+    return subprocess.run(program, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+MADE = """
+    import asyncio, os, signal, sys, threading, time
+    from pathlib import Path
+    from slime_core.errors import PluginError
+    from slime_core.plugins.boundary import HookThreads, call, call_now
+    from slime_core.plugins.calls import WATCH
+    from slime_core.plugins.provider import Answer, Provider
+
+    def answer(fn, hook="slime_reward"):
+        provider = Provider(name="geo", origin="dist-geo==1.0", source="plugin", home=Path("<string>"))
+        return Answer(provider=provider, hook=hook, fn=fn, takes=frozenset())
+
+    def ask(fn, deadline=0.3):
+        return asyncio.run(call(HookThreads(), answer(fn), {}, about="prompt 'main/3'", deadline=deadline, key="k"))
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "async", "now"])
+def test_62_the_child_of_a_hook_that_forks_does_not_come_back_into_our_code(kind, tmp_path):
+    """Case 62: the parent goes on, the child ends."""
+    call = {"thread": "ask(forks)", "async": "ask(later)", "now": "call_now(answer(forks), {}, about='x')"}[kind]
+    done = in_process(
+        MADE
+        + f"""
+    def forks():
+        child = os.fork()
+        if child:
+            open({str(tmp_path / "status")!r}, "w").write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        return child and 1
+
+    async def later():
+        return forks()
+
+    value = {call}
+    print("once", value)
+    """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "once 1\n"
+    assert (tmp_path / "status").read_text() == "70"
+    assert "a hook forked" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["async", "now"])
+def test_62_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
+    """Case 62: only a KeyboardInterrupt that the plugin raises itself is contained."""
+    call = {"async": "ask(later, 30)", "now": "call_now(answer(spins), {}, about='x')"}[kind]
+    done = in_process(
+        MADE
+        + f"""
+    def spins():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            pass
+
+    async def later():
+        spins()
+
+    try:
+        {call}
+    except KeyboardInterrupt:
+        print("interrupted")
+    """
+    )
+    assert done.stdout == "interrupted\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("slime_sampling", "def"), ("slime_generate", "async def"), ("slime_reward", "def")]
+)
+def test_62_a_keyboard_interrupt_that_a_plugin_raises_is_its_own(load, generated, ctx, name, kind):
+    """Case 62: on the main thread and on others."""
+    plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), "raise KeyboardInterrupt", kind))
+    with pytest.raises(PluginError) as caught:
+        ask(plugins, name, generated, ctx)
+    assert caught.value.code == "PLG62"
+
+
+def positions(seed, judged):
+    return [p for p in range(1000) if (seed_of(seed, "twice", p) % 100 == 0) == judged]
+
+
+def numbered(position):
+    prompt = Prompt(id=f"main/{position}", position=position, prompt="1", tokens=[1])
+    samples = [Sample(id=f"main/{position}-{j}", tokens=[1]) for j in range(2)]
+    return Group(prompt=prompt, samples=samples, rollouts={0: [0], 1: [1]})
+
+
+UNSTABLE = "calls = []\n" + hook("slime_reward", "group", "calls.append(1); return [0.5, float(len(calls))]")
+
+
+def test_63_one_group_in_a_hundred_is_judged_twice_and_a_difference_is_told_and_counted(load, ctx, said):
+    """Case 63: a notice with plugin and sample ids and a metric, never an error."""
+    plugins = load(geo=UNSTABLE)
+    position = positions(0, True)[0]
+    found = ask(plugins, "slime_reward", numbered(position), ctx, **WATCHED)
+    assert [r.value for r in found] == [0.5, 1.0], "the first judgement counts"
+    assert len(said) == 1
+    assert f"geo.slime_reward judged main/{position}-1 twice" in said[0]
+    assert "had 1, then 2" in said[0]
+    assert plugins.pop_metrics() == {"reward/judged_twice": 1.0, "reward/unstable": 1.0}
+    assert plugins.pop_metrics() == {}
+
+
+def test_63_most_groups_and_every_group_of_an_unwatched_or_free_run_are_judged_once(load, ctx, said):
+    """Case 63: the choice is a function of seed and position."""
+    twice, once = positions(0, True), positions(0, False)
+    assert len(twice) == pytest.approx(10, abs=8)
+    assert twice != positions(1, True)
+    free = {"rollout": {"max_staleness": 1, "async_schedule": "free"}}
+    plugins = load(geo=UNSTABLE)
+    for position, sections in ((once[0], WATCHED), (twice[0], {}), (twice[0], {**WATCHED, **free})):
+        ask(plugins, "slime_reward", numbered(position), ctx, **sections)
+        assert plugins.pop_metrics() == {}
+    assert said == []
+
+
+def test_63_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
+    """Case 63: nor does it see what its first call left in the group."""
+    body = "group.samples[0].metadata['n'] = group.samples[0].metadata.get('n', 0) + 1; "
+    body += "return [float(group.samples[0].metadata['n']), 0.0]"
+    plugins = load(geo=hook("slime_reward", "group", body))
+    ask(plugins, "slime_reward", numbered(positions(0, True)[0]), ctx, **WATCHED)
+    assert plugins.pop_metrics() == {"reward/judged_twice": 1.0, "reward/unstable": 0.0}
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("holder", "told"),
+    [
+        ("class H:\n    def load(self, s): pass\n", "returned a H without state()"),
+        ("class H:\n    state = {}\n    load = None\n", "returned a H without state and load()"),
+        ("class H:\n    def state(self): return 3\n    def load(self, s): pass\n", "gave a int"),
+        ("class H:\n    def state(self): return {}['a']\n    def load(self, s): pass\n", "KeyError: 'a'"),
+    ],
+)
+def test_64_a_state_that_cannot_be_kept_is_named_with_its_plugin(load, holder, told):
+    """Case 64: the holder's side; what is no JSON is the checkpoint's side."""
+    plugins = load(geo=holder + hook("slime_state", "", "return H()"))
+    with pytest.raises(PluginError) as caught:
+        plugins.state()
+    assert caught.value.code == "PLG64"
+    assert told in caught.value.what
+    assert "geo" in caught.value.where
+
+
+def test_64_a_state_that_cannot_be_loaded_is_named_with_its_plugin(load):
+    """Case 64, and 65's other half: load() raises on what an older version kept."""
+    source = "class H:\n    def state(self): return {}\n    def load(self, s): self.level = s['level']\n"
+    plugins = load(geo=source + hook("slime_state", "", "return H()"))
+    plugins.load_state({"geo": {"level": 1}})
+    plugins.load_state({"other": {}})
+    with pytest.raises(PluginError) as caught:
+        plugins.load_state({"geo": {}})
+    assert caught.value.code == "PLG64"
+    assert "geo.slime_state failed for load(state): KeyError: 'level'" in caught.value.what
+    assert "geo_plugin_module.py:4" in caught.value.where
+
+
+@pytest.mark.parametrize(("name", "helps"), [("slime_reward", True), ("slime_sampling", True), ("slime_batch", False)])
+def test_56_hooks_of_steps_are_not_told_to_drop_groups(load, generated, ctx, name, helps):
+    """Case 56: the fix that is named is one that helps."""
+    plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), "raise ValueError('no')"))
+    with pytest.raises(PluginError) as caught:
+        ask(plugins, name, generated, ctx)
+    assert caught.value.code == "PLG56"
+    assert ("on_plugin_error=drop" in caught.value.fix) == helps
