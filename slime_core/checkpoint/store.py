@@ -216,6 +216,10 @@ class Checkpoints:
         self._note(f"DAMAGED CHECKPOINT {path.name}: {error}; it is now {corrupt.name}")
         return corrupt
 
+    def oldest(self) -> int | None:
+        """The version of the oldest checkpoint that is kept; None where there is none."""
+        return min((version for version, _ in manifest.names_in(self.folder)), default=None)
+
     def latest(self, *, strict: bool = False) -> Found | None:
         """The newest checkpoint whose every file is what was written; None where there is none.
 
@@ -224,9 +228,8 @@ class Checkpoints:
         Raises:
             StorageError: with ``strict``, STO111 or STO112 of the newest; always, STO113 written by another slime.
         """
-        known = manifest.names_in(self.folder)
         lost: int | None = None
-        for version, path in known:
+        for version, path in manifest.names_in(self.folder):
             try:
                 found = manifest.read(path, version)
             except StorageError as error:
@@ -239,16 +242,10 @@ class Checkpoints:
             self._tell(lost, version)
             return found
         self._tell(lost, 0)
-        aside = sorted(self.folder.glob(f"{manifest.ASIDE}*"))
+        aside = len(list(self.folder.glob(f"{manifest.ASIDE}*")))
         if aside and lost is None:
-            self._note(
-                f"no complete checkpoint in {self.folder}: {len(aside)} were being written when their run ended"
-            )
+            self._note(f"no complete checkpoint in {self.folder}, {aside} were being written when a run ended")
         return None
-
-    def oldest(self) -> int | None:
-        """The lowest version that is published; None where there is no checkpoint."""
-        return min((version for version, _ in manifest.names_in(self.folder)), default=None)
 
     def _tell(self, lost: int | None, version: int) -> None:
         if lost is not None:
