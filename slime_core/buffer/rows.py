@@ -8,7 +8,7 @@ issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slime_core.buffer.codec import encode, plain_reward
@@ -48,6 +48,17 @@ LATEST = "SELECT serial, state, attempt, step, claim FROM samples WHERE id = ? O
 def of_prompt(prompt_id: str) -> tuple[str, str, int]:
     """The parameters of ``OF_PROMPT``."""
     return f"{prompt_id}-", f"{prompt_id}.", len(prompt_id) + 2
+
+
+def apply_once(db: sqlite3.Connection, client: str, message: int, acknowledged: int, work: Callable[[], None]) -> None:
+    """Do ``work`` unless this message of another process was applied before; the transaction remembers that it was.
+
+    The process has the answers of its messages up to ``acknowledged``: it will not send them again.
+    """
+    db.execute("DELETE FROM applied WHERE client = ? AND message <= ?", (client, acknowledged))
+    new = db.execute("INSERT INTO applied VALUES (?, ?) ON CONFLICT DO NOTHING", (client, message)).rowcount
+    if new:
+        work()
 
 
 class Rows:
