@@ -7,6 +7,7 @@ The door lives on a thread of its own and hands requests to the loop that the en
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import socket
 import threading
@@ -33,10 +34,11 @@ class Refused(Exception):
 
 
 class Door:
-    """An HTTP server on a free port; ``handle`` runs on ``loop``."""
+    """An HTTP server on a free port; ``handle`` runs on ``loop``. With a ``token``, each request must bear it."""
 
-    def __init__(self, handle: Handler, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, handle: Handler, loop: asyncio.AbstractEventLoop, token: str = "") -> None:
         self._handle, self._engine_loop = handle, loop
+        self._bearer = f"Bearer {token}".encode() if token else b""
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -91,7 +93,7 @@ class Door:
                 method, path, headers = _parse(head)
                 status, answer = await self._answer(method, path, headers, reader)
                 self.served[status] += 1
-                stay = headers.get("connection", "").lower() != "close" and status < 500
+                stay = headers.get("connection", "").lower() != "close" and status < 500 and status != 401
                 body = json.dumps(answer).encode()
                 writer.write(
                     f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\ncontent-type: application/json\r\n"
@@ -108,6 +110,9 @@ class Door:
         try:
             if "origin" in headers or headers.get("host", LOOPBACK).split(":")[0] not in (LOOPBACK, "localhost"):
                 raise Refused(403, "only programs of this machine may ask")
+            given = headers.get("authorization", "").encode("latin-1")
+            if self._bearer and not hmac.compare_digest(given, self._bearer):
+                raise Refused(401, "the token is missing or wrong")
             length = _length(headers)
             body = await reader.readexactly(length)
             route = path.split("?")[0].rstrip("/")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from slime_core.builtin.buffer_rollout import BufferRollout, judged
 from slime_core.compat import listeners, owners, rollouts, shapes
 from slime_core.compat.finder import Finder, refuse_real
 from slime_core.compat.locate import locate
@@ -16,6 +17,7 @@ from slime_core.compat.session import Session
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
 from slime_core.plugins.provider import Answer, Provider, answer
+from slime_core.plugins.router import SFT
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._session = Session()
+        self._elsewhere = BufferRollout()
         self._threads = HookThreads()
         self._finder: Finder | None = None
         self._located: dict[tuple[str, str], Function] = {}
@@ -63,6 +66,8 @@ class Functions:
     def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
         self._note(config)
+        if hook == "slime_generate" and _made_elsewhere(config, evaluation):
+            return self._elsewhere.answer(config)
         rollout = "eval.eval_function_path" if evaluation else "rollout.rollout_function_path"
         key = {
             "slime_reward": "reward.custom_rm_path",
@@ -72,6 +77,11 @@ class Functions:
         }.get(hook, "")
         path = _value(config, key)
         return self._answer(hook, key, path, config) if path else None
+
+    def around(self, hook: str, chosen: Answer, config: Config, evaluation: bool) -> Answer:
+        """``chosen``, or what stands before it: rewards that came from a rollout buffer are not asked for again."""
+        elsewhere = hook == "slime_reward" and _made_elsewhere(config, evaluation)
+        return judged(chosen) if elsewhere else chosen
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
@@ -155,8 +165,9 @@ class Functions:
         return sorted(self._files)
 
     def close(self) -> None:
-        """Take the import finder and the door away again."""
+        """Take the import finder and the doors away again."""
         self._session.close()
+        self._elsewhere.close()
         self._step.clear()
         if self._finder is not None:
             self._finder.remove()
@@ -254,6 +265,11 @@ class Functions:
             "custom_rollout_log_function_path": lambda: listeners.rollout_log(fn, session, self._step),
         }
         return makers[key.rpartition(".")[2]]()
+
+
+def _made_elsewhere(config: Config, evaluation: bool) -> bool:
+    """Whether a rollout buffer makes the samples: in training, unless labels become responses."""
+    return bool(config.rollout.rollout_buffer_url) and not evaluation and config.train.loss_type != SFT
 
 
 def _value(config: Config, key: str) -> Any:

@@ -41,9 +41,13 @@ class Call:
 
 
 class Session:
-    """One a run. The door opens when a function first reads its address, and closes with the run."""
+    """One a run. The door opens when a function first reads its address, and closes with the run.
 
-    def __init__(self) -> None:
+    With a ``token`` the door asks for it; slime's own functions could not send one.
+    """
+
+    def __init__(self, token: str = "") -> None:
+        self.token = token
         self.plugins: Plugins | None = None
         self.state: Any = None  # slime's GenerateState, made when first asked for
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
@@ -87,7 +91,7 @@ class Session:
                 self._door[0].close()
                 self._door = None
             if self._door is None:
-                self._door = (Door(self._handle, _engine_loop()), ctx)
+                self._door = (Door(self._handle, _engine_loop(), self.token), ctx)
             return self._door[0].port
 
     def close(self) -> None:

@@ -83,6 +83,7 @@ def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, 
     }
     if log_probs:
         meta["output_token_logprobs"] = entries(done.tokens, done.log_probs)
+        meta["weight_versions"] = list(done.versions)  # ours: one a token
     return {"text": text, "output_ids": list(done.tokens), "meta_info": meta}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slime_core.config import algorithm_rules, debug_rules, sampling_rules
+from slime_core.config import algorithm_rules, buffer_rules, debug_rules, sampling_rules
 from slime_core.config.problems import Problem, conflict as _conflict
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_lengths(config),
         *_sampling(config),
         *algorithm_rules.conflicts(config),
+        *buffer_rules.conflicts(config),
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
         *_staleness(config),
@@ -57,6 +58,7 @@ def incomplete(config: Config) -> list[Problem]:
                 fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
             )
         )
+    problems += buffer_rules.incomplete(config)
     return problems
 
 
@@ -64,6 +66,7 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
+    found += buffer_rules.notices(config)
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]

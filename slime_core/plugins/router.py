@@ -36,6 +36,10 @@ class Functions(Protocol):
         """The function that a task chose."""
         ...
 
+    def around(self, hook: str, chosen: Answer, config: Config, evaluation: bool) -> Answer:
+        """``chosen``, or what stands before it."""
+        ...
+
     def listeners(self, hook: str, config: Config) -> list[Answer]:
         """Functions for a vote or tell hook, in order."""
         ...
@@ -197,7 +201,7 @@ class Router:
                 core=self._core.answers.get(hook),
             ),
         )
-        return winner.answer if winner else None
+        return self._functions.around(hook, winner.answer, config, evaluation) if winner else None
 
     def _own_choice(self, hook: str, task: Task | None, config: Config) -> Answer | None:
         path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""
