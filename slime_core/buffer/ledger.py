@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 
+from slime_core.buffer.audit import audit_payloads, audit_tables
 from slime_core.buffer.commits import Commits, Points
 from slime_core.buffer.copies import copy_database
 from slime_core.buffer.filesystem import database_path
@@ -169,6 +170,15 @@ class SqliteLedger:
         await self._write(lambda: forget_payloads(db, before_version), points=PRUNE)
         await self.commits.run(lambda: remove_segments(self.segments, living(db)))
         failpoint("ledger.prune.after")
+
+    async def audit(self) -> list[str]:
+        """Look at every row and every payload; what is wrong, in sentences. Empty where the ledger is sound."""
+        db = self.commits.db
+
+        def look() -> list[str]:
+            return [*audit_tables(db, self.reads.counts()), *audit_payloads(db, self.segments)]
+
+        return await self.commits.run(look)
 
     async def backup(self, path: Path) -> FileMark:
         """Copy the database, as it is committed now, into the new durable file ``path``; writers go on meanwhile.
