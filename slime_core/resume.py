@@ -153,6 +153,7 @@ async def begin(
     """
     check_state(plugins.state())
     checkpoints = Checkpoints(report.run_dir.checkpoints, keep=config.report.save_keep, note=report.note)
+    checkpoints.sweep()  # a run that ends without another checkpoint would leave it
     progress = Progress(
         config=config,
         plugins=plugins,

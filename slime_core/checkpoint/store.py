@@ -158,7 +158,7 @@ class Checkpoints:
     def _make_aside(self, version: int) -> Path:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self.sweep()
             aside = self.folder / f"{manifest.ASIDE}{version}-{uuid.uuid4().hex[:12]}"
             durable.disk.make_folder(aside)
         except OSError as error:
@@ -172,15 +172,15 @@ class Checkpoints:
             with suppress(OSError):
                 durable.disk.remove_tree(aside)
 
-    def _sweep(self) -> None:
-        """Remove what processes that are gone were writing."""
+    def sweep(self) -> None:
+        """Remove what processes that are gone were writing, or removing. Raises OSError."""
         for path in self.folder.glob(f"{manifest.ASIDE}*"):
             if path != self._aside:
                 durable.disk.remove_tree(path)
 
     def _retire(self, newest: int) -> None:
         """Keep the newest ``keep`` that verify, ``newest`` first; what is older goes."""
-        self._sweep()
+        self.sweep()
         known = manifest.names_in(self.folder)
         if len(known) <= self.keep:
             return
