@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "evaluate a model folder or a run's final model",
     "show": "explain a run directory",
     "diff": "compare two runs, step by step",
+    "replay": "make a recorded step again and compare",
     "config": "show, list and check keys",
     "plugins": "list, show, check and make plugins",
     "buffer": "serve, watch and fill a buffer of rollouts made elsewhere",

@@ -63,14 +63,19 @@ def database_path(run_dir: Path, ledger_dir: Path | None) -> Path:
         _require_local(run_dir, "the run directory", "keep the ledger on a local disk: --ledger-dir /var/tmp/slime")
         return run_dir / NAME
     _require_local(ledger_dir, "report.ledger_dir", "choose a folder on a local disk: --ledger-dir /var/tmp/slime")
-    resolved = run_dir.resolve()
-    digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    folder = ledger_dir / f"{resolved.name}-{digest}"
+    folder = own_folder(run_dir, ledger_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(error, folder, "the ledger's folder cannot be made") from error
     return folder / NAME
+
+
+def own_folder(run_dir: Path, ledger_dir: Path) -> Path:
+    """The folder of a run below ``ledger_dir``, by the run directory's path; nothing is made."""
+    resolved = run_dir.resolve()
+    digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return ledger_dir / f"{resolved.name}-{digest}"
 
 
 def _require_local(path: Path, what: str, fix: str) -> None:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
 from slime_core.buffer.codec import decode
+from slime_core.buffer.filesystem import NAME, own_folder
 from slime_core.buffer.schema import sqlite_error
 from slime_core.buffer.segments import Place, Segments
+from slime_core.config.load import read
 from slime_core.errors import StorageError
 from slime_core.types import Group, Prompt, Sample
 
@@ -151,12 +153,21 @@ class Recorded:
 
 
 def open_recorded(run_dir: RunDir) -> Recorded:
-    """The ledger of a run directory, to read.
+    """The ledger of a run directory, to read; where it lies elsewhere and that is not here, its newest copy.
 
     Raises:
         StorageError: STO111 there is none, STO117 it is damaged.
     """
-    return Recorded(run_dir.ledger, run_dir.segments)
+    return Recorded(_ledger_of(run_dir), run_dir.segments)
+
+
+def _ledger_of(run_dir: RunDir) -> Path:
+    elsewhere = read(run_dir.config, check=False).config.report.ledger_dir
+    if run_dir.ledger.exists() or not elsewhere:
+        return run_dir.ledger
+    path = own_folder(run_dir.path, Path(elsewhere)) / NAME
+    copies = run_dir.checkpoints.glob(f"step-*/{NAME}")
+    return path if path.exists() else max(copies, key=lambda copy: copy.stat().st_mtime, default=path)
 
 
 def groups_of(members: Sequence[Member], samples: Sequence[Sample]) -> list[Group]:
