@@ -30,6 +30,7 @@ from slime_core.data.streams import (
     nothing_left,
     say_grown,
 )
+from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError
 from slime_core.seeds import seed_of
 from slime_core.types import Prompt
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
 
 REJECTED = "rejected.jsonl"
+KEPT = "data.json"
 SET_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -125,13 +127,11 @@ class EvalSet:
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
 
 
-def open_source(
-    config: Config, plugins: Plugins, tokenizer: Any, ctx: Context, saved: Mapping[str, Any] | None = None
-) -> DataSource:
+def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) -> DataSource:
     """Open a stage's data and check it: small sets whole, large ones at their beginning.
 
-    ``saved`` is the state that will be restored: a file that has grown since is then read, and checked, as far as it
-    reached. The caller restores it.
+    What the rows were when the stage was first opened is kept in ``data.json`` of the run directory. A later opening
+    must find the same: a file that has grown since is read, and checked, as far as it reached then.
 
     Raises:
         ConfigError: CFG04 no data at all, CFG03 a malformed slice, CFG05 no such file.
@@ -143,13 +143,44 @@ def open_source(
     tasks = config.data.tasks or (Task(name="default", prompt_data=config.data.prompt_data),)
     encoder = _encoder(config, tokenizer, config.rollout.rollout_max_response_len)
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
+    kept = _kept(ctx.run_dir / KEPT) if ctx.run_dir else {}
+    saved = kept.get(ctx.stage, {})
     streams = []
     for number, task in enumerate(tasks):
         key = f"data.tasks[{number}].prompt_data" if config.data.tasks else "data.prompt_data"
-        mark = (saved or {}).get("tasks", {}).get(task.name, {}).get("file")
+        mark = saved.get("tasks", {}).get(task.name, {}).get("file")
         supply = _supply(config, task, plugins, encoder, bad, ctx, key, mark)
         streams.append(Stream(task.name, task.weight, supply, _keys(config, ctx.stage, task)))
-    return DataSource(streams, stage=ctx.stage, seed=seed_of(config.seed, "order", ctx.stage), bad=bad)
+    source = DataSource(streams, stage=ctx.stage, seed=seed_of(config.seed, "order", ctx.stage), bad=bad)
+    if saved:
+        source.restore(saved)
+    elif ctx.run_dir is not None:
+        _keep(ctx.run_dir / KEPT, {**kept, ctx.stage: source.state()})
+    return source
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """By stage, the state of its source when it was first opened."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "the run's note of its data cannot be read",
+            code="DAT29",
+            where=str(path),
+            why=str(error),
+            fix="start another run; or remove the file, where the data is surely that of the beginning",
+        ) from error
+    return kept
+
+
+def _keep(path: Path, kept: Mapping[str, Any]) -> None:
+    try:
+        replace_file(path, json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n")
+    except OSError as error:
+        raise storage_error(error, path, "the run's note of its data cannot be written") from error
 
 
 def eval_sets(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) -> list[EvalSet]:

@@ -45,12 +45,14 @@ def write(tmp_path):
 
 @pytest.fixture
 def source(tmp_path, tokenizer):
-    """Open a source: data keys as arguments, other sections by name."""
+    """Open a source: data keys as arguments, other sections by name. Each is of another run, unless ``same_run``."""
 
-    def make(prompt_data="", *, plugins=None, tok=None, seed=0, stage="main", sections=None, saved=None, **data):
+    def make(prompt_data="", *, plugins=None, tok=None, seed=0, stage="main", sections=None, same_run=False, **data):
+        if not same_run:
+            (tmp_path / "data.json").unlink(missing_ok=True)
         config = Config(seed=seed, data={"prompt_data": str(prompt_data), **data}, **(sections or {}))
         ctx = Context(config=config, run_dir=tmp_path, stage=stage)
-        return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx, saved)
+        return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx)
 
     return make
 

@@ -155,9 +155,9 @@ def test_38_rows_that_are_appended_during_the_run_are_not_read_and_are_told_once
     assert f"{path.stat().st_size - size} bytes were appended" in said[0]
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["opened with the saved state", "opened anew"])
+@pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
 @pytest.mark.parametrize("part", ["", "@[2:8]", "@[-4:]"], ids=["whole", "slice", "slice from the end"])
-def test_38_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_path, source, said, part, told):
+def test_38_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_path, source, said, part, noted):
     """Case 38: the prefix is compared, the longer file is accepted with a notice."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     first = source(f"{path}{part}", rollout_shuffle=True)
@@ -170,7 +170,7 @@ def test_38_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_pat
     }
     rest = texts(first.next(20))
     append(path, 7)
-    again = source(f"{path}{part}", rollout_shuffle=True, saved=state if told else None)
+    again = source(f"{path}{part}", rollout_shuffle=True, same_run=noted)
     again.restore(state)
     assert texts(again.next(20)) == rest
     assert again.state()["tasks"]["default"]["fingerprint"] == state["tasks"]["default"]["fingerprint"]
@@ -183,14 +183,14 @@ def test_38_a_line_that_is_half_written_after_the_saved_rows_does_not_stop_the_r
     state = source(path).state()
     with path.open("a") as handle:
         handle.write('{"input": "hal')
-    again = source(path, saved=state)
+    again = source(path, same_run=True)
     again.restore(state)
     assert texts(again.next(11))[-1] == "000"
     assert said
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["opened with the saved state", "opened anew"])
-def test_29_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_path, source, refused, told):
+@pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
+def test_29_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_path, source, refused, noted):
     """Cases 29 and 38: the pinned range must be the same."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     state = source(path).state()
@@ -198,17 +198,17 @@ def test_29_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_pa
     append(path, 3)
 
     def resume():
-        source(path, saved=state if told else None).restore(state)
+        source(path, same_run=noted).restore(state)
 
     error = refused("DAT29", resume)
     assert state["tasks"]["default"]["file"]["sha256"] in error.why
     size = state["tasks"]["default"]["file"]["bytes"]
     data = path.read_bytes()
-    assert sha256(data[:size] if told else data).hexdigest() in error.why
+    assert sha256(data[:size] if noted else data).hexdigest() in error.why
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["opened with the saved state", "opened anew"])
-def test_29_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, source, refused, told):
+@pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
+def test_29_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, source, refused, noted):
     """Case 29: for both kinds of file."""
     for suffix in KINDS:
         path = store(tmp_path / f"rows.{suffix}", rows(10))
@@ -216,7 +216,7 @@ def test_29_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, 
         for other in (rows(10, "1")[:9], [*rows(9), {"input": "0x9", "label": "9"}]):
             store(path, other)
             with pytest.raises(DataError) as caught:
-                source(path, saved=state if told else None).restore(state)
+                source(path, same_run=noted).restore(state)
             assert caught.value.code == "DAT29"
 
 
@@ -229,3 +229,31 @@ def test_29_a_parquet_file_with_other_values_under_an_equal_footer_is_refused(tm
     with pytest.raises(DataError) as caught:
         source(path).restore(state)
     assert caught.value.code in ("DAT29", "DAT30")
+
+
+def test_38_a_run_that_is_resumed_before_its_first_checkpoint_reads_the_rows_of_its_beginning(tmp_path, source, said):
+    """Case 38: what the rows were is noted when the run opens them, durably, not with the first checkpoint."""
+    path = store(tmp_path / "rows.jsonl", rows(10))
+    first = texts(source(path, rollout_shuffle=True).next(30))
+    append(path, 7)
+    again = source(path, rollout_shuffle=True, same_run=True)
+    assert texts(again.next(30)) == first
+    assert again.state() != source(path, rollout_shuffle=True).state()
+
+
+def test_29_a_run_that_is_resumed_before_its_first_checkpoint_refuses_other_rows(tmp_path, source, refused):
+    """Case 29: prompts of the ledger must not be taken for others."""
+    path = store(tmp_path / "rows.jsonl", rows(10))
+    source(path)
+    store(path, rows(10, "7"))
+    refused("DAT29", source, path, same_run=True)
+    (tmp_path / "data.json").write_text("{")
+    error = refused("DAT29", source, path, same_run=True)
+    assert "data.json" in error.where
+
+
+def test_29_every_stage_notes_its_own_data(tmp_path, source):
+    """Case 29: stages may read different files."""
+    one, two = (store(tmp_path / f"{name}.jsonl", rows(5, name)) for name in "12")
+    for path, stage in ((one, "warmup"), (two, "main"), (one, "warmup"), (two, "main")):
+        assert texts(source(path, stage=stage, same_run=True).next(1)) == [f"{path.stem}000"]
