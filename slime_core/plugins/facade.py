@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.errors import PluginError
-from slime_core.plugins.boundary import HookThreads, call, call_now, wrong
+from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.load import Loaded, load_options, recipe_of
@@ -133,6 +133,10 @@ class Plugins:
     def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
         """Whether :meth:`rollout` makes this task's groups; core's own does for the supervised loss alone."""
         return self._router.replaces_rollout(task, config, evaluation)
+
+    def ends_run(self, error: PluginError, config: Config) -> bool:
+        """Whether a hook's error ends the run, and not only its group: by ``on_plugin_error``, or it cannot be ended."""
+        return config.rollout.on_plugin_error == "fail" or isinstance(error, Stuck)
 
     def generates_itself(self, task: str, config: Config) -> bool:
         """Whether a plugin or a function makes this task's samples (`slime_generate`), and not the core's one turn."""
