@@ -1,6 +1,6 @@
 """One trainer rank in a process of its own: it answers Trainer calls and does nothing else.
 
-    python -m slime_core.clusters.rank FD
+    python -m slime_core.clusters.rank FD PARENT_PID
 
 The first frame tells rank, world, config, plugin fingerprint and rendezvous file; every later one is a call.
 """
@@ -13,30 +13,36 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime_core.clusters.local import open_folder
+from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.config.schema import Config
-from slime_core.errors import PluginError, SlimeError, TrainerError
+from slime_core.errors import PluginError, SlimeError, StorageError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
-from slime_core.trainers.fsdp import FsdpTrainer
+
+if TYPE_CHECKING:
+    from slime_core.trainers.fsdp import FsdpTrainer
 
 
 def main() -> None:
     """Serve calls until the driver closes the socket."""
+    die_with(int(sys.argv[2]))
     sock = socket.socket(fileno=int(sys.argv[1]))
     thread: TorchThread | None = None
     try:
         hello = receive_blocking(sock)
+        if not _answer(sock, lambda: _look(hello)):
+            return
         thread = TorchThread(hello["cpu_threads"])
-        trainer = _answer(sock, lambda: _build(hello, thread))
-        while trainer is not None:
+        made: list[FsdpTrainer] = []
+        _answer(sock, lambda: made.append(_build(hello, thread)))
+        while made:
             call = receive_blocking(sock)
             if call["method"] == "close":
                 break
-            _answer(sock, lambda call=call: asyncio.run(_call(trainer, call)))  # type: ignore[misc]
+            _answer(sock, lambda call=call: asyncio.run(_call(made[0], call)))  # type: ignore[misc]
     except EOFError:
         pass
     finally:
@@ -46,7 +52,32 @@ def main() -> None:
         os._exit(0)  # a collective that waits for a dead peer must not hold the process
 
 
+def _look(hello: dict[str, Any]) -> bool:
+    """Read back what the driver has just written into the run directory.
+
+    Raises:
+        StorageError: STO200 this rank sees another folder, or none: a checkpoint would lack its part.
+    """
+    file = Path(hello["run_dir"]) / hello["seen"]
+    try:
+        found = file.read_text()
+    except OSError as error:
+        found = error.strerror or str(error)
+    if found != hello["seen"]:
+        raise StorageError(
+            f"trainer rank {hello['rank']} does not see the run directory",
+            code="STO200",
+            where=f"{hello['run_dir']} on {socket.gethostname()}",
+            why=f"{hello['seen']}, which the driver wrote there: {found}",
+            fix="choose a folder that all ranks share: --run-dir DIR",
+        )
+    return True
+
+
 def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
+    from slime_core.clusters.local import open_folder
+    from slime_core.trainers.fsdp import FsdpTrainer
+
     config = Config.model_validate_json(hello["config"])
     plugins = load_plugins(config)
     if plugins.fingerprint() != hello["fingerprint"]:
@@ -98,7 +129,7 @@ def _answer(sock: socket.socket, work: Any) -> Any:
         parts = TrainerError(f"{type(error).__name__}: {error}").as_dict()
         send_blocking(sock, {"error": parts, "kind": "TrainerError", "trace": traceback.format_exc()})
         return None
-    send_blocking(sock, {"value": None if isinstance(value, FsdpTrainer) else value})
+    send_blocking(sock, {"value": value})
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -46,14 +47,30 @@ class RankTrainer:
     ) -> None:
         self._config, self._fingerprint = config, plugins.fingerprint()
         self._world, self._device, self._cpu_threads = world, device, cpu_threads
-        self._log_dir = run_dir / "log"
+        self._run_dir, self._log_dir = run_dir, run_dir / "log"
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
         self._ranks: list[Rank] = []
         self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the streams
 
     async def __aenter__(self) -> Self:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._ranks = [await self._start(rank) for rank in range(self._world)]
+        seen = self._run_dir / f".ranks-{secrets.token_hex(8)}"
+        seen.write_text(seen.name)
+        try:
+            await self._greet(seen.name)
+        except BaseException:
+            for rank in self._ranks:  # some may wait for others that will never come
+                rank.process.kill()
+            await self.__aexit__()
+            raise
+        finally:
+            seen.unlink(missing_ok=True)
+        return self
+
+    async def _greet(self, seen: str) -> None:
+        """Start the ranks; each proves that it sees the run directory before any of them builds its model."""
+        for number in range(self._world):
+            self._ranks.append(await self._start(number))
         for number, rank in enumerate(self._ranks):
             hello = {
                 "rank": number,
@@ -63,11 +80,17 @@ class RankTrainer:
                 "device": self._device,
                 "cpu_threads": self._cpu_threads,
                 "rendezvous": str(self._rendezvous),
-                "errors": str(self._log_dir.parent / "errors"),
+                "errors": str(self._run_dir / "errors"),
+                "run_dir": str(self._seen_by(number)),
+                "seen": seen,
             }
             await send(rank.writer, hello)
         await self._replies()
-        return self
+        await self._replies()
+
+    def _seen_by(self, _: int) -> Path:
+        """The run directory, as a rank's machine names it."""
+        return self._run_dir
 
     async def __aexit__(self, *_: object) -> None:
         for rank in self._ranks:
@@ -87,7 +110,7 @@ class RankTrainer:
         log = self._log_dir / f"rank-{number}.log"
         with theirs, log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "slime_core.clusters.rank", str(theirs.fileno())],
+                [sys.executable, "-m", "slime_core.clusters.rank", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -135,7 +158,8 @@ class RankTrainer:
                 why=rank.log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() or "its log is empty",
             ) from gone
         if "error" in answer:
-            rank.log.open("a").write(answer["trace"])
+            with rank.log.open("a") as log:
+                log.write(answer["trace"])
             kind: type[SlimeError] = getattr(errors, answer["kind"], TrainerError)
             raise kind(**answer["error"])
         return answer["value"]
