@@ -13,28 +13,30 @@ where it is used up (`rollout.surplus` says which groups a step then takes).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from slime_core.errors import PluginError, SlimeError
+from slime_core.rollout.ageing import Ageing
 from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
-from slime_core.rollout.recall import Marks, Memory, later, stored_group
+from slime_core.rollout.recall import Marks, Memory, stands, stored_group
 from slime_core.rollout.score import Scored, score_group
+from slime_core.rollout.staleness import RESTARTED, STALE
 from slime_core.rollout.streak import Streak
 from slime_core.rollout.supply import Counts, Source
 from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
+from slime_core.rollout.tasks import Tasks
 from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
     from slime_core.protocols import Drops, Engine, Ledger, Recalled
-
-P = ParamSpec("P")
 
 
 class Collector:
@@ -69,16 +71,15 @@ class Collector:
         self._taken = 0  # of those, handed over for the step in training
         self._flying: dict[int, Flight] = {}  # by position
         self._kept: dict[int, Group] = {}  # by position, in the order in which they finished
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._tasks = Tasks()
+        self._age = Ageing(ctx.config)
         self._filling = asyncio.Lock()
         self._ended = False  # the source has
-        self._error: BaseException | None = None
         self._streak = Streak(rollout.max_dropped_groups, self._batch, note)
         self._race: Race | None = None
         over, supervised = rollout.over_sampling_batch_size > self._batch, ctx.config.train.loss_type == "sft_loss"
         if over and not supervised and ctx.engine is not None:
-            gate = Gate(ctx.engine, ctx.tokenizer, self._changed.set)
+            gate = Gate(ctx.engine, ctx.tokenizer, self._tasks.stir)
             self._race, self._ctx = Race(ctx.config, gate), replace(ctx, engine=cast("Engine", gate))
         self.counts = Counts()
         self._memory = Memory(ledger, saved, known=resumed)
@@ -94,9 +95,7 @@ class Collector:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-ready: the open groups, and where the data source stood before them."""
@@ -113,9 +112,12 @@ class Collector:
             SlimeError: whatever a group's generation or reward ran into; DAT28 the data ended, TRN100 too many groups
                 were dropped in a row.
         """
+        asked, version = time.monotonic(), self._ctx.version
         if self._race is not None:
             self._race.begin()
         await self._fill(new_step=True)
+        if not forced:
+            self._retire(version)  # it was kept under other settings, before the run went on
         while (ready := self._ready(count, forced)) is None:
             self._require_supply(count)
             await self._go_on()
@@ -125,13 +127,16 @@ class Collector:
         if self._race is not None:
             await self._cut(self._race, ready)
         if self._ctx.config.rollout.partial_rollout:
-            self.counts.metrics |= version_metrics(groups, self._ctx.version)
+            self.counts.metrics |= version_metrics(groups, version)
+        self._age.took(groups, version, time.monotonic() - asked)
+        if not forced and self._steps_left > 1:
+            self._retire(version + 1)
         return groups
 
     async def drain(self) -> bool:
         """Wait until nothing is in flight, or all that is stands still (before new weights are loaded in lockstep)."""
         while self._flying and not (self._race is not None and self._race.quiet(self._flying.values())):
-            await self._wait()
+            await self._tasks.wait()
         return True
 
     def admit(self, version: int) -> None:
@@ -141,43 +146,33 @@ class Collector:
         self._steps_left -= 1
         self._ctx = replace(self._ctx, version=version)
         if self._ahead > 1:
-            self._spawn(self._fill)
+            self._tasks.spawn(self._fill)
 
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
         counts, self.counts = self.counts, Counts()
+        counts.metrics |= self._age.pop_metrics(self._flying.values())
         return counts
 
     async def _go_on(self) -> None:
         """Wait, or begin the next round of a race in lockstep."""
         race = self._race
-        if race is not None and race.lockstep and race.quiet(self._flying.values()) and self._error is None:
+        if race is not None and race.lockstep and race.quiet(self._flying.values()) and self._tasks.error is None:
             race.more()
             await self._fill()
         else:
-            await self._wait()
-
-    async def _wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-        await self._changed.wait()
-        self._changed.clear()
-        if self._error is not None:
-            raise self._error
+            await self._tasks.wait()
 
     def _ready(self, count: int, forced: Sequence[int] = ()) -> list[int] | None:
         if self._race is not None:
-            ready = None if self._error else self._race.first(self._kept, self._flying.values(), count)
+            ready = None if self._tasks.error else self._race.first(self._kept, self._flying.values(), count)
             if not forced or (ready is None and self._race.lockstep):
                 return ready
         if forced:
             return list(forced) if all(position in self._kept for position in forced) else None
-        positions = sorted(self._kept)[:count]
-        if self._lockstep:
-            oldest = min(self._flying, default=None)
-        else:
-            due = self._ctx.version - (self._ahead - 1)
-            oldest = min((p for p, flight in self._flying.items() if flight.version <= due), default=None)
+        if not self._lockstep:
+            return self._age.ready(self._kept, self._flying, self._ctx.version)
+        positions, oldest = sorted(self._kept)[:count], min(self._flying, default=None)
         if len(positions) < count or (oldest is not None and oldest < positions[-1]):
             return None
         return positions
@@ -185,14 +180,13 @@ class Collector:
     def _require_supply(self, count: int) -> None:
         """Raises SlimeError DAT28 where the data ended and what is in flight cannot fill the step."""
         if self._race is None:
-            over = all(task.done() for task in self._tasks)
+            over = self._tasks.over
         else:
             short = len(self._kept) + len(self._flying) < count
             over = short and not self._filling.locked() and not self._may_fill()
-        if self._error is None and over:
-            raise SlimeError(
-                f"the data ended with {len(self._kept)} of the {count} groups that a step needs", code="DAT28"
-            )
+        if self._tasks.error is None and over:
+            what = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
+            raise SlimeError(what, code="DAT28")
 
     def _may_fill(self) -> bool:
         """Whether a lockstep race fills up at its next round."""
@@ -229,48 +223,29 @@ class Collector:
         if self._race is not None and known:
             ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in known]
             self._race.gate.remember(await self._ledger.suspended(ids, self._ctx.version))
-        stored, whole = [], []
+        stored, whole, ranked = [], [], self._race is not None and self._race.lockstep
         for group in groups:
             position = group.prompt.position
             flight = Flight(position, list(group.samples), self._ctx.version, past=known.get(position))
+            flight.prompt = group.prompt
             self._flying[position] = flight
             self._streak.issued(position)
             replaced = self._plugins.replaces_rollout(group.prompt.task, config)
-            if flight.past is not None and self._stands(flight.past):
+            if flight.past is not None and stands(flight.past, self._ctx.version, ranked=ranked):
                 stored.append(group)
             elif replaced:
                 whole.append(group)
             if self._race is not None:
                 self._race.enter(flight, by_plugin=replaced or by_plugin(group.prompt.task, config))
         if whole:
-            task = self._spawn(self._run_whole, whole, self._ctx)
+            task = self._tasks.spawn(self._run_whole, whole, self._ctx)
             for group in whole:
                 self._flying[group.prompt.position].task = task
         for group in groups:
             if group not in whole:
                 run = self._run_stored if group in stored else self._run_group
-                self._flying[group.prompt.position].task = self._spawn(run, group, self._ctx)
-
-    def _stands(self, past: Recalled) -> bool:
-        """Whether a group is as it was at once; else it runs (again)."""
-        ranked = self._race is not None and self._race.lockstep
-        return past.state != "pending" and not (ranked and later(past, self._ctx.version))
-
-    def _spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._guarded(work, *args, **kwargs))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _guarded(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            await work(*args, **kwargs)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._error = self._error or error
-        finally:
-            self._changed.set()
+                self._flying[group.prompt.position].task = self._tasks.spawn(run, group, self._ctx)
+        self._age.watch(self._flying.values())
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
         issued = {group.prompt.position: issued_ids(group) for group in groups}
@@ -281,17 +256,21 @@ class Collector:
         await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
-        ids = issued_ids(group)
+        ids, flight = issued_ids(group), self._flying[group.prompt.position]
         try:
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
             done = await self._plugins.generate(group, group_ctx)
+            if flight.stale:
+                return  # its requests were stopped
             self._generated(done)
             check_group(done, ids, self._vocab_size)
             if ctx.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(done.samples)
             scored = await score_group(done, self._plugins, replace(group_ctx, version=self._ctx.version))
-        except PluginError:
-            if ctx.config.rollout.on_plugin_error == "fail":
+        except PluginError as error:
+            if flight.stale:
+                return
+            if self._plugins.ends_run(error, ctx.config):
                 raise
             scored = Scored(group=None, drops=[(group.samples, Drop(reason="plugin_error"))])
         if scored.group is None:
@@ -316,21 +295,26 @@ class Collector:
     def _generated(self, group: Group) -> None:
         flight = self._flying[group.prompt.position]
         flight.generated = True
+        self._age.watch(self._flying.values())
         if self._race is not None:
             self._race.leave(flight, group)
 
     async def _keep(self, group: Group, drops: Drops = ()) -> None:
-        position = group.prompt.position
-        past = self._flying[position].past
+        flight = self._flying[group.prompt.position]
+        position, past = flight.position, flight.past
         if past is None or past.state == "pending":
             await self._ledger.finish(group, drops)
         elif past.samples:
             group = stored_group(group.prompt, past)  # what is stored stands
-        self._count(drops, past)
+        self.counts.add(drops, past)
         self.counts.tokens += sum(sample.response_length for sample in group.samples)
-        self._kept[position] = group
-        del self._flying[position]
         self._streak.kept(position)
+        if flight.stale:
+            flight.samples = group.samples
+            return
+        self._kept[position] = group
+        self._age.kept(position, group, flight.version)
+        del self._flying[position]
 
     async def _discard(self, group: Group, drops: Drops) -> None:
         """Drop what is left of a group and free its place, which the next prompt takes."""
@@ -338,7 +322,7 @@ class Collector:
         past = self._flying[position].past
         if past is None or past.state == "pending":
             await self._ledger.drop(drops)
-        self._count(drops, past)
+        self.counts.add(drops, past)
         flight = self._flying.pop(position)
         self._open -= 1
         if self._race is not None:
@@ -348,12 +332,40 @@ class Collector:
         if self._race is None or not self._race.lockstep:
             await self._fill()
 
-    def _count(self, drops: Drops, past: Recalled | None = None) -> None:
-        if past is not None and past.state != "pending":
-            self.counts.drops.update(past.drops)
-        else:
-            for samples, drop in drops:
-                self.counts.drops[drop.reason] += len(samples)
+    def _retire(self, version: int) -> None:
+        """Begin to give up what is too old to train at ``version``: it goes first to what is in flight."""
+        for position in self._age.overdue(self._kept, self._flying, version):
+            if (group := self._kept.pop(position, None)) is not None:
+                self._flying[position] = Flight(position, group.samples, version, generated=True, prompt=group.prompt)
+            self._flying[position].stale = True
+            self._tasks.spawn(self._give_up, self._flying[position])
+
+    async def _give_up(self, flight: Flight) -> None:
+        """Stop a group that is too old; begin it again as its next attempt, or drop it and let the next prompt in."""
+        parts: Sequence[Any] = ()
+        alone = all(other is flight or other.task is not flight.task for other in self._flying.values())
+        if flight.task is not None:
+            if alone and not flight.generated and self._ctx.engine is not None:
+                parts = await self._ctx.engine.abort(flight.ids)
+                flight.task.cancel()
+            await asyncio.gather(flight.task, return_exceptions=True)  # what is being judged ends in its own time
+        if self._flying.get(flight.position) is not flight:
+            return  # a filter dropped it meanwhile
+        self._age.give_up(flight, parts)
+        if self._age.restarts:
+            again, siblings = flight.again(self._ctx.config)
+            await self._ledger.drop([(siblings, Drop(reason=RESTARTED))])
+            await self._ledger.issue([again])
+            self.counts.add([(flight.samples, Drop(reason=RESTARTED))])
+            await self._launch([again], {})
+            return
+        drops = [(flight.samples, Drop(reason=STALE))]
+        await self._ledger.drop(drops)
+        self.counts.add(drops)
+        del self._flying[flight.position]
+        self._open -= 1
+        self._streak.left_out(flight.position)
+        await self._fill()
 
     async def _cut(self, race: Race, taken: Sequence[int]) -> None:
         """Stop what the step did not take; drop it, unless the next step goes on with it."""
@@ -364,14 +376,14 @@ class Collector:
             names = [name for flight in self._flying.values() for name in flight.ids]
             await self._ledger.suspend(race.gate.turns(names))
             return
-        while self._error is not None or any(flight.generated for flight in self._flying.values()):
-            await self._wait()  # it is being judged; the reward is not asked in vain, nor a ledger's entry cut short
+        while self._tasks.error is not None or any(flight.generated for flight in self._flying.values()):
+            await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
         flights = list(self._flying.values())
         tasks = [flight.task for flight in flights if flight.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._error = None  # a plugin may answer its end with an error; what came before was raised by `_wait`
+        self._tasks.error = None  # a plugin may answer its end with an error; what came before was raised by `wait`
         left = {position: group.samples for position, group in self._kept.items()}
         left |= {flight.position: flight.samples for flight in flights}
         for flight in flights:
@@ -384,4 +396,4 @@ class Collector:
             self._streak.left_out(position)
         drops = [(samples, Drop(reason=OVER_SAMPLED)) for _, samples in sorted(left.items())]
         await self._ledger.drop(drops)
-        self._count(drops)
+        self.counts.add(drops)

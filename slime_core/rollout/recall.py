@@ -60,6 +60,11 @@ def later(found: Recalled, version: int) -> bool:
     return found.state != "pending" and (found.newest > version or unnoted)
 
 
+def stands(found: Recalled, version: int, *, ranked: bool) -> bool:
+    """Whether a group is as it was at once, or runs (again); ``ranked``: the order in which groups end matters."""
+    return found.state != "pending" and not (ranked and later(found, version))
+
+
 def stored_group(prompt: Prompt, found: Recalled) -> Group:
     """The finished group as the ledger has it."""
     rollouts: dict[int, list[int]] = {}

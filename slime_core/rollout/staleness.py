@@ -24,8 +24,8 @@ from slime_core.types import Group, Sample
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
-STALE = "stale"
-"""Reason of samples that were dropped because of their age."""
+STALE, RESTARTED = "stale", "restarted"
+"""Reasons of samples that were dropped because of their age: for good, or because their group began again."""
 
 Policy = Literal["wait", "restart", "mask", "drop"]
 

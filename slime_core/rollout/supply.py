@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from slime_core.protocols import Drops, Recalled
     from slime_core.types import Group, Prompt
 
 
@@ -60,3 +61,11 @@ class Counts:
     drops: Counter[str] = field(default_factory=Counter)  # samples by reason
     tokens: int = 0  # response tokens of kept and dropped groups
     metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
+
+    def add(self, drops: Drops, past: Recalled | None = None) -> None:
+        """Count drops, or those that an earlier process recorded."""
+        if past is not None and past.state != "pending":
+            self.drops.update(past.drops)
+            return
+        for samples, drop in drops:
+            self.drops[drop.reason] += len(samples)

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime_core.types import Group, Sample
+from slime_core.rollout.pending import pending_group
+from slime_core.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -49,11 +50,22 @@ class Flight:
     generated: bool = False  # and not yet kept or dropped
     past: Recalled | None = None  # what an earlier process made of it
     carried: bool = False  # it was finished when the step began
+    prompt: Prompt | None = None
+    stale: bool = False  # it is too old to train and being given up
 
     @property
     def ids(self) -> list[str]:
         """Ids of the samples that were issued."""
         return [sample.id for sample in self.samples]
+
+    def again(self, config: Config) -> tuple[Group, list[Sample]]:
+        """The same prompt's pending samples, as the next attempt; and those of this one that have no successor."""
+        assert self.prompt is not None
+        group = pending_group(self.prompt, config)
+        for sample in group.samples:
+            sample.attempt = self.samples[0].attempt + 1
+        names = {sample.id for sample in group.samples}
+        return group, [sample for sample in self.samples if sample.id not in names]
 
 
 class Race:
