@@ -1,0 +1,81 @@
+"""A process that has imported torch and the command line, never ran either, and forks one child a request.
+
+    {"args": [...], "cwd": "...", "log": "...", "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
+    -> {"code": -9, "seconds": 0.8, "left": []}
+
+The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports. ``seconds`` kills
+it then, ``names`` gets how often it came to each failpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["NO_COLOR"] = "1"
+
+
+class Recorder:
+    """Stands where an armed failpoint stands, and counts all of them."""
+
+    class Any_:
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    def __init__(self) -> None:
+        self.name, self.nth, self.seen = Recorder.Any_(), -1, Counter[str]()
+
+
+def import_all() -> None:
+    """What a run of the embedded engine and the FSDP2 trainer imports."""
+    import torch
+    import torch.distributed
+    import transformers
+    from transformers.models.qwen3 import modeling_qwen3
+
+    import slime_cli.main
+    import slime_cli.run
+    import slime_core.clusters.local
+    import slime_core.loop
+
+    del torch, transformers, modeling_qwen3, slime_cli, slime_core
+
+
+def child(request: dict[str, Any]) -> None:
+    """In the fork: the command."""
+    from slime_cli.main import main
+    from slime_core import failpoints
+
+    os.chdir(request["cwd"])
+    recorder = Recorder()
+    failpoints.arm(request.get("failpoint", ""))
+    if request.get("names"):
+        failpoints._armed = recorder  # type: ignore[assignment]
+    try:
+        code = main(request["args"])
+    finally:
+        if request.get("names"):
+            Path(request["names"]).write_text(json.dumps(recorder.seen))
+    sys.exit(code)
+
+
+def serve() -> None:
+    import_all()
+    from slime_core.testing.chaos import Kill, run_child
+
+    print(json.dumps({"threads": len(os.listdir("/proc/self/task"))}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        kill = Kill(seconds=request["seconds"]) if request.get("seconds") else None
+        ended = run_child(lambda request=request: child(request), log=Path(request["log"]), kill=kill)  # type: ignore[misc]
+        print(json.dumps(asdict(ended)), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
