@@ -1,8 +1,10 @@
 """Fixtures for every room: the command line as a process, plugins installed into a folder, small model folders."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,90 @@ def install_plugin(tmp_path, monkeypatch):
     yield install
     for module in [m for m in sys.modules if m.endswith("_plugin_module")]:
         del sys.modules[module]
+
+
+SMALL = """
+name = "small"
+seed = 5
+
+[rollout]
+hf_checkpoint = "model"
+rollout_batch_size = 2
+n_samples_per_prompt = 4
+rollout_max_response_len = 6
+
+[data]
+prompt_data = "rows.jsonl"
+input_key = "q"
+label_key = "a"
+
+[reward]
+custom_rm_path = "digits.py:reward"
+
+[cluster]
+cpu_threads = 1
+
+[train]
+lr = 2e-3
+dtype = "float32"
+
+[eval]
+eval_prompt_data = ["held", "rows.jsonl@[0:3]"]
+skip_eval_before_train = true
+
+[report]
+save_interval = 2
+save_keep = 5
+
+[[stage]]
+name = "warmup"
+loss_type = "sft_loss"
+num_rollout = 1
+n_samples_per_prompt = 1
+
+[[stage]]
+name = "grpo"
+num_rollout = 3
+kl_loss_coef = 0.01
+num_steps_per_rollout = 2
+"""
+DIGITS = """
+def reward(args, sample, **kw):
+    return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
+"""
+
+
+@dataclass
+class Small:
+    """A recipe of four steps in two stages, checkpoints at 2 and 4; ``run`` is a finished run of it, ``dump`` its dump."""
+
+    folder: Path
+    run: Path
+    dump: Path
+
+    def go(self, *args):
+        """`slime ARGS` in this process; the answer is the exit code."""
+        from slime_cli.main import main
+
+        return main([str(arg) for arg in args])
+
+    def again(self, name, *flags):
+        """Another run of the recipe; the answer is its folder."""
+        assert self.go("run", self.folder / "small.toml", "--run-dir", self.folder / name, *flags) == 0
+        return self.folder / name
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A small finished run, that no test may change."""
+    from slime_core.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("small")
+    tiny_model(folder / "model", hidden=32, tied=True)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits.py").write_text(DIGITS)
+    (folder / "small.toml").write_text(SMALL)
+    made = Small(folder, folder / "run", folder / "dump")
+    made.again("run", "--save-debug-rollout-data", made.dump)
+    return made

@@ -129,6 +129,14 @@ def check_step(settings: Settings, number: int, done: int = 0) -> None:
     from slime_core.config.load import stages
     from slime_core.errors import ConfigError
 
+    if number and settings.config.rollout.debug_rollout_only:
+        raise ConfigError(
+            "--verify-step with debug_rollout_only",
+            code="CFG04",
+            where="--verify-step",
+            why="no step trains, so there is no gradient to verify",
+            fix="leave one of them out",
+        )
     steps = sum(stage.rollout.num_rollout for stage in stages(settings.config))
     if number > steps:
         raise ConfigError(
@@ -178,10 +186,15 @@ class Run:
             ConfigError: CFG04 the step to verify is done, CFG13, CFG14 and CFG16 as `resume.reopen`.
         """
         from slime_cli.resume import already_finished, reopen
+        from slime_core.errors import Preempted
 
         if (answer := already_finished(path, self.settings)) is not None:
             return answer
-        going = reopen(path, self.settings, self.config, forced, auto=auto)
+        try:
+            going = reopen(path, self.settings, self.config, forced, auto=auto)
+        except Terminated:
+            what = "stopped before it went on (SIGTERM)"
+            raise Preempted(what, why="nothing is lost", fix=f"slime run --resume {path}") from None
         with going.run_dir:
             check_step(self.settings, self.verify_step, done=going.version)
             return self.train(going.run_dir, going)
@@ -199,8 +212,8 @@ class Run:
         stop = Stop()
         clock = StopAfter(self._limit, stop, began=self._began) if self._limit is not None else None
         with (
-            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
             self.signals.asking(stop, lambda status: run_dir.end(status, {})),
+            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
         ):
             check_machine(self.config, report.note)
             started = time.monotonic()

@@ -37,14 +37,33 @@ SHOWN = 10
 @click.option("--all", "everything", is_flag=True, help="Every metric, not only the main ones.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 def command(run: Path, everything: bool, as_json: bool) -> None:
-    """Explain a run directory: settings, stages, metrics, drops, times, evaluations, samples, final model."""
+    """Explain a run directory: settings, stages, metrics, drops, times, evaluations, samples, final model.
+
+    Of a folder of dumped rollouts (--save-debug-rollout-data) it lists the files.
+    """
     from slime_core.report.rundir import RunDir
 
+    if not (run / "config.toml").exists() and any(run.glob("*.rollout")):
+        list_dump(run, as_json)
+        return
     facts = explain(RunDir.open(run))
     if as_json:
         click.echo(json.dumps(facts, indent=1, sort_keys=True))
     else:
         print_facts(facts, everything)
+
+
+def list_dump(folder: Path, as_json: bool) -> None:
+    """A row a file of dumped rollouts."""
+    from slime_core.rollout.dump import dumps_of
+
+    rows = dumps_of(folder)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1, sort_keys=True))
+    else:
+        heading(str(folder))
+        names = list(rows[0])
+        print_table(names, [[row[name] for name in names] for row in rows])
 
 
 def explain(run_dir: RunDir) -> dict[str, Any]:

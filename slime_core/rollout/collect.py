@@ -285,7 +285,8 @@ class Collector:
         if self._race is not None:
             await self._race.repeat(flight, flight.past, ctx.version)
         surplus = self._race is not None and self._race.lockstep  # the cut drops it again, in its time
-        if flight.past.samples and (flight.past.state != "dropped" or surplus):
+        rolled_out = ctx.config.rollout.debug_rollout_only and flight.past.last_reason != OVER_SAMPLED
+        if flight.past.samples and (flight.past.state != "dropped" or surplus or rolled_out):
             done = stored_group(group.prompt, flight.past)
             self._generated(done)
             await self._keep(done)
