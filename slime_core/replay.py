@@ -26,6 +26,7 @@ from slime_core.report.compare import BOOKKEEPING
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.recorded import Recorded, Step, groups_of, open_recorded
 from slime_core.report.rundir import RunDir
+from slime_core.rollout.ageing import Ageing
 from slime_core.seeds import set_generators
 from slime_core.types import Group, StepReport
 
@@ -185,6 +186,8 @@ class _Making:
         last = version == answer.step
         members = self._recorded.members(version)
         groups = groups_of(members, self._recorded.samples(members))
+        age = Ageing(stage)
+        age.took(groups, version - 1)  # what was too old to train then is masked again
         for group in groups:
             self._plugins.seen(group, stage)
         await self._parts.ledger.issue(groups)
@@ -207,7 +210,10 @@ class _Making:
         if last:
             answer.fingerprint = (known, made)
             answer.metrics = {
-                name: (None, value) for name, value in (metrics | rollout_metrics(groups, version - 1, {}, 0)).items()
+                name: (None, value)
+                for name, value in (
+                    metrics | rollout_metrics(groups, version - 1, {}, 0) | age.pop_metrics(())
+                ).items()
             }
             self._look(groups, answer)
 

@@ -21,7 +21,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     Raises:
         SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
     """
-    from slime_core.clusters.local import context_len, open_folder
+    from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
     from slime_core.report.rundir import check_free, next_path

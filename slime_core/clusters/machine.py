@@ -39,7 +39,8 @@ def resolve_machine(config: Config) -> Config:
 def engine_apart(config: Config) -> bool:
     """Whether the embedded engine has a process of its own: a stage runs ahead, so it generates while we train."""
     embedded = config.cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local"
-    return embedded and any(stage.rollout.max_staleness for stage in stages(config))
+    ahead = any(stage.rollout.max_staleness for stage in stages(config))
+    return embedded and ahead and not config.rollout.debug_train_only
 
 
 def machine_facts(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A child process dies with the one that started it, however that ends."""
+"""Children of a run: one dies with the process that started it, however that ends; how one ended, in words."""
 
 from __future__ import annotations
 
@@ -21,3 +21,18 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it was gone before the kernel was told
         os._exit(1)
+
+
+def end_of(code: int | None) -> str:
+    """A process's exit code as the end of a sentence; None where it has not ended.
+
+    Example: end_of(-9) == "was killed by SIGKILL"
+    """
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -75,7 +75,7 @@ def _look(hello: dict[str, Any]) -> bool:
 
 
 def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
-    from slime_core.clusters.local import open_folder
+    from slime_core.clusters.embedded import open_folder
     from slime_core.trainers.fsdp import FsdpTrainer
 
     config = Config.model_validate_json(hello["config"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
+from slime_core.clusters.parent import end_of
 from slime_core.clusters.wire import receive, send
 from slime_core.durable import FileMark
 from slime_core.errors import SlimeError, TrainerError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns, WeightUpdate
 
 LOG_TAIL = 4000  # bytes of a dead rank's log in the error
+CAUSE = 2.0  # seconds in which the other ranks may say what they know, once one has failed
 POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
 
 
@@ -116,6 +118,7 @@ class RankTrainer:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": str(self._cpu_threads)},
+                process_group=0,  # a terminal's Ctrl-C is for the driver
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return Rank(process=process, reader=reader, writer=writer, log=log)
@@ -138,12 +141,14 @@ class RankTrainer:
     async def _replies(self) -> list[Any]:
         waiting = [asyncio.create_task(self._reply(number)) for number in range(self._world)]
         done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:  # a rank that dies makes its peers fail: the one that died is the cause, whoever told first
+            done, pending = await asyncio.wait(waiting, timeout=CAUSE)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         failed = [error for task in waiting if task in done and (error := task.exception()) is not None]
         if failed:
-            raise failed[0]
+            raise next((error for error in failed if getattr(error, "code", "") == "TRN105"), failed[0])
         return [task.result() for task in waiting]
 
     async def _reply(self, number: int) -> Any:
@@ -151,11 +156,14 @@ class RankTrainer:
         try:
             answer = await receive(rank.reader)
         except (asyncio.IncompleteReadError, ConnectionError) as gone:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(rank.process.wait, CAUSE)
             raise TrainerError(
-                f"trainer rank {number} died with exit code {rank.process.poll()}",
+                f"trainer rank {number}, process {rank.process.pid}, {end_of(rank.process.returncode)}",
                 code="TRN105",
                 where=str(rank.log),
                 why=rank.log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() or "its log is empty",
+                fix="what was finished is in the ledger: slime run --resume RUN_DIR",
             ) from gone
         if "error" in answer:
             with rank.log.open("a") as log:

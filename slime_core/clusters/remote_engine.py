@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
+from slime_core.clusters.parent import end_of
 from slime_core.clusters.wire import receive, send
 from slime_core.errors import EngineError, SlimeError
 from slime_core.protocols import Ability, PauseMode
@@ -239,9 +239,7 @@ class EngineProcess:
         )
 
     async def _obituary(self) -> str:
-        code = await self._end()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the engine's process {self.pid} {how}"
+        return f"the engine's process {self.pid} {end_of(await self._end())}"
 
     async def _end(self) -> int:
         """The exit code of the process, which is killed where it does not end."""

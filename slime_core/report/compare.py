@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 Verdict = Literal["same", "differs", "unknown"]
 PARTS = ("samples", "tokens", "log_probs", "rewards", "masks", "advantages", "metrics", "weights")
-BOOKKEEPING = ("data/", "ledger/", "dropped/", "rollout/issued_groups", "rollout/dropped_samples", "verify/")
+BOOKKEEPING = (
+    *("data/", "ledger/", "dropped/", "stale/", "async/", "rollout/issued_groups", "rollout/dropped_samples"),
+    "verify/",
+)
 """Beginnings of metrics that tell where samples came from, not what a step made of them; they are told apart."""
 CAUSES = (
     ("train_rollout_logprob_abs_diff", "the trainer's scores diverged"),

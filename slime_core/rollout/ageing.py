@@ -70,7 +70,7 @@ class Ageing:
         kind = "restarted" if self.restarts else "dropped"
         self._given_up[kind] += [sample.response_length + made.get(sample.id, 0) for sample in flight.samples]
 
-    def took(self, groups: Sequence[Group], version: int, waited: float) -> None:
+    def took(self, groups: Sequence[Group], version: int, waited: float = 0.0) -> None:
         """A step of ``version`` took these groups after ``waited`` seconds; their tokens that are too old are masked.
 
         So they are when the step is made again: the outcome depends on the stored samples and the version alone.
