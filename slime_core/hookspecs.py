@@ -17,7 +17,7 @@ An implementation names the arguments it wants, in any order, and may leave out 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pluggy
 
@@ -40,6 +40,21 @@ GROUP = "slime.plugins"
 
 hookspec = pluggy.HookspecMarker("slime")
 hookimpl = pluggy.HookimplMarker("slime")
+
+OWN_PROCESS = "slime_own_process"
+Fn = TypeVar("Fn", bound="Callable[..., Any]")
+
+
+def own_process(fn: Fn) -> Fn:
+    """A reward (the hook `slime_reward`, or a function of `slime_reward_types`) that runs in a process of its own.
+
+    Example:
+        @slime_core.hookimpl
+        @own_process
+        def slime_reward(group, ctx): ...
+    """
+    setattr(fn, OWN_PROCESS, True)
+    return fn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from slime_core.compat.locate import locate
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.errors import SlimeError
+from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.plugins.router import SFT
@@ -245,6 +246,8 @@ class Functions:
             fn = self._locate(key, path)
             native = shapes.is_native(fn, hook)
             made = fn if native else self._adapted(hook, key, fn, config)
+            if getattr(fn, OWN_PROCESS, False):
+                setattr(made, OWN_PROCESS, True)
             self._answers[variant] = answer(self._provider(key, path), hook, made)
         return self._answers[variant]
 

@@ -94,7 +94,7 @@ async def call(
             value = await threads.run(lambda: answer(arguments), deadline)
             return await _awaited(value, deadline, watched) if inspect.isawaitable(value) else value
         except (Late, Interrupted) as late:
-            raise _too_late(answer, about, deadline, key, late) from None
+            raise too_late(answer, about, deadline, key, late) from None
         except Carried as carried:
             raise (
                 carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
@@ -124,7 +124,7 @@ def _guarded(watched: Call, draws: bool = False) -> Iterator[None]:
 
 
 def _watched(answer: Answer, about: str, limit: float, key: str) -> Call:
-    return Call(answer, about, limit, lambda frames: _too_late(answer, about, limit, key, Late(frames, stuck=True)))
+    return Call(answer, about, limit, lambda frames: too_late(answer, about, limit, key, Late(frames, stuck=True)))
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
@@ -176,7 +176,7 @@ def call_now(
     except SlimeError:
         raise
     except Interrupted as late:
-        raise _too_late(answer, about, limit, key, late) from None
+        raise too_late(answer, about, limit, key, late) from None
     except (Exception, *ENDINGS) as error:
         if is_from_terminal(error):
             raise
@@ -237,7 +237,8 @@ def is_from_terminal(error: BaseException) -> bool:
     return dis.opname[code.co_code[trace.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE")
 
 
-def _too_late(answer: Answer, about: str, deadline: float, key: str, late: Late | Interrupted) -> PluginError:
+def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late | Interrupted) -> PluginError:
+    """PLG60, with the place and the stack where the hook stood."""
     frames = late.frames if isinstance(late, Late) else traceback.extract_tb(late.__traceback__)
     stuck = isinstance(late, Late) and late.stuck
     at = _place(frames, answer.provider.home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint, sources
+from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
 from slime_core.plugins.load import Loaded, load_options, recipe_of
 from slime_core.plugins.protect import Protected
-from slime_core.plugins.provider import Answer
+from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.rewards import Twice, to_reward, to_rewards
 from slime_core.plugins.router import Functions, Router
 from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
@@ -40,7 +42,7 @@ class Plugins:
     def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
-        self._twice = Twice()
+        self._twice, self._processes = Twice(), Processes()
         self._router = Router(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -77,8 +79,13 @@ class Plugins:
         return rewards
 
     async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
-        reward = ctx.config.reward
-        value = await self._call(answer, ctx, f"prompt '{group.id}'", reward.reward_timeout, REWARD, group=group)
+        reward, about = ctx.config.reward, f"prompt '{group.id}'"
+        if asks_for_process(answer):
+            return await self._processes.ask(answer, group_question(group), ctx, about=about, key=REWARD)
+        limit = (
+            math.inf if answer.provider.source == CORE else reward.reward_timeout
+        )  # core asks types, which have one
+        value = await self._call(answer, ctx, about, limit, REWARD, group=group)
         return to_rewards(answer, value, group, reward.reward_key)
 
     def pop_metrics(self) -> dict[str, float]:
@@ -93,6 +100,8 @@ class Plugins:
         """
         answer = self._router.named["slime_reward_types"].answer(name)
         about, reward = f"sample '{sample.id}'", ctx.config.reward
+        if asks_for_process(answer):
+            return (await self._processes.ask(answer, sample_question(name, sample), ctx, about=about, key=REWARD))[0]
         value = await self._call(answer, ctx, about, reward.reward_timeout, REWARD, sample=sample)
         return to_reward(answer, value, about, reward.reward_key)
 
@@ -135,7 +144,7 @@ class Plugins:
         return self._router.replaces_rollout(task, config, evaluation)
 
     def ends_run(self, error: PluginError, config: Config) -> bool:
-        """Whether a hook's error ends the run, and not only its group: by ``on_plugin_error``, or it cannot be ended."""
+        """Whether a hook's error ends the run and not only its group: by ``on_plugin_error``, or it cannot end."""
         return config.rollout.on_plugin_error == "fail" or isinstance(error, Stuck)
 
     def generates_itself(self, task: str, config: Config) -> bool:
@@ -309,7 +318,8 @@ class Plugins:
         return sources(self._loaded, self._functions.files())
 
     def close(self) -> None:
-        """End what functions by path needed: the import finder and the loopback door."""
+        """End the processes of rewards, and what functions by path needed: the import finder and the loopback door."""
+        self._processes.close()
         self._functions.close()
 
     def _owner(self, hook: str, task: str, ctx: Context) -> Answer:

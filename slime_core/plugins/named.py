@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_core.errors import ConfigError, PluginError, nearest
+from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import call_now, wrong
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.provider import Answer
@@ -100,10 +101,14 @@ def _entries(source: Answer, found: Any) -> dict[str, Any]:
 
 def _as_answer(source: Answer, fn: Callable[..., Any]) -> Answer:
     """A reward type as an answer that takes ``sample`` and ``ctx``, whatever it calls them."""
-    if not inspect.iscoroutinefunction(fn):
-        return replace(source, fn=lambda sample, ctx: fn(sample, ctx), takes=None)
+
+    def given(sample: Any, ctx: Any) -> Any:
+        return fn(sample, ctx)
 
     async def asked(sample: Any, ctx: Any) -> Any:
         return await fn(sample, ctx)
 
-    return replace(source, fn=asked, takes=None)
+    found = asked if inspect.iscoroutinefunction(fn) else given
+    if getattr(fn, OWN_PROCESS, False):
+        setattr(found, OWN_PROCESS, True)
+    return replace(source, fn=found, takes=None)

@@ -1,0 +1,208 @@
+"""Rewards that ask for a process of their own: one that hangs, crashes or eats memory is killed; one answer is lost.
+
+    @own_process                       facade -> Processes -> worker process (slime_core.plugins.worker)
+    def slime_reward(group, ctx)                  one JSON line a question, one an answer
+
+Workers load the plugins by themselves, from the config; nothing is pickled. They are started when first needed, serve
+one question at a time, and are killed at a deadline and with this process. ``ctx`` has no engine and no tokenizer
+there, and what such a reward writes into a sample stays there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from slime_core import errors
+from slime_core.errors import PluginError
+from slime_core.hookspecs import OWN_PROCESS
+from slime_core.plugins.boundary import too_late, wrong
+from slime_core.plugins.deadline import wait_for_future
+from slime_core.plugins.provider import Answer
+from slime_core.plugins.running import Carried, HookThreads, Late
+from slime_core.types import Group, Reward, Sample
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.context import Context
+
+START_SECONDS = 120.0  # to import the plugins
+SHOWN = 2000  # bytes of what a worker wrote before it died
+
+
+class Gone(Exception):
+    """The worker ended without an answer."""
+
+
+class Worker:
+    """One process and the socket to it. It is to be made on a thread that lasts: the process ends with it."""
+
+    def __init__(self, config: Config) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "slime_core.plugins.worker", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._file = ours.makefile("rwb")
+        ours.close()
+        self.config = config
+
+    def load(self) -> None:
+        """Have it load the plugins; blocks, and raises as :meth:`ask`."""
+        self.ask({"config": self.config.model_dump_json(), "path": sys.path})
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        """The answer's ``value``; blocks.
+
+        Raises:
+            SlimeError: what the worker raised.
+            Gone: it ended.
+        """
+        try:
+            self._file.write(json.dumps(question).encode() + b"\n")
+            self._file.flush()
+            line = self._file.readline()
+        except OSError as error:
+            raise Gone from error
+        if not line.endswith(b"\n"):
+            raise Gone
+        answer = json.loads(line)
+        if "error" in answer:
+            kind: type[errors.SlimeError] = getattr(errors, answer["kind"], PluginError)
+            raise kind(**answer["error"])
+        return answer["value"]
+
+    def kill(self) -> int:
+        """End it now; the answer is its exit code."""
+        self.process.kill()
+        code = self.process.wait()
+        with suppress(OSError):
+            self._file.close()
+        return code
+
+
+class Processes:
+    """Workers of a run, each with the config of the stage that asks."""
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most or max(1, min(8, os.cpu_count() or 1))
+        self._threads = HookThreads(2 * self._most)
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def pids(self) -> list[int]:
+        """Of the workers that live."""
+        return [worker.process.pid for worker in self._all]
+
+    async def ask(
+        self, answer: Answer, question: Mapping[str, Any], ctx: Context, *, about: str, key: str
+    ) -> list[Reward]:
+        """A worker's answer, within ``reward.reward_timeout``, which is the setting ``key``.
+
+        Raises:
+            PluginError: PLG60 it was late and was killed, PLG62 it ended, or what the reward raised in it.
+        """
+        loop, deadline = asyncio.get_running_loop(), ctx.config.reward.reward_timeout
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._most)
+        asked = {**question, "version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
+        asked["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
+        async with self._slots[1]:
+            worker = await self._take(answer, ctx.config, about)
+            kept = False
+            try:
+                work = asyncio.ensure_future(self._threads.run(lambda: worker.ask(asked)))
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever is still there
+                await wait_for_future(work, deadline)
+                if not work.done():
+                    self._kill(worker)
+                    raise too_late(answer, about, deadline, key, Late())
+                value = self._value(work, answer, worker, about)
+                kept = True
+                return [Reward(**one) for one in value]
+            except errors.SlimeError as error:
+                kept = worker in self._all and error.code not in ("PLG60", "PLG62")
+                raise
+            finally:
+                if kept:
+                    self._idle.append(worker)
+                else:
+                    self._kill(worker)
+
+    def close(self) -> None:
+        """Kill every worker."""
+        for worker in list(self._all):
+            self._kill(worker)
+
+    async def _take(self, answer: Answer, config: Config, about: str) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.config is config and worker.process.poll() is None:
+                return worker
+            self._kill(worker)
+        worker = Worker(config)
+        self._all.add(worker)
+        try:
+            await self._threads.run(worker.load, START_SECONDS)
+        except BaseException as failed:
+            self._kill(worker)
+            error = failed.error if isinstance(failed, Carried) else failed
+            if isinstance(error, (errors.SlimeError, asyncio.CancelledError)):
+                raise error from None
+            raise wrong(answer, "has no process", about, code="PLG60", why=f"it did not start: {error!r}") from error
+        return worker
+
+    def _value(self, work: asyncio.Future[Any], answer: Answer, worker: Worker, about: str) -> Any:
+        try:
+            return work.result()
+        except Carried as carried:
+            if isinstance(carried.error, errors.SlimeError):
+                raise carried.error from None
+            if not isinstance(carried.error, Gone):
+                raise wrong(
+                    answer, "cannot be asked in a process", about, code="PLG57", why=str(carried.error),
+                    fix="keep JSON in metadata and labels: the sample travels as JSON",
+                ) from carried.error  # fmt: skip
+            code = self._kill(worker)
+            ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise wrong(
+                answer, f"ended its process {ended}", about, code="PLG62", why="one answer is lost with it"
+            ) from None
+
+    def _kill(self, worker: Worker) -> int:
+        self._all.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        return worker.kill()
+
+
+def asks_for_process(answer: Answer) -> bool:
+    """Whether the reward wants a process, and this is not that process."""
+    return bool(getattr(answer.fn, OWN_PROCESS, False)) and not os.environ.get(INSIDE)
+
+
+INSIDE = "SLIME_REWARD_PROCESS"
+
+
+def group_question(group: Group) -> dict[str, Any]:
+    """The question for a group's rewards."""
+    prompt = {**asdict(group.prompt)}
+    return {
+        "prompt": prompt,
+        "samples": [s.to_dict() for s in group.samples],
+        "rollouts": list(group.rollouts.items()),
+    }
+
+
+def sample_question(name: str, sample: Sample) -> dict[str, Any]:
+    """The question for one sample's reward by a type."""
+    return {"type": name, "sample": sample.to_dict()}

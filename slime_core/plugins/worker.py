@@ -1,0 +1,105 @@
+"""A process that judges for another one: plugins from the config in the first line, then a question a line.
+
+    python -m slime_core.plugins.worker FD PARENT
+
+It ends with its parent. What it prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slime_core.config.schema import Config
+from slime_core.context import Context
+from slime_core.errors import PluginError, SlimeError
+from slime_core.plugins import Plugins, load_plugins
+from slime_core.plugins.isolated import INSIDE
+from slime_core.types import Group, Prompt, Reward, Sample
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answer until the other side closes."""
+    die_with(int(sys.argv[2]))
+    os.environ[INSIDE] = "1"
+    os.dup2(2, 1)
+    file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+
+    def serve(work: Callable[[dict[str, Any]], Any]) -> bool:
+        line = file.readline()
+        if line:
+            file.write(json.dumps(told(lambda: work(json.loads(line)))).encode() + b"\n")
+            file.flush()
+        return bool(line)
+
+    bench = Bench()
+    if serve(bench.load):
+        while serve(bench.judge):
+            pass
+    os._exit(0)
+
+
+class Bench:
+    """The plugins of this process, and what they are asked."""
+
+    plugins: Plugins
+    config: Config
+
+    def load(self, hello: dict[str, Any]) -> None:
+        """Load what the config names."""
+        sys.path[:] = hello["path"]
+        self.config = Config.model_validate_json(hello["config"])
+        self.plugins = load_plugins(self.config)
+
+    def judge(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rewards, as dicts."""
+        run_dir = Path(question["run_dir"]) if question["run_dir"] else None
+        facts = {name: question[name] for name in ("version", "stage", "evaluation")}
+        ctx = Context(config=self.config, run_dir=run_dir, **facts)
+        return [asdict(reward) for reward in asyncio.run(self._rewards(question, ctx))]
+
+    async def _rewards(self, question: dict[str, Any], ctx: Context) -> list[Reward]:
+        if "type" in question:
+            sample = Sample.from_dict(question["sample"])
+            return [await self.plugins.reward_by_type(question["type"], sample, ctx)]
+        samples = [Sample.from_dict(sample) for sample in question["samples"]]
+        rollouts = {int(rollout): list(of) for rollout, of in question["rollouts"]}
+        group = Group(prompt=Prompt(**question["prompt"]), samples=samples, rollouts=rollouts)
+        return await self.plugins.reward(group, ctx)
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent ends; Ctrl-C and SIGTERM are for the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def told(work: Callable[[], Any]) -> dict[str, Any]:
+    """What ``work`` gave or raised, as an answer."""
+    try:
+        return {"value": work()}
+    except SlimeError as error:
+        return {"error": error.as_dict(), "kind": type(error).__name__}
+    except BaseException as error:
+        parts = PluginError(f"{type(error).__name__}: {error}", why=traceback.format_exc(limit=-3)).as_dict()
+        return {"error": parts, "kind": "PluginError"}
+
+
+if __name__ == "__main__":
+    main()
