@@ -27,19 +27,29 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between tries
 
 class BufferClient:
     """One service. ``deadline``: seconds that a request may take with all its tries (a wait that it asks for comes on
-    top), ``attempt``: seconds of one try.
+    top), ``attempt``: seconds of one try, ``transport``: another way there than the network.
 
     Example:
         async with BufferClient("http://127.0.0.1:8010", token) as buffer:
             works = await buffer.claim_work(worker="gen-0", count=4)
     """
 
-    def __init__(self, url: str, token: str, *, deadline: float = 60.0, attempt: float = 20.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        deadline: float = 60.0,
+        attempt: float = 20.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self._deadline, self._attempt = deadline, attempt
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
-        self._http = httpx.AsyncClient(headers=headers, trust_env=False, limits=limits, follow_redirects=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, trust_env=False, limits=limits, follow_redirects=False, transport=transport
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -33,16 +33,26 @@ MINUTE = 60.0
 class Desk:
     """What the routes call. Every method raises StorageError where the disk fails, and `Full` where a queue is.
 
+    ``clock``: of leases, seconds.
+
     Example:
         desk = Desk(Path("buffer"), Limits())
         await desk.start()
         await desk.ask(ask)
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self._ledger = SqliteLedger(folder)
+    def __init__(self, folder: Path, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="buffer-store")
-        self._tables, self._store, self._leases = self._thread.submit(_open, folder, limits).result()
+        try:
+            self._tables, self._store, self._leases = self._thread.submit(_open, folder, limits, clock).result()
+            try:
+                self._ledger = SqliteLedger(folder)
+            except BaseException:
+                self._thread.submit(self._tables.db.close).result()
+                raise
+        except BaseException:
+            self._thread.shutdown()
+            raise
         self._turn = asyncio.Lock()  # held while store and ledger are told of one change
         self._news = asyncio.Event()
         self._closing = False
@@ -315,9 +325,13 @@ class Desk:
             self._recent.popleft()
 
 
-def _open(folder: Path, limits: Limits) -> tuple[Tables, Store, Leases]:
+def _open(folder: Path, limits: Limits, clock: Callable[[], float]) -> tuple[Tables, Store, Leases]:
     tables = Tables(folder)
-    return tables, Store(tables, limits), Leases(tables)
+    try:
+        return tables, Store(tables, limits), Leases(tables, clock)
+    except BaseException:
+        tables.db.close()
+        raise
 
 
 def _readable(group: Stored) -> list[str]:

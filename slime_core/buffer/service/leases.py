@@ -106,7 +106,7 @@ class Leases:
             return before[0][0], [group for _, group in before]
         if restart:
             self._restart(reader)
-        where = "run = ? AND unread = 1 AND claim IS NULL AND coalesce(step, 0) = 0"
+        where = "run = ? AND unread = 1 AND claim IS NULL AND coalesce(step, 0) <= 0"
         query = f"SELECT {GROUP}, tokens FROM groups WHERE {where} ORDER BY serial LIMIT ?"
         groups, total = [], 0
         for *row, tokens in self._rows(query, run, count):
@@ -137,22 +137,26 @@ class Leases:
             for serial, _, _, state, unread, known_step, outcome in rows:
                 if not unread:
                     continue
-                if known_step:  # the ledger was to be told of it, and failed
+                if (known_step or 0) > 0:  # the ledger was to be told of it, and failed
                     steps.add(known_step)
                 elif not acknowledge:
                     db.execute("UPDATE groups SET claim = NULL WHERE serial = ?", (serial,))
                 elif state == FINISHED and known_step is None and any(parts for parts, _ in _outcome(outcome)):
-                    step = step or 1 + self._tables.one("SELECT coalesce(max(step), 0) FROM groups")
+                    step = step or self._next_step()
                     db.execute("UPDATE groups SET step = ? WHERE serial = ?", (step, serial))
                     steps.add(step)
                 else:
                     moves = "state = iif(state = 1, 3, state), unread = 0, spec = '{}'"
                     db.execute(f"UPDATE groups SET {moves} WHERE serial = ?", (serial,))
-            left = "SELECT 1 FROM groups WHERE claim = ? AND unread = 1 AND coalesce(step, 0) = 0 LIMIT 1"
+            left = "SELECT 1 FROM groups WHERE claim = ? AND unread = 1 AND coalesce(step, 0) <= 0 LIMIT 1"
             if not self._rows(left, lease):
                 db.execute("DELETE FROM leases WHERE id = ?", (lease,))
                 self._ends.pop(lease, None)
         return len(rows), sorted(steps)
+
+    def _next_step(self) -> int:
+        highest, lowest = (self._tables.one(f"SELECT coalesce({f}(step), 0) FROM groups") for f in ("max", "min"))
+        return 1 + max(int(highest), -int(lowest))
 
     def unfinished_steps(self) -> list[int]:
         """Acknowledgements that the ledger may not know."""

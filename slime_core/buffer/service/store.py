@@ -130,7 +130,7 @@ class Store:
                 known = self._known(run, name, attempt)
                 if known is None:
                     continue
-                if known.state in (OPEN, FINISHED) and not known.step:
+                if known.state in (OPEN, FINISHED) and (known.step or 0) <= 0:
                     self._set_dropped(known.serial, reason, tell)
                     change.untold.append(known.serial)
                 elif known.state == DROPPED:
@@ -174,7 +174,7 @@ class Store:
         """Drop open and unread earlier attempts."""
         query = (
             "SELECT serial FROM groups WHERE run = ? AND id = ? AND attempt < ? AND state IN (0, 1) "
-            "AND coalesce(step, 0) = 0"
+            "AND coalesce(step, 0) <= 0"
         )
         serials = [serial for (serial,) in self._db.execute(query, (run, name, attempt))]
         for serial in serials:
@@ -193,7 +193,7 @@ class Store:
     def _offer_again(self, known: Known, spec: str) -> None:
         """Whoever asks for what has ended has not got it."""
         if known.state == READ:
-            query = "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = 0, spec = ? WHERE serial = ?"
+            query = "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = -abs(step), spec = ? WHERE serial = ?"
             self._db.execute(query, (spec, known.serial))
         elif known.state == DROPPED:
             self._db.execute("UPDATE groups SET unread = 1, spec = ? WHERE serial = ?", (spec, known.serial))

@@ -40,7 +40,7 @@ CREATE TABLE groups (
     tokens INTEGER NOT NULL DEFAULT 0,
     outcome TEXT NOT NULL DEFAULT '',       -- [sequences, why it failed] a rollout, JSON
     lease INTEGER, claim INTEGER,           -- of leases
-    step INTEGER,                           -- of acknowledgements
+    step INTEGER,                           -- of acknowledgements; below 0: it was, and is handed out again
     UNIQUE (run, id, attempt)
 ) STRICT;
 CREATE INDEX queued ON groups (serial) WHERE state = 0 AND lease IS NULL;
@@ -73,12 +73,12 @@ class Limits:
     runs: int = 1024
 
 
-@dataclass(slots=True, frozen=True)
 class Full(Exception):
     """A queue is full; the request changed nothing and may be repeated."""
 
-    what: str
-    size: int
+    def __init__(self, what: str, size: int) -> None:
+        super().__init__(f"{size} {what}")
+        self.what, self.size = what, size
 
 
 @dataclass(slots=True)
