@@ -6,8 +6,7 @@
 
 One number bounds the waiting: a prompt starts only while issued-but-untrained groups are fewer than
 ``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training. With over-sampling the number is
-``over_sampling_batch_size`` at the start of a step; the surplus makes up for dropped groups, and new prompts start
-where it is used up (`rollout.surplus` says which groups a step then takes).
+``over_sampling_batch_size`` at the start of a step; the surplus makes up for dropped groups (see `rollout.surplus`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.recall import Marks, Memory, stands, stored_group
-from slime_core.rollout.score import Scored, score_group
+from slime_core.rollout.score import PLUGIN, Scored, rolled_out, score_group
 from slime_core.rollout.staleness import RESTARTED, STALE
 from slime_core.rollout.streak import Streak
 from slime_core.rollout.supply import Counts, Source
@@ -249,7 +248,9 @@ class Collector:
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
         issued = {group.prompt.position: issued_ids(group) for group in groups}
-        done = await self._plugins.rollout(groups, ctx)
+        done = await rolled_out(groups, self._plugins, ctx)
+        for group in [] if done else groups:
+            await self._discard(group, [(group.samples, Drop(reason=PLUGIN))])
         for group in done:
             self._generated(group)
             check_group(group, issued[group.prompt.position], self._vocab_size)
@@ -272,7 +273,7 @@ class Collector:
                 return
             if self._plugins.ends_run(error, ctx.config):
                 raise
-            scored = Scored(group=None, drops=[(group.samples, Drop(reason="plugin_error"))])
+            scored = Scored(group=None, drops=[(group.samples, Drop(reason=PLUGIN))])
         if scored.group is None:
             await self._discard(group, scored.drops)
         else:
@@ -319,8 +320,7 @@ class Collector:
 
     async def _discard(self, group: Group, drops: Drops) -> None:
         """Drop what is left of a group and free its place, which the next prompt takes."""
-        position = group.prompt.position
-        past = self._flying[position].past
+        position, past = group.prompt.position, self._flying[group.prompt.position].past
         if past is None or past.state == "pending":
             await self._ledger.drop(drops)
         self.counts.add(drops, past)

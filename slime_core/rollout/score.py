@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slime_core.errors import PluginError
 from slime_core.rollout.rewards import note_reward, shape_rewards
 from slime_core.types import Drop, Group, Reward, Sample, Status
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FAILED = "failed"  # a generate function gave up on the sample
 EMPTY = "empty"  # no response token
 INFRA = "infra_error"  # the reward could not judge
+PLUGIN = "plugin_error"  # a hook raised, and `rollout.on_plugin_error` drops its group
 EQUAL = "equal_rewards"  # dynamic sampling: nothing to compare
 
 
@@ -61,6 +63,20 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
     if verdict is not None:
         return Scored(group=None, drops=[*drops, (kept.samples, verdict)])
     return Scored(group=kept, drops=drops)
+
+
+async def rolled_out(groups: list[Group], plugins: Plugins, ctx: Context) -> list[Group]:
+    """The groups as `slime_rollout` made them; none where it failed and `rollout.on_plugin_error` drops them all.
+
+    Raises:
+        PluginError: it failed, and the run ends with it.
+    """
+    try:
+        return await plugins.rollout(groups, ctx)
+    except PluginError as error:
+        if plugins.ends_run(error, ctx.config):
+            raise
+        return []
 
 
 def _unfit(sample: Sample, reward: Reward) -> str:
