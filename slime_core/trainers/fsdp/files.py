@@ -29,7 +29,7 @@ PARAMETERS, MOMENTS, REFERENCE, CRITIC, CRITIC_MOMENTS = (
     "critic_moments",
 )
 STATE, GENERATORS = "trainer.json", "generators"
-SHOWN = 8  # differences in a message
+SHOWN = 4  # differences of each sort in a message
 Tensors = dict[str, torch.Tensor]
 
 
@@ -99,21 +99,23 @@ def check_fit(path: Path, kind: str, infos: Mapping[str, TensorInfo], parameters
     Raises:
         TrainerError: TRN108 names, shapes or dtypes that differ.
     """
-    wrong = [f"{name} is not in the checkpoint" for name in parameters if name not in infos]
-    wrong += [f"{name} is not in the model" for name in infos if name not in parameters]
-    for name in infos.keys() & parameters.keys():
+    missing = [f"{name} is not in the checkpoint" for name in parameters if name not in infos]
+    extra = [f"{name} is not in the model" for name in infos if name not in parameters]
+    other: list[str] = []
+    for name in sorted(infos.keys() & parameters.keys()):
         shape, want = list(infos[name].shape), list(parameters[name].shape)
         if shape != want:
-            wrong.append(f"{name} is {shape} in the checkpoint and {want} in the model")
+            other.append(f"{name} is {shape} in the checkpoint and {want} in the model")
         if infos[name].dtype != "F32":
-            wrong.append(f"{name} is {infos[name].dtype} in the checkpoint and F32 in the model")
-    if wrong:
-        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+            other.append(f"{name} is {infos[name].dtype} in the checkpoint and F32 in the model")
+    if missing or extra or other:
+        shown = [line for lines in (missing, extra, other) for line in lines[:SHOWN]]
+        count = len(missing) + len(extra) + len(other)
         raise TrainerError(
-            f"{kind} of the checkpoint and the model differ in {len(wrong)} places",
+            f"{kind} of the checkpoint and the model differ in {count} places",
             code="TRN108",
             where=str(path),
-            why="; ".join(sorted(wrong)[:SHOWN] + more),
+            why="; ".join(shown) + (f"; and {count - len(shown)} more" if count > len(shown) else ""),
             fix="resume with the model folder that the run started from",
         )
 

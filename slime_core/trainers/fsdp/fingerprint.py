@@ -2,7 +2,7 @@
 
 Of each tensor with bits b(0), b(1), ... (int32, row by row) two sums modulo 2^64:
 
-    sum b(i)     and     sum b(i) * m(i),    m(i) = t(i mod 2^20) * (2 * (i div 2^20) + 1)
+    sum b(i)     and     sum b(i) * m(i),    m(i) = t(i mod 2^16) * (2 * (i div 2^16) + 1)
 
 t(j) is odd and looks random: two rounds of multiply and fold of j + 1. The answer is a sha256 over names, shapes and
 sums, in the order of names. A changed bit changes the first sum; a swap of elements the second; a swap of tensors
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from slime_core.trainers.fsdp.sharding import first_row, local
 
-BLOCK = 1 << 20
+BLOCK = 1 << 16
+AT_ONCE = 256  # blocks a kernel takes on a GPU
 BLOCKS_ON_GPU = 32  # at once: fewer, larger kernels
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -28,7 +29,7 @@ ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 @lru_cache(maxsize=2)
 def table(device: torch.device) -> torch.Tensor:
-    """t(j) of j in [0, 2^20): [2^20] int64."""
+    """t(j) of j in [0, 2^16): [2^16] int64."""
     mixed = torch.arange(1, BLOCK + 1, dtype=torch.int64, device=device) * ODD
     for odd in (ODD2, ODD):
         mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * odd
@@ -40,20 +41,23 @@ def sums(shard: torch.Tensor, start: int) -> torch.Tensor:
     """Both sums of a shard whose first element is element ``start`` of its tensor: [2] int64."""
     flat = shard.reshape(-1).view(torch.int32)
     mixed, done = table(flat.device), 0
-    most = BLOCKS_ON_GPU if flat.is_cuda else 1
-    plain, weighed = [], []
+    first, second = [], []
     while done < len(flat):
         block, inside = divmod(start + done, BLOCK)
         count = min(BLOCK - inside, len(flat) - done)
-        rows = 1 if inside or count < BLOCK else min((len(flat) - done) // BLOCK, most)
-        bits = flat[done : done + rows * count].to(torch.int64).view(rows, count)
-        odd = torch.arange(2 * block + 1, 2 * (block + rows), 2, device=flat.device)
-        plain.append(bits.sum())
-        weighed.append(((bits * mixed[inside : inside + count]).sum(1) * odd).sum())
-        done += rows * count
-    if not plain:
+        many = 1 if inside else max(1, min((len(flat) - done) // BLOCK, AT_ONCE if flat.is_cuda else 1))
+        bits = flat[done : done + max(count, many * BLOCK if many > 1 else 0)].to(torch.int64)
+        first.append(bits.sum())
+        if many > 1:  # whole blocks, a kernel for all of them
+            odd = torch.arange(block, block + many, device=flat.device) * 2 + 1
+            second.append(((bits.view(many, BLOCK) * mixed).sum(1) * odd).sum())
+        else:
+            mine = mixed[inside : inside + count]
+            second.append(((bits * mine).sum() if flat.is_cuda else torch.dot(bits, mine)) * (2 * block + 1))
+        done += len(bits)
+    if not first:
         return torch.zeros(2, dtype=torch.int64, device=flat.device)
-    return torch.stack([torch.stack(plain).sum(), torch.stack(weighed).sum()])
+    return torch.stack((torch.stack(first).sum(), torch.stack(second).sum()))
 
 
 @torch.no_grad()
