@@ -49,6 +49,7 @@ class Progress:
     collector: Mapping[str, Any] | None = None  # its state in the checkpoint
     stalled: float = 0.0  # seconds that the last checkpoint took from the run
     _saved: int = field(default=-1)  # version of the last checkpoint
+    _said: str = field(default="")
 
     async def step_done(self, collector: Supply, *, last: bool) -> None:
         """After a step: a checkpoint where one is due.
@@ -124,9 +125,10 @@ class Progress:
             raise StorageError(
                 f"samples were lost or doubled: {dict(counts)}", why="issued = trained + dropped + pending"
             )
-        self.report.note(
-            f"version {self.version}: {issued} issued = {trained} trained + {dropped} dropped + {pending} pending"
-        )
+        said = f"version {self.version}: {issued} issued = {trained} trained + {dropped} dropped + {pending} pending"
+        if said != self._said:
+            self.report.note(said)
+        self._said = said
 
     async def prune(self) -> None:
         """Forget payloads that no checkpoint needs, by ``report.ledger_keep_steps``."""
