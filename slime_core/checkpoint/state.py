@@ -80,7 +80,7 @@ SAFE = frozenset({"machine.world", "machine.cpu_threads"})
 
 def differences(found: Found, about: About) -> list[Difference]:
     """What of the machine and the plugins is not as the checkpoint has it. The config has a diff of its own."""
-    pairs = [("plugins", found.plugins, about.plugins)]
+    pairs: list[tuple[str, Any, Any]] = [("plugins", found.plugins, about.plugins)]
     for name in sorted({*found.machine, *about.machine}):
         pairs.append((f"machine.{name}", found.machine.get(name), about.machine.get(name)))
     return [Difference(key=k, saved=old, now=new, safe=k in SAFE) for k, old, new in pairs if old != new]

@@ -1,7 +1,9 @@
 """What a disk may hold after a crash: calls of `durable.disk` recorded, and every prefix of them replayed.
 
-    with recorded(root) as calls: ...the code under test...
-    for after in crashes(root_before, calls): after.write(folder); ...load it, and look...
+    before, disk = tree_of(root), RecordingDisk(root)
+    with recorded(disk) as calls:
+        ...the code under test writes into root...
+    assert violations(before, calls, tmp_path, check) == []
 
 A crash keeps what was synced. Of the rest, every write may be lost, kept, cut in half, or be zeros of the right
 length, and every new name, rename and removal may be lost or kept; each on its own, in any combination. That is less
@@ -223,7 +225,8 @@ class _Machine:
         """Every state that a crash now may leave."""
         dirty = [file for file in self._files() if file.pending]
         writes = [(file, i) for file in dirty for i in range(len(file.pending))]
-        fates = [("kept", "lost", "half", "zeros")] * len(writes) + [("kept", "lost")] * len(self.names)
+        fates: list[tuple[str, ...]] = [("kept", "lost", "half", "zeros")] * len(writes)
+        fates += [("kept", "lost")] * len(self.names)
         for chosen in _choices(fates):
             of_file: dict[int, list[str]] = {}
             for (file, _), fate in zip(writes, chosen):

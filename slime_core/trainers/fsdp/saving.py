@@ -7,7 +7,6 @@ restore: this rank's rows of every tensor, whatever the number of ranks that wro
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +37,12 @@ def save(worker: Worker, path: Path) -> None:
     """
     staging = worker.staging
     staging.wait()
-    with suppress(FileExistsError):
-        try:
-            durable.disk.make_folder(path)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise storage_error(error, path, "the trainer's state cannot be written") from error
+    try:
+        durable.disk.make_folder(path)
+    except FileExistsError:
+        pass  # another rank made it
+    except OSError as error:
+        raise storage_error(error, path, "the trainer's state cannot be written") from error
     parts = _parts(worker)
     owner = files.owners(parts, worker.world)
     layouts = _layouts(worker, [part for part in parts if owner[part.owner] == worker.rank])

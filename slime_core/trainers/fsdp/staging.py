@@ -68,7 +68,7 @@ class Staging:
         for name, tensor in tensors.items():
             staging.copy(layout.starts()[name], tensor)
         staging.write(path, {"trainer.json": text})
-        marks = staging.result()
+        marks = staging.writing.result()
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,6 +89,8 @@ class Staging:
 
     def plan(self, layouts: Sequence[Layout]) -> None:
         """Lay files out one after another, and begin a copy after what the device was told to do before."""
+        if not self._cuda:
+            self._blocks.clear()
         self._layouts, place = list(layouts), 0
         for layout in self._layouts:
             layout.begin, place = place, place + layout.size
@@ -103,12 +105,14 @@ class Staging:
         if self._stream is None:
             self._move(begin, source)
             return
-        if temporary or source.data_ptr() != tensor.data_ptr():
+        temporary = temporary or source.data_ptr() != tensor.data_ptr()
+        if temporary:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._in_flight += len(source)
         with torch.cuda.stream(self._stream):
             self._move(begin, source)
-        source.record_stream(self._stream)
+        if temporary:  # what lives on is not freed before `before_change` was called
+            source.record_stream(self._stream)
+            self._in_flight += len(source)
         if self._in_flight > IN_FLIGHT:
             self._stream.synchronize()
             self._in_flight = 0
