@@ -177,8 +177,10 @@ async def run_stage(
                 groups, version, parts, plugins, ctx, clock, checked, exact=progress.exact or not recorded
             )
             progress.version, progress.step = version + 1, progress.step + 1
-            if config.rollout.async_schedule == "lockstep" and not await progress.stop.unless(collector.drain()):
-                return await progress.preempt()  # groups of the old weights are under way: this step is made again
+            if rollout.async_schedule == "lockstep":
+                drained = collector.drain()  # at once where nothing runs ahead
+                if not await (progress.stop.unless(drained) if rollout.max_staleness else drained):
+                    return await progress.preempt()  # groups of the old weights are under way: made again later
             if trains_and_serves:
                 with clock.part("sync"):
                     async with parts.turns.syncing():

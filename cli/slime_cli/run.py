@@ -253,10 +253,13 @@ async def _timed(work: Any, clock: StopAfter | None) -> int:
 
 def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
     """The error with the way to go on; the loop knows no command line."""
+    from slime_core.checkpoint.manifest import names_in
     from slime_core.errors import Preempted
 
     what = getattr(error, "what", str(error))
-    why = "nothing is lost" if stop.reason != REASON else "the time is up; nothing is lost"
+    saved = next((version for version, _ in names_in(run_dir.checkpoints)), None)
+    begin = f"it goes on from checkpoint {saved}" if saved is not None else "it goes on from the ledger"
+    why = f"{'the time is up; ' if stop.reason == REASON else ''}nothing is lost, {begin}"
     return Preempted(what, where=str(run_dir.path), why=why, fix=f"slime run --resume {run_dir.path}")
 
 
