@@ -137,6 +137,7 @@ def work(seed: int, names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="slime-chaos-", dir=memory()) as folder:
         place = Path(folder)
         world.install(place / "site")
+        world.warm(place / "warm")
         known: dict[Any, Any] = {}
         for line in sys.stdin:
             number = int(line)

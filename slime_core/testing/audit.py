@@ -10,7 +10,7 @@ import json
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ def audit(run_dir: Path, *, ended: bool = True, ledger: Path | None = None) -> A
     return found
 
 
-def differences(one: Audit, two: Audit, ignoring: Collection[str] = ()) -> list[str]:
+def differences(one: Audit, two: Audit, ignoring: tuple[str, ...] = ()) -> list[str]:
     """How the second run differs from the first, of those that must end bit for bit in the same weights.
 
-    ``ignoring`` names metrics that may differ.
+    Metrics that begin with one of ``ignoring`` may differ.
     """
     wrong = []
     for name in ("steps", "fingerprints", "counts", "evaluations", "final"):
@@ -67,7 +67,7 @@ def differences(one: Audit, two: Audit, ignoring: Collection[str] = ()) -> list[
         if mine != other:
             wrong.append(f"{name}: {_first_difference(mine, other)}")
     figures = [
-        {step: {k: v for k, v in row.items() if k not in ignoring} for step, row in found.metrics.items()}
+        {step: {k: v for k, v in row.items() if not k.startswith(ignoring)} for step, row in found.metrics.items()}
         for found in (one, two)
     ]
     if figures[0] != figures[1]:
