@@ -129,6 +129,7 @@ def _watched(answer: Answer, about: str, limit: float, key: str) -> Call:
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
     """The answers of plugin coroutines that run side by side; the first failure cancels the others."""
+    works = list(works)
     tasks = [asyncio.ensure_future(_contained(work)) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -136,6 +137,9 @@ async def together(works: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for work in works:
+            if inspect.iscoroutine(work):
+                work.close()  # one that was cancelled before it began
         raise
 
 
