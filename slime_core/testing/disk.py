@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from slime_core import durable
 from slime_core.durable import Disk
 
-COMBINATIONS = 1024  # states tried of a prefix whose unsynced calls have no more of them; else each call in turn
+COMBINATIONS = 256  # states tried of a prefix whose unsynced calls have no more of them; else each call in turn
 Tree = dict[str, bytes | None]
 """Files by path relative to the root, with their bytes; None is a folder."""
 

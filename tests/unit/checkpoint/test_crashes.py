@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_written_in_place_is_caught(tmp_path, monkeypatch):
         return aside
 
     monkeypatch.setattr(Checkpoints, "_make_aside", in_place)
-    monkeypatch.setattr(Checkpoints, "_sweep", lambda self: None)
+    monkeypatch.setattr(Checkpoints, "sweep", lambda self: None)
     assert crash_of_a_publish(tmp_path)
 
 
