@@ -242,7 +242,7 @@ def test_an_empty_group_list_is_a_file_too(tmp_path):
             "remove",
         ),
         (["--save-debug-rollout-data", "/d/{rollout_id}.pt"], "a file's name", "--save-debug-rollout-data DIR"),
-        (["--load-debug-rollout-data", ".", "--rollout-buffer-url", "http://h"], "rollout_buffer_url", "remove"),
+        (["--load-debug-rollout-data", ".", "--rollout-buffer-url", "http://example"], "rollout_buffer_url", "remove"),
         (["--load-debug-rollout-data", "./nowhere"], "no such file or folder", "load_debug_rollout_data"),
     ],
 )
