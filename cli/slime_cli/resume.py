@@ -18,7 +18,7 @@ from slime_cli.failure import Session, say
 from slime_core.config.load import Words, split, stages
 from slime_core.config.redact import REDACTED
 from slime_core.config.tokens import Word
-from slime_core.errors import ConfigError, PluginError
+from slime_core.errors import ConfigError, PluginError, StorageError
 from slime_core.report.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         if found is None:
             say_no_checkpoint(run_dir, auto)
         else:
+            check_ledger(run_dir, found, config.report.ledger_dir)
             say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
         changes = check_config(run_dir, found, config, settings, forced)
         check_plugins(run_dir, found, settings.plugins, forced)
@@ -201,6 +202,28 @@ def say_no_checkpoint(run_dir: RunDir, auto: bool) -> None:
         where=str(run_dir.path),
         why="going on would silently start from the beginning",
         fix="start another run: slime run ...\nor let it start where there is nothing: --resume auto",
+    )
+
+
+def check_ledger(run_dir: RunDir, found: Found, ledger_dir: str) -> None:
+    """Refuse to go on without the samples that the checkpoint was made from.
+
+    Raises:
+        StorageError: STO117 the ledger is gone, cannot be read, or holds less than it did.
+    """
+    from slime_core.report import history
+
+    known, wanted = history.states(run_dir).get("issued", 0), found.ledger.get("issued", 0)
+    if known >= wanted:
+        return
+    copy = f"python -m slime_core.buffer.repair {run_dir.path}"
+    raise StorageError(
+        f"the ledger holds {known} samples, the checkpoint of version {found.version} was made with {wanted}",
+        code="STO117",
+        where=ledger_dir or str(run_dir.ledger),
+        why="it is gone, damaged, or an older one; going on would lose what it says",
+        fix="put it back"
+        + (f", or take the checkpoint's copy: {copy} --ledger-dir {ledger_dir}" if found.ledger_copy else ""),
     )
 
 

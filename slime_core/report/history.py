@@ -79,8 +79,6 @@ def states(run_dir: RunDir) -> dict[str, int]:
 
     ``pending`` holds what is generated and not yet trained, as `Ledger.counts` has it.
     """
-    if not run_dir.ledger.exists():
-        return {}
     query = "SELECT t.state, coalesce(r.name, ''), t.count FROM tally t LEFT JOIN reasons r ON r.id = t.reason"
     try:
         with closing(_open_ledger(run_dir)) as database:
@@ -105,7 +103,15 @@ def recorded_steps(run_dir: RunDir) -> int:
 
 
 def _open_ledger(run_dir: RunDir) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(run_dir.ledger))}?mode=ro", uri=True, timeout=5)
+    """The database, to read, wherever ``report.ledger_dir`` has put it; sqlite3.Error where there is none."""
+    path = run_dir.ledger
+    if not path.exists() and run_dir.config.is_file():
+        from slime_core.buffer.filesystem import own_folder
+        from slime_core.config.load import read
+
+        elsewhere = read(run_dir.config, check=False).config.report.ledger_dir
+        path = own_folder(run_dir.path, Path(elsewhere)) / path.name if elsewhere else path
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=5)
 
 
 def last_samples(run_dir: RunDir) -> list[dict[str, Any]]:
