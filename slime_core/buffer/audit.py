@@ -72,7 +72,9 @@ def audit_tables(db: sqlite3.Connection, counts: Mapping[str, int]) -> list[str]
 
 def audit_payloads(db: sqlite3.Connection, segments: Segments) -> Iterator[str]:
     """Payloads and suspended turns that cannot be read."""
-    stored = "SELECT id, segment, offset, length, crc32 FROM samples WHERE segment IS NOT NULL"
+    stored = (
+        "SELECT id, segment, coalesce(offset, 0), coalesce(length, 0), crc32 FROM samples WHERE segment IS NOT NULL"
+    )
     turns = "SELECT id, t.segment, t.offset, t.length, t.crc32 FROM turns AS t JOIN samples USING (serial)"
     for what, query in (("the payload", stored), ("the turns", turns)):
         for name, segment, offset, length, crc32 in db.execute(query):

@@ -151,10 +151,13 @@ class Commits:
 
     def _transact(self, calls: Iterable[_Call], begun: list[_Call]) -> None:
         losses = self.segments.losses
-        self.db.execute("BEGIN IMMEDIATE")
         for call in calls:
             begun.append(call)
+            if len(begun) == 1:
+                self.db.execute("BEGIN IMMEDIATE")
             self._apply(call)
+        if not begun:
+            return
         sound = [call for call in begun if call.error is None]
         for call in sound:
             _reach(call.points.written)

@@ -59,7 +59,7 @@ class SqliteLedger:
     def __init__(self, run_dir: Path, ledger_dir: Path | str = "") -> None:
         self.path = database_path(Path(run_dir), Path(ledger_dir) if ledger_dir else None)
         self.segments = Segments(Path(run_dir) / "segments")
-        if not self.path.exists() and self.segments.ended():
+        if not (self.path.exists() and self.path.stat().st_size) and self.segments.ended():
             raise damaged(self.path, "the ledger is gone", f"{self.segments.folder} has payloads that it named")
         self._message: tuple[str, int, int] | None = None
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())

@@ -81,11 +81,13 @@ def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
         aside.unlink(missing_ok=True)
         with copy.open("rb") as file:
             durable.write_file(aside, chunks(file))
-        for end in ("-wal", "-shm", ""):  # the database last: without its log it is told apart by its marks
-            old = path.with_name(f"{path.name}{end}")
-            if old.exists():
+        log = path.with_name(f"{path.name}-wal")
+        for old in (log, path):  # the database last: without its log it is told apart by its marks
+            if old.exists() and old.stat().st_size:
                 kept.append(path.with_name(f"corrupt-{number}-{old.name}"))
                 durable.disk.rename(old, kept[-1])
+        for left in (log, path.with_name(f"{path.name}-shm")):
+            left.unlink(missing_ok=True)
         durable.disk.rename(aside, path)
         durable.disk.sync_folder(path.parent)
     except OSError as error:

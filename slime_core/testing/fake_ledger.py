@@ -42,16 +42,22 @@ class MemoryLedger:
 
     async def issue(self, groups: Sequence[Group]) -> None:
         """See `protocols.Ledger`."""
-        for group in groups:
-            for sample in group.samples:
-                row = self.rows.get(sample.id)
-                if row is None or row.sample.attempt < sample.attempt:
-                    self._restart(sample)
-                    self.rows[sample.id] = Row("pending", deepcopy(sample), group.prompt.id)
+        new = [(sample, group.prompt.id) for group in groups for sample in group.samples if self._is_new(sample)]
+        earlier = [(name, row) for sample, _ in new for name, row in self._earlier(sample)]
+        for name, row in earlier:
+            self._require_open(name, row, "issued again")
+        for name, row in earlier:
+            if row.state != "dropped":
+                self._drop(row, "restarted")
+            self.older.append(self.rows.pop(name))
+        for sample, prompt in new:
+            self.rows[sample.id] = Row("pending", deepcopy(sample), prompt)
 
     async def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`."""
-        gone = [s.id for s in group.samples if self._row(s, group.prompt).state == "dropped"]
+        known = {sample.id: self._known(sample) for sample in group.samples}
+        dropping = {sample.id for samples, _ in drops for sample in samples}
+        gone = [name for name, row in known.items() if (row and row.state == "dropped") or name in dropping]
         if gone:
             raise StorageError(f"samples {gone[:3]} are dropped and cannot be finished")
         await self.drop(drops)
@@ -68,7 +74,8 @@ class MemoryLedger:
         """See `protocols.Ledger`."""
         wanted = [(sample, drop.reason) for samples, drop in drops for sample in samples]
         for sample, _ in wanted:
-            self._require_open(sample.id, self._row(sample, None), "dropped")
+            if (known := self._known(sample)) is not None:
+                self._require_open(sample.id, known, "dropped")
         for place, (sample, reason) in enumerate(wanted):
             row = self._row(sample, None)
             if row.state == "pending":
@@ -84,9 +91,10 @@ class MemoryLedger:
 
     async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
         """See `protocols.Ledger`."""
+        unknown = [name for name in turns if name not in self.rows]
+        if unknown:
+            raise StorageError(f"sample {unknown[0]} is unknown and cannot be suspended")
         for name, kept in turns.items():
-            if name not in self.rows:
-                raise StorageError(f"sample {name} is unknown and cannot be suspended")
             if self.rows[name].state == "pending":
                 self.rows[name].turns = deepcopy(list(kept))
 
@@ -163,24 +171,23 @@ class MemoryLedger:
     async def close(self) -> None:
         """See `protocols.Ledger`."""
 
-    def _row(self, sample: Sample, prompt: Prompt | None) -> Row:
-        for row in self.older:
-            if (row.sample.id, row.sample.attempt) == (sample.id, sample.attempt):
-                return row
-        name = prompt.id if prompt is not None else sample.id.rpartition("-")[0]
-        return self.rows.setdefault(sample.id, Row("pending", deepcopy(sample), name))
+    def _known(self, sample: Sample) -> Row | None:
+        rows = [row for row in (*self.rows.values(), *self.older) if row.sample.id == sample.id]
+        return next((row for row in rows if row.sample.attempt == sample.attempt), None)
 
-    def _restart(self, sample: Sample) -> None:
-        """Drop what earlier attempts left open, fan-out siblings too."""
-        earlier = {
-            name: self.rows[name] for name in self.rows if name == sample.id or name.startswith(f"{sample.id}.")
-        }
-        for name, row in earlier.items():
-            self._require_open(name, row, "issued again")
-        for name, row in earlier.items():
-            if row.state != "dropped":
-                self._drop(row, "restarted")
-            self.older.append(self.rows.pop(name))
+    def _row(self, sample: Sample, prompt: Prompt | None) -> Row:
+        name = prompt.id if prompt is not None else sample.id.rpartition("-")[0]
+        known = self._known(sample)
+        return known or self.rows.setdefault(sample.id, Row("pending", deepcopy(sample), name))
+
+    def _is_new(self, sample: Sample) -> bool:
+        row = self.rows.get(sample.id)
+        return row is None or row.sample.attempt < sample.attempt
+
+    def _earlier(self, sample: Sample) -> list[tuple[str, Row]]:
+        """Earlier attempts, fan-out siblings too."""
+        own = [(n, row) for n, row in self.rows.items() if n == sample.id or n.startswith(f"{sample.id}.")]
+        return [(n, row) for n, row in own if row.sample.attempt < sample.attempt]
 
     def _require_open(self, name: str, row: Row, wanted: str) -> None:
         if row.state == "trained" or (row.state == "finished" and row.step is not None):
