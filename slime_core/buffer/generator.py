@@ -263,30 +263,36 @@ class _Shop:
                 self._taken -= 1
                 continue
             whole = await self._make(items[0])
-            self.counts["groups"] += whole
+            self.counts.update(["groups"] if whole else [])
             if not whole:
                 self._taken -= 1
                 await asyncio.sleep(PAUSE)
 
     async def _make(self, work: models.Work) -> bool:
         """Make what is missing of a group; whether all of it was written. The lease is given back otherwise."""
-        samples = asyncio.ensure_future(
-            asyncio.gather(*(self._one(Task(work, sample.id, sample.seed, self._engine)) for sample in work.samples))
-        )
+        tasks = [
+            asyncio.ensure_future(self._one(Task(work, sample.id, sample.seed, self._engine)))
+            for sample in work.samples
+        ]
         beat = asyncio.ensure_future(self._beat(work))
+        whole = False
         try:
-            await asyncio.wait({samples, beat}, return_when=asyncio.FIRST_COMPLETED)
-            if not samples.done():
-                beat.result()  # raises where the service is away
+            left: set[asyncio.Future[bool]] = set(tasks)
+            while left and not beat.done():
+                done, _ = await asyncio.wait({*left, beat}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+                if any(task.exception() for task in done):
+                    break
+            for future in (beat, *tasks):
+                if future.done():
+                    future.result()  # raises where the service is away
+            if left:
                 self._note(f"{work.id}: the lease was lost")
-                return False
-            whole = all(samples.result())
-        except BaseException:
-            await self._give_back(work, samples, beat)
-            raise
-        if not whole:
-            await self._give_back(work, samples, beat)
-        await _end(samples, beat)
+            whole = not left and all(task.result() for task in tasks)
+        finally:
+            await _end(beat, *tasks)
+            if not whole:
+                await self._give_back(work)
         return whole
 
     async def _one(self, task: Task) -> bool:
@@ -310,7 +316,7 @@ class _Shop:
         written = await self._buffer.write(work.run, [row])
         self._failures.pop(key, None)
         self.counts[written.trajectories[0].state] += 1
-        self.counts["failed"] += bool(row.failed)
+        self.counts.update(["failed"] if row.failed else [])
         return True
 
     async def _beat(self, work: models.Work) -> None:
@@ -321,8 +327,7 @@ class _Shop:
             if held.lost:
                 return
 
-    async def _give_back(self, work: models.Work, *futures: asyncio.Future[Any]) -> None:
-        await _end(*futures)
+    async def _give_back(self, work: models.Work) -> None:
         with suppress(Exception):  # the lease ends by itself
             async with asyncio.timeout(5):
                 await self._buffer.release([work.lease])

@@ -14,13 +14,30 @@ from slime_core.buffer.service.tables import Limits
 TOKEN = "a-token-of-the-tests"
 
 
+class Unwell(Exception):
+    """An answer that says come again, or that something broke."""
+
+
+class Strict(httpx.AsyncBaseTransport):
+    """The first answer counts: what a client would try again is raised."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def handle_async_request(self, request):
+        reply = await self.inner.handle_async_request(request)
+        if reply.status_code in (429, 500, 503):
+            raise Unwell(reply.status_code, (await reply.aread()).decode())
+        return reply
+
+
 class World:
     """What a test's body gets: ``client`` and ``http`` reach the routes, ``clock["now"]`` is the leases' time."""
 
     def __init__(self, desk, app, clock):
         self.desk, self.app, self.clock, self.token = desk, app, clock, TOKEN
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self.client = BufferClient("http://buffer", TOKEN, deadline=0.2, transport=transport)
+        self.client = BufferClient("http://buffer", TOKEN, transport=Strict(transport))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer")
         self.http.headers["authorization"] = f"Bearer {TOKEN}"
 
@@ -67,6 +84,12 @@ def trajectory(name, j, *, sample="", attempt=0, failed="", reward=1.0, parts=1)
         sequences=[] if failed else [sequence(10 + j, reward)] * parts,
         failed=failed,
     )
+
+
+@pytest.fixture
+def unwell():
+    """What `World.client` raises on 429, 500 and 503."""
+    return Unwell
 
 
 @pytest.fixture
