@@ -1,4 +1,7 @@
-"""Our own rows of `slime doctor`: versions, processor, memory, disk, hub, and where runs are written."""
+"""Our own rows of `slime doctor`: versions, processor, memory, disk, limits, clock, hub, and where runs are written.
+
+Each says what it found and what is needed, in numbers where there are any.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+from slime_cli.preflight import FILES, WANTED_FILES, available_memory, check_loopback
+from slime_core.errors import TrainerError
 from slime_core.protocols import Check, CheckResult
 
 DISTRIBUTION = "slime-rl"
@@ -32,6 +38,12 @@ def own_checks() -> list[Check]:
         Check(name="memory", run=memory),
         Check(name="disk", run=disk),
         Check(name="open files", run=open_files),
+        Check(name="shared memory", run=shared_memory),
+        Check(name="temporary files", run=temporary),
+        Check(name="network", run=network),
+        Check(name="home", run=home),
+        Check(name="locale", run=locale),
+        Check(name="clock", run=clock),
         Check(name="hub", run=hub),
         Check(name="runs", run=runs),
     ]
@@ -111,21 +123,27 @@ def processor() -> CheckResult:
     dtype = f"bfloat16 has {', '.join(fast)}" if fast else 'no fast bfloat16, so dtype = "auto" is float32'
     if cores < 2:
         return CheckResult(
-            status="warn", found=f"1 core; {dtype}", fix="give the machine two cores; one works, at half the speed"
+            status="warn",
+            found=f"1 core, 2 or more are wanted; {dtype}",
+            fix="give the machine two cores; one works, at half the speed",
         )
     return CheckResult(status="ok", found=f"{cores} cores; {dtype}")
 
 
 def memory() -> CheckResult:
-    """Physical memory, or the container's share of it."""
+    """Physical memory, or the container's share of it, and what of it is free."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(file).read_text().strip() if Path(file).is_file() else ""
         if text.isdigit():
             total = min(total, int(text))
-    found = f"{total / GIB:.1f} GiB"
+    found = f"{total / GIB:.1f} GiB, {min(total, available_memory()) / GIB:.1f} GiB free"
     if total < 2 * GIB:
-        return CheckResult(status="fail", found=found, fix="give the machine 2 GiB or more")
+        return CheckResult(
+            status="fail",
+            found=f"{found}; 2 GiB are needed, and 18 bytes a parameter more",
+            fix="give the machine 2 GiB or more",
+        )
     if total < 4 * GIB:
         return CheckResult(
             status="warn", found=found, fix="small models only: lower max_tokens_per_gpu, rollout_slots"
@@ -145,11 +163,78 @@ def disk() -> CheckResult:
 
 
 def open_files() -> CheckResult:
-    """The limit of open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        return CheckResult(status="warn", found=f"limit {soft}", fix="ulimit -n 4096")
-    return CheckResult(status="ok", found=f"limit {soft if soft != resource.RLIM_INFINITY else 'none'}")
+    """The limits of open files: a run raises the soft one to what the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    shown = [str(limit) if limit != unlimited else "none" for limit in (soft, hard)]
+    found = f"limit {shown[0]} (hard {shown[1]}); a run needs {FILES} and asks for {WANTED_FILES}"
+    if hard != unlimited and hard < FILES:
+        return CheckResult(status="fail", found=found, fix=f"raise the hard limit: ulimit -Hn {WANTED_FILES}")
+    if hard != unlimited and hard < WANTED_FILES:
+        return CheckResult(status="warn", found=found, fix=f"ulimit -n {WANTED_FILES}")
+    return CheckResult(status="ok", found=found)
+
+
+def shared_memory() -> CheckResult:
+    """/dev/shm: weights between processes are anonymous memory, so 64 MiB are as good as any."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return CheckResult(status="ok", found="no /dev/shm, and none is needed: weights cross in anonymous memory")
+    size = shutil.disk_usage(folder).total
+    return CheckResult(status="ok", found=f"{size >> 20} MiB in {folder}; none is needed")
+
+
+def temporary() -> CheckResult:
+    """Where traceback files go when there is no run; a run itself writes to its own directory only."""
+    try:
+        with tempfile.TemporaryFile():
+            return CheckResult(status="ok", found=f"{tempfile.gettempdir()} can be written")
+    except OSError as error:
+        return CheckResult(
+            status="warn", found=f"no folder for temporary files: {error.strerror}", fix="export TMPDIR=/a/folder"
+        )
+
+
+def network() -> CheckResult:
+    """The loopback; IPv6 and the world outside are not needed."""
+    has_v6 = Path("/proc/net/if_inet6").exists() and bool(Path("/proc/net/if_inet6").read_text().strip())
+    family = "IPv4 and IPv6" if has_v6 else "IPv4; no IPv6, and none is needed"
+    try:
+        check_loopback()
+    except TrainerError as error:
+        return CheckResult(status="fail", found=f"{error.what}: {error.why}", fix=error.fix)
+    return CheckResult(status="ok", found=f"loopback works ({family})")
+
+
+def home() -> CheckResult:
+    """The home folder: nothing of ours is written there, downloads of the hub are."""
+    path = Path(os.environ.get("HF_HOME") or Path.home())
+    if os.access(path, os.W_OK):
+        return CheckResult(status="ok", found=f"{path} can be written")
+    return CheckResult(status="ok", found=f"{path} is read-only; local model folders work, HF_HOME moves the cache")
+
+
+def locale() -> CheckResult:
+    """Texts are UTF-8 whatever the locale; a time zone only shows in times that are printed."""
+    names = {name: os.environ[name] for name in ("LC_ALL", "LANG", "TZ") if os.environ.get(name)}
+    shown = ", ".join(f"{name}={value}" for name, value in names.items()) or "LANG and TZ are not set"
+    if sys.getfilesystemencoding().lower().replace("-", "") != "utf8":
+        return CheckResult(
+            status="warn",
+            found=f"{shown}: file names are {sys.getfilesystemencoding()}",
+            fix="export PYTHONUTF8=1 or LANG=C.UTF-8",
+        )
+    return CheckResult(status="ok", found=f"{shown}; files are UTF-8")
+
+
+def clock() -> CheckResult:
+    """Durations and deadlines are monotonic; the wall clock is printed and never compared."""
+    info = time.get_clock_info("monotonic")
+    if not info.monotonic or info.resolution > 0.01:
+        return CheckResult(
+            status="fail", found=f"no monotonic clock ({info.implementation})", fix="run on Linux 4.18 or newer"
+        )
+    return CheckResult(status="ok", found=f"{info.implementation}; wall clock {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
 
 
 def hub() -> CheckResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,10 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
 
     Raises:
         StorageError: STO120 too few open files are allowed.
-        TrainerError: TRN132 too little memory, with what is needed for what.
+        TrainerError: TRN131 no loopback, TRN132 too little memory, with what is needed for what.
     """
     check_files(FILES + 16 * processes(config))
+    check_loopback()
     needed, available = needed_memory(config), available_memory()
     if config.cluster.device != "cpu" or not needed:
         return
@@ -66,6 +68,26 @@ def check_files(needed: int) -> None:
             why=f"the hard limit is {hard}",
             fix=f"ulimit -n {WANTED_FILES}",
         )
+
+
+def check_loopback() -> None:
+    """A process reaches itself over 127.0.0.1: torch's process groups need it, a single rank's too.
+
+    Raises:
+        TrainerError: TRN131.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5):
+                return
+    except OSError as error:
+        raise TrainerError(
+            "the loopback interface does not work",
+            code="TRN131",
+            where="127.0.0.1",
+            why=error.strerror or str(error),
+            fix="ip link set lo up",
+        ) from error
 
 
 def processes(config: Config) -> int:

@@ -1,14 +1,18 @@
 """`slime doctor`: named checks with fixes; what is broken is a row, never a crash."""
 
 import json
+import os
+import subprocess
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
-from slime_cli import checks
+from slime_cli import checks, preflight
 from slime_cli.doctor import run_check
-from slime_core.errors import SlimeError
+from slime_core.config.load import load_config
+from slime_core.errors import SlimeError, StorageError
 from slime_core.protocols import Check, CheckResult
 
 pytestmark = pytest.mark.integration
@@ -32,6 +36,7 @@ def test_this_machine_passes(cli):
     rows = {row["name"]: row for row in answer["checks"]}
     assert {"python", "installation", "torch", "transformers", "device", "processor"} <= set(rows)
     assert {"memory", "disk", "open files", "hub", "runs", "plugin rm_math"} <= set(rows)
+    assert {"shared memory", "temporary files", "network", "home", "locale", "clock"} <= set(rows)
     assert all(set(row) == {"name", "status", "found", "fix"} for row in rows.values())
     assert [row for row in rows.values() if row["status"] == "fail"] == []
     assert (done.code, answer["ok"]) == (0, True)
@@ -137,14 +142,23 @@ def test_memory(monkeypatch, total, status):
     assert checks.memory().status == status
 
 
-def test_few_open_files_are_a_warning(monkeypatch):
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (256, 4096))
-    assert checks.open_files().status == "warn"
+@pytest.mark.parametrize(
+    ("limits", "status"), [((256, 1 << 20), "ok"), ((256, 1000), "warn"), ((100, 200), "fail"), ((-1, -1), "ok")]
+)
+def test_open_files_are_judged_by_the_hard_limit(monkeypatch, limits, status):
+    """Case 131: a run raises the soft limit itself; the row has both numbers."""
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits)
+    result = checks.open_files()
+    assert result.status == status
+    assert "needs 256" in result.found
 
 
 def test_one_core_is_a_warning(monkeypatch):
+    """Case 132: it works, and says what it costs."""
     monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0})
-    assert checks.processor().status == "warn"
+    result = checks.processor()
+    assert result.status == "warn"
+    assert "1 core, 2 or more are wanted" in result.found
 
 
 def test_an_offline_hub_is_named(monkeypatch):
@@ -160,3 +174,151 @@ def test_a_folder_that_cannot_be_written_fails(monkeypatch):
     result = checks.runs()
     assert result.status == "fail"
     assert "--run-dir" in result.fix
+
+
+def test_small_shared_memory_is_fine(monkeypatch):
+    """Case 131: 64 MiB of /dev/shm, or none."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 0))
+    result = checks.shared_memory()
+    assert (result.status, "64 MiB" in result.found) == ("ok", True)
+    monkeypatch.setattr(checks.Path, "is_dir", lambda path: False)
+    assert checks.shared_memory().status == "ok"
+
+
+def test_no_ipv6_is_fine(monkeypatch):
+    """Case 131."""
+    monkeypatch.setattr(checks.Path, "exists", lambda path: False)
+    result = checks.network()
+    assert (result.status, "no IPv6" in result.found) == ("ok", True)
+
+
+def test_a_loopback_that_is_down_fails_and_a_run_refuses_it(cli, own, monkeypatch):
+    """Case 131: torch's process groups need it, even one rank's."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(preflight.socket, "create_connection", refuse)
+    assert checks.network().status == "fail"
+    done = cli("run", *own.flags, "--run-dir", "out")
+    assert done.code == 6
+    assert "error TRN131" in done.err
+    assert "ip link set lo up" in done.err
+
+
+def test_a_read_only_home_is_fine(monkeypatch):
+    """Case 131."""
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    result = checks.home()
+    assert (result.status, "read-only" in result.found) == ("ok", True)
+
+
+def test_the_c_locale_is_fine_where_files_are_utf8(monkeypatch):
+    """Case 131."""
+    monkeypatch.setenv("LANG", "C")
+    monkeypatch.setenv("TZ", "C")
+    assert checks.locale().status == "ok"
+    monkeypatch.setattr(checks.sys, "getfilesystemencoding", lambda: "ascii")
+    assert checks.locale().status == "warn"
+
+
+def test_a_machine_without_a_monotonic_clock_fails(monkeypatch):
+    """Case 128: everything that waits counts on it."""
+    assert checks.clock().status == "ok"
+    monkeypatch.setattr(
+        checks.time, "get_clock_info", lambda name: SimpleNamespace(monotonic=False, resolution=1, implementation="x")
+    )
+    assert checks.clock().status == "fail"
+
+
+def test_no_temporary_folder_is_a_warning(monkeypatch):
+    def refuse():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
+    assert checks.temporary().status == "warn"
+
+
+POOR = """
+import fcntl, os, resource, socket, struct, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (320, 4096))
+os.environ.update(HOME="/proc/1", TZ="C", LANG="C", LC_ALL="C", HF_HUB_OFFLINE="1")
+if os.environ["ALONE"]:
+    with socket.socket() as sock:
+        fcntl.ioctl(sock, 0x8914, struct.pack("16sH14s", b"lo", 1, b""))  # SIOCSIFFLAGS: lo up
+from slime_cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_poor_machine_can_train(own, tmp_path):
+    """Case 131: few open files, no network, a home that cannot be written, TZ and LANG = C, all at once."""
+    alone = subprocess.run(["unshare", "-rn", "true"], check=False, capture_output=True).returncode == 0
+    command = [*(["unshare", "-rn"] if alone else []), sys.executable, "-c", POOR]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "ALONE": "1" if alone else ""}
+    flags = [str(word) for word in own.flags]
+    words = ["run", *flags, "--num-rollout", "1", "--run-dir", "out"]
+    done = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "final" / "model.safetensors").exists()
+
+
+def test_a_run_that_needs_more_memory_than_there_is_is_refused_with_numbers(cli, own, monkeypatch):
+    """Case 132: before anything is loaded, with what is needed for what."""
+    monkeypatch.setattr(preflight, "available_memory", lambda: 512 << 20)
+    done = cli("run", *own.flags, "--run-dir", "out")
+    assert done.code == 6
+    assert "error TRN132" in done.err
+    assert "0.6 GiB of memory, 0.5 GiB are free" in done.err
+    assert "GiB for processes" in done.err
+
+
+def test_little_memory_is_a_notice(own, monkeypatch, model):
+    """Case 132."""
+    config = load_config(None, ["--hf-checkpoint", str(model), "--device", "cpu", "--dtype", "float32"])
+    needed = preflight.needed_memory(config)
+    said = []
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(1.1 * sum(needed.values())))
+    preflight.check_machine(config, said.append)
+    assert "memory is short" in said[0]
+    monkeypatch.setattr(preflight, "available_memory", lambda: 100 * sum(needed.values()))
+    preflight.check_machine(config, said.append)
+    assert len(said) == 1
+
+
+def test_memory_is_counted_from_the_files_of_the_model(model):
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "pt") as file:
+        exact = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+    assert preflight.parameters(model) == pytest.approx(exact, rel=0.05)
+    config = load_config(
+        None, ["--hf-checkpoint", str(model), "--dtype", "bfloat16", "--max-staleness", "1", "--no-colocate"]
+    )
+    needed = preflight.needed_memory(config)
+    assert needed["for weights, gradients and optimizer"] == 16 * preflight.parameters(model)
+    assert needed["for the engine"] == 2 * preflight.parameters(model)
+    assert needed["for processes"] == 2 * preflight.PROCESS
+
+
+def test_a_model_without_weights_is_counted_from_its_config(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert preflight.parameters(tmp_path) == 2 * 100 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert preflight.parameters(tmp_path / "hub" / "name") == 0
+
+
+def test_too_few_open_files_are_refused_with_numbers_and_a_soft_limit_is_raised(monkeypatch):
+    """Case 131: 120 is the catalogue's number of a process that may open no more files."""
+    limits = [(100, 200)]
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(preflight.resource, "setrlimit", lambda which, pair: limits.append(pair))
+    with pytest.raises(StorageError) as caught:
+        preflight.check_files(256)
+    assert caught.value.code == "STO120"
+    assert "may open 200 files, a run needs 256" in caught.value.what
+    limits[:] = [(100, 1 << 20)]
+    preflight.check_files(256)
+    assert limits[-1] == (4096, 1 << 20)
