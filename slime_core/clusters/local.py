@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def local_cluster(config: Config, plugins: Plugins, report: Report) -> AsyncIterator[Parts]:
     """Start everything on this machine; take it down at the end, whatever happened."""
-    run_dir = report.run_dir.path
+    run_dir, epoch = report.run_dir.path, report.run_dir.epoch
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     folder = open_folder(config)
     for notice in folder.notices:
@@ -52,7 +52,13 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             trainer = IdleTrainer(config, folder, thread)
         elif world == 1:
             trainer = FsdpTrainer(
-                config, plugins, folder, thread=thread, device=config.cluster.device, errors=run_dir / "errors"
+                config,
+                plugins,
+                folder,
+                thread=thread,
+                device=config.cluster.device,
+                errors=run_dir / "errors",
+                epoch=epoch,
             )
         else:
             ranks = RankTrainer(
@@ -62,9 +68,9 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
                 device=config.cluster.device,
                 cpu_threads=config.cluster.cpu_threads,
                 run_dir=run_dir,
+                epoch=epoch,
             )
             trainer = await stack.enter_async_context(ranks)
-        epoch = int(getattr(report.run_dir, "epoch", 0))
         engine: Engine
         turns: Turns
         if config.rollout.debug_train_only:

@@ -45,8 +45,17 @@ class RankTrainer:
     """Implements `protocols.Trainer` over N processes; enter it with ``async with``."""
 
     def __init__(
-        self, config: Config, plugins: Plugins, *, world: int, device: str, cpu_threads: int, run_dir: Path
+        self,
+        config: Config,
+        plugins: Plugins,
+        *,
+        world: int,
+        device: str,
+        cpu_threads: int,
+        run_dir: Path,
+        epoch: int = 0,
     ) -> None:
+        self._epoch = epoch
         self._config, self._fingerprint = config, plugins.fingerprint()
         self._world, self._device, self._cpu_threads = world, device, cpu_threads
         self._run_dir, self._log_dir = run_dir, run_dir / "log"
@@ -196,6 +205,7 @@ class RankTrainer:
     async def publish(self, version: int) -> WeightUpdate:
         """See `protocols.Trainer`; the tensors arrive through this process's memory."""
         answer: WeightUpdate = await self._all("publish", version)
+        answer.epoch = self._epoch
         return answer
 
     async def save(self, path: Path) -> None:

@@ -26,7 +26,8 @@ class FsdpTrainer:
     """Trains the folder's model on data-parallel ranks; with one rank no launcher is needed.
 
     With more, every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that
-    all see. The answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite.
+    all see. The answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite,
+    ``epoch`` counts the run's processes; updates carry it.
 
     Example:
         trainer = FsdpTrainer(config, plugins, folder, thread=TorchThread(2))
@@ -46,8 +47,9 @@ class FsdpTrainer:
         device: str = "cpu",
         rendezvous: str | Path | None = None,
         errors: Path | None = None,
+        epoch: int = 0,
     ) -> None:
-        self._thread = thread
+        self._thread, self._epoch = thread, epoch
         self._held = set(HOLDS)
         self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
 
@@ -83,7 +85,9 @@ class FsdpTrainer:
     async def publish(self, version: int) -> WeightUpdate:
         """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""
         self._need({"parameters"}, "publish")
-        return await self._thread.run(self._worker.publish, version)
+        update = await self._thread.run(self._worker.publish, version)
+        update.epoch = self._epoch
+        return update
 
     async def save(self, path: Path) -> None:
         """See `protocols.Trainer`."""

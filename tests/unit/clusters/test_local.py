@@ -1,0 +1,71 @@
+"""This machine as a cluster: one process on-policy, an engine of its own where a stage runs ahead."""
+
+import asyncio
+import os
+
+import pytest
+
+from slime_core.clusters.local import local_cluster
+from slime_core.clusters.machine import engine_apart, resolve_machine
+from slime_core.clusters.remote_engine import EngineProcess
+from slime_core.clusters.turns import FreeTurns, QuietTurns
+from slime_core.config.load import load_config
+from slime_core.engines.local import LocalEngine
+from slime_core.plugins import load_plugins
+from slime_core.report import Report
+from slime_core.report.rundir import RunDir
+from slime_core.testing import tiny_model
+
+pytestmark = pytest.mark.integration
+
+AHEAD = ("--max-staleness", "1", "--no-colocate")
+
+
+def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_config_says_so(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+
+    def threads(*flags):
+        return resolve_machine(load_config(None, ["--device", "cpu", *flags])).cluster.cpu_threads
+
+    assert threads() == 12
+    assert threads(*AHEAD) == 6
+    assert threads(*AHEAD, "--actor-num-gpus-per-node", "2") == 4
+    assert threads(*AHEAD, "--cpu-threads", "5") == 5
+    assert threads("--no-colocate") == 12
+
+
+def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    stages = '[cluster]\ncolocate = false\n[[stage]]\nname = "a"\n[[stage]]\nname = "b"\nmax_staleness = {}\n'
+    recipe.write_text(stages.format(1))
+    assert engine_apart(load_config(recipe, []))
+    recipe.write_text(stages.format(0))
+    assert not engine_apart(load_config(recipe, []))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_live_in(ahead, tmp_path):
+    flags = [
+        "--hf-checkpoint",
+        str(tiny_model(tmp_path / "model", hidden=32)),
+        "--device",
+        "cpu",
+        "--cpu-threads",
+        "1",
+    ]
+    config = resolve_machine(load_config(None, [*flags, *(AHEAD if ahead else ())]))
+    plugins = load_plugins(config)
+    with RunDir.create("run", at=tmp_path / "run") as run_dir:
+        (run_dir.path / "config.toml").touch()
+
+    async def look(run_dir):
+        report = Report(run_dir, config)
+        async with local_cluster(config, plugins, report) as parts:
+            await parts.trainer.begin(config)
+            update = await parts.trainer.publish(0)
+            kinds = (EngineProcess, FreeTurns) if ahead else (LocalEngine, QuietTurns)
+            assert (type(parts.engines), type(parts.turns)) == kinds
+            return parts.engines.epoch, update.epoch
+
+    with RunDir.reopen(tmp_path / "run") as run_dir:
+        assert asyncio.run(look(run_dir)) == (2, 2)
