@@ -62,11 +62,14 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
     """Sizes of one stage, its first row and its evaluation sets."""
     from slime_core.config.load import stage_name
     from slime_core.data.source import eval_sets, open_source
+    from slime_core.rollout.dump import first_prompt
 
     rollout, train = config.rollout, config.train
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     ctx = stage_context(config, tokenizer)
-    first = open_source(config, settings.plugins, tokenizer, ctx).next(1)[0]
+    dump = rollout.load_debug_rollout_data
+    first = first_prompt(Path(dump)) if dump else open_source(config, settings.plugins, tokenizer, ctx).next(1)[0]
+    evaluated = [] if rollout.debug_train_only else eval_sets(config, settings.plugins, tokenizer, ctx)
     return {
         "name": stage_name(config),
         "steps": rollout.num_rollout,
@@ -90,10 +93,7 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
             "prompt": _excerpt(first.prompt),
             "label": _excerpt(first.label),
         },
-        "eval_sets": [
-            {"name": found.name, "prompts": len(found.prompts)}
-            for found in eval_sets(config, settings.plugins, tokenizer, ctx)
-        ],
+        "eval_sets": [{"name": found.name, "prompts": len(found.prompts)} for found in evaluated],
     }
 
 

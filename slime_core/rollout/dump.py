@@ -148,6 +148,20 @@ def dumps_of(folder: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["version"], row["kind"]))
 
 
+def first_prompt(folder: Path) -> Prompt:
+    """The first prompt of a dump's first step.
+
+    Raises:
+        DataError: DAT28, the folder holds no step, or an empty one.
+        StorageError: as :func:`read_dump`.
+    """
+    steps = sorted(path for path in folder.glob(f"*{SUFFIX}") if STEP.fullmatch(path.name))
+    groups = read_dump(steps[0]) if steps else []
+    if not groups:
+        raise DataError("the dump holds no step", code="DAT28", where=str(folder), fix="--load-debug-rollout-data DIR")
+    return groups[0].prompt
+
+
 class Dump:
     """What `save_debug_rollout_data` and `load_debug_rollout_data` of a stage ask for; without them it does nothing.
 
@@ -361,4 +375,4 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-__all__ = ["About", "Dump", "dumps_of", "evaluation_path", "read_dump", "step_path", "write_dump"]
+__all__ = ["About", "Dump", "dumps_of", "evaluation_path", "first_prompt", "read_dump", "step_path", "write_dump"]

@@ -146,3 +146,12 @@ def test_a_step_that_does_not_train_cannot_be_verified(small, tmp_path, capsys):
     assert small.go("run", small.folder / "small.toml", *flags) == 2
     assert "debug_rollout_only" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_of_training_on_a_dump_needs_no_data(small, tmp_path, capsys):
+    (tmp_path / "bare.toml").write_text(f'[rollout]\nhf_checkpoint = "{small.folder}/model"\n')
+    flags = ("--dry-run", "--debug-train-only", "--load-debug-rollout-data")
+    assert small.go("run", tmp_path / "bare.toml", *flags, small.dump) == 0
+    assert "0+0=" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert small.go("run", tmp_path / "bare.toml", *flags, tmp_path / "empty") == 3
