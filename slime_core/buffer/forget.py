@@ -22,12 +22,9 @@ OLD = (
 
 def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
     """Rows of samples that were dropped or trained before a version name no payload any more, and no turns."""
-    db.execute(
-        f"DELETE FROM turns WHERE serial IN (SELECT serial FROM turns JOIN samples USING (serial) WHERE {OLD})",
-        (before_version,),
-    )
-    dead = f"SELECT serial FROM samples WHERE segment IS NOT NULL AND {OLD}"
-    db.execute(f"DELETE FROM arrays WHERE serial IN ({dead})", (before_version,))
+    for table in ("turns", "arrays"):
+        of_old = f"SELECT 1 FROM samples WHERE samples.serial = {table}.serial AND {OLD}"
+        db.execute(f"DELETE FROM {table} WHERE EXISTS ({of_old})", (before_version,))
     db.execute(
         "UPDATE samples SET segment = NULL, offset = NULL, length = NULL, crc32 = NULL "
         f"WHERE segment IS NOT NULL AND {OLD}",

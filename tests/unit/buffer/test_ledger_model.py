@@ -155,6 +155,16 @@ async def readable(ledger, name):
 
 
 Twins.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_it_does_what_its_rules_say = Twins.TestCase
+
+
+class ManyTwins(Twins):
+    """The same for longer."""
+
+
+ManyTwins.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_it_does_what_its_rules_say_for_longer = pytest.mark.nightly(ManyTwins.TestCase)
