@@ -155,3 +155,28 @@ def test_a_plan_of_training_on_a_dump_needs_no_data(small, tmp_path, capsys):
     assert "0+0=" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert small.go("run", tmp_path / "bare.toml", *flags, tmp_path / "empty") == 3
+
+
+POST = """
+def post(args, samples):
+    raw = [s.reward for s in samples]
+    return raw, [len(s.response) + s.metadata["seen"] for s in samples]
+
+
+def note(args, sample, **kw):
+    sample.metadata["seen"] = len(sample.prompt)
+"""
+
+
+def test_functions_by_path_see_the_samples_that_were_dumped_or_recorded(small, tmp_path):
+    (tmp_path / "post.py").write_text(POST)
+    flags = (
+        *("--custom-reward-post-process-path", f"{tmp_path}/post.py:post", "stage.warmup.num_rollout=0"),
+        *("--rollout-sample-hook-path", f"{tmp_path}/post.py:note", "--num-rollout", "2"),
+    )
+    recipe, dump = small.folder / "small.toml", tmp_path / "dump"
+    assert small.go("run", recipe, *flags, "--save-debug-rollout-data", dump, "--run-dir", tmp_path / "a") == 0
+    loaded = ("--load-debug-rollout-data", dump, "--debug-train-only")
+    assert small.go("run", recipe, *flags, *loaded, "--run-dir", tmp_path / "b") == 0
+    assert weights(tmp_path / "b") == weights(tmp_path / "a") != weights(small.run)
+    assert small.go("replay", tmp_path / "a", "--step", "2") == 0
