@@ -1,12 +1,14 @@
 """What a checkpoint's manifest says, and whether a folder holds exactly that.
 
-MANIFEST.json   schema version epoch files {path: size sha256} config plugins machine ledger random
+MANIFEST.json   schema version epoch files {path: size sha256} config plugins machine ledger random sha256
 
+The last is of all the others, in JSON with sorted keys and no spaces, in this schema and in every later one.
 Paths are relative to the checkpoint's folder, so a run directory may be moved, or reached through a link.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -72,7 +74,17 @@ def head(version: int, about: About, **more: Any) -> str:
 def write_manifest(files: Mapping[str, FileMark], head: str) -> bytes:
     """The manifest's bytes."""
     listed = {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in sorted(files.items())}
-    return (json.dumps({**json.loads(head), "files": listed}, indent=1, sort_keys=True) + "\n").encode()
+    return sealed({**json.loads(head), "files": listed})
+
+
+def sealed(data: Mapping[str, Any]) -> bytes:
+    """A manifest's bytes, with the hash of its own content."""
+    return (json.dumps({**data, "sha256": _seal(data)}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in data.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def names_in(folder: Path) -> list[tuple[int, Path]]:
@@ -160,8 +172,10 @@ def _manifest(path: Path) -> dict[str, Any]:
         schema = data["schema"]
         if not isinstance(schema, int) or isinstance(schema, bool):
             raise TypeError(f"schema is {schema!r}")
+        if data["sha256"] != _seal(data):
+            raise ValueError("its content is not that of its sha256")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(file, f"{len(text)} bytes that are no manifest: {error}") from error
+        raise _damaged(file, f"{len(text)} bytes that are no manifest: {error!r}") from error
     if schema != SCHEMA:
         raise StorageError(
             f"{path.name} was written in the checkpoint format {schema}, this slime reads {SCHEMA}",

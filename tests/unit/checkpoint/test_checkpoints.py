@@ -261,9 +261,26 @@ def test_a_manifest_that_lists_files_elsewhere_is_damage(saves, name):
     file = saves.folder / "step-7" / "MANIFEST.json"
     data = json.loads(file.read_text())
     data["files"][name] = next(iter(data["files"].values()))
-    file.write_text(json.dumps(data))
+    file.write_bytes(manifest.sealed(data))
     assert saves.reopened().latest().version == 4
     assert "outside the folder" in saves.notes[0]
+
+
+def test_every_flipped_bit_of_a_manifest_is_seen(saves):
+    """Case 112, in the file that holds the hashes; a flip within the indentation may leave the same JSON."""
+    saves(4)
+    file = saves.folder / "step-4" / "MANIFEST.json"
+    whole = file.read_bytes()
+    want = json.loads(whole)
+    draw = random.Random(0)
+    for place in [whole.index(b'"schema": 1') + 10, *(draw.randrange(len(whole)) for _ in range(400))]:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        code = ""
+        try:
+            manifest.read(file.parent, 4, full=False)
+        except StorageError as error:
+            code = error.code
+        assert code == "STO112" or json.loads(file.read_bytes()) == want
 
 
 def test_a_folder_under_another_version_is_damage(saves):
@@ -276,7 +293,7 @@ def test_a_checkpoint_of_a_later_slime_is_refused_and_left_alone(saves):
     """Case 113: a future schema."""
     saves(4, 7)
     file = saves.folder / "step-7" / "MANIFEST.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": manifest.SCHEMA + 1}))
+    file.write_bytes(manifest.sealed({**json.loads(file.read_text()), "schema": manifest.SCHEMA + 1}))
     with pytest.raises(StorageError, match="STO113") as caught:
         saves.reopened().latest()
     assert "resume with the slime that wrote it" in caught.value.fix
