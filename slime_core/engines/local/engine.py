@@ -14,6 +14,7 @@ import numpy as np
 
 from slime_core.engines.local.jobs import Job, check_ids, make_job
 from slime_core.errors import EngineError
+from slime_core.memory import first_line, is_out_of_memory
 from slime_core.protocols import Ability, PauseMode
 from slime_core.types import Completion
 
@@ -135,7 +136,12 @@ class LocalEngine:
         self._require_open()
         if "weights" not in self._held:
             raise EngineError("weights were loaded while their memory was released", code="ENG06")
-        await self._thread.run(self._load, update)
+        try:
+            await self._thread.run(self._load, update)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._short(error, "loading weights") from error
+            raise
         self.version = update.version
         self._stir()
 
@@ -221,7 +227,7 @@ class LocalEngine:
             except Exception as error:
                 done, lost = await self._thread.run(self._reset)
                 self._deliver(done)
-                self._fail(lost, _wrapped(error))
+                self._fail(lost, self._short(error, "decoding") if is_out_of_memory(error) else _wrapped(error))
             else:
                 self._deliver(done)
 
@@ -252,6 +258,16 @@ class LocalEngine:
         for job in jobs:
             if not job.future.done():
                 job.future.set_exception(error)
+
+    def _short(self, error: Exception, what: str) -> EngineError:
+        return EngineError(
+            f"memory ran out while {what}: {self._seats} slots of {self._context_len} tokens",
+            code="ENG05",
+            where=f"the embedded engine, {self._device}",
+            why=f"{first_line(error)}; what was running is lost with it and is generated again by a resume",
+            fix=f"rollout.rollout_slots={max(1, self._seats // 2)}\n"
+            "rollout.rollout_max_context_len: what a prompt and its response need",
+        )
 
     # -- torch thread side
 

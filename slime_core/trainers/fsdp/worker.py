@@ -21,6 +21,7 @@ from slime_core.trainers.fsdp.passes import Sums, backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
+from slime_core.trainers.fsdp.short import told_of_memory
 from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
@@ -125,6 +126,10 @@ class Worker:
     @torch.no_grad()
     def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         self._check(batch)
+        with told_of_memory(self, batch, "scoring"):
+            return self._score_roles(batch, roles)
+
+    def _score_roles(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         found: dict[str, Columns] = {}
         for role in sorted(roles):
             if role in ("policy", "old_policy"):
@@ -169,6 +174,10 @@ class Worker:
                 f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
                 why=f"it has {sorted(batch.columns)}",
             )
+        with told_of_memory(self, batch, "training on"):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> dict[str, float]:
         assert self.stage is not None
         batch = prepared(batch, self.loss, self.stage.train)
         alone = self.steps < self._critic_only_steps
