@@ -191,7 +191,7 @@ def say_no_checkpoint(run_dir: RunDir, auto: bool) -> None:
             f"{issued} samples are known, {steps} recorded steps are made again from them"
         )
         return
-    untouched = not any(True for _ in history.read_lines(run_dir.metrics))
+    untouched = not any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
     early = run_dir.read_info().get("status") == "preempted"
     if untouched and (auto or early):
         say(f"resume {run_dir.path}: it ended before its first sample; a fresh start at version 0")

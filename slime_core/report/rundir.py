@@ -304,6 +304,8 @@ def check_free(path: Path) -> None:
     holder = RunDir(path).holder()
     if holder is not None:
         raise _in_use(path, holder)
+    if _never_began(path):
+        return
     is_run = any((path / mark).exists() for mark in MARKS)
     raise ConfigError(
         "the run directory already holds a run" if is_run else "the run directory is not empty",
@@ -313,6 +315,16 @@ def check_free(path: Path) -> None:
         fix=f"choose a new name: --run-dir {path}-2\nor leave --run-dir out for runs/NAME-N"
         + (f"\nto go on with it: slime run --resume {path}\nto look at it: slime show {path}" if is_run else ""),
     )
+
+
+def _never_began(path: Path) -> bool:
+    """Whether all there is was made by a process that ended before it had a config, and says nothing of a run."""
+    made = [
+        file.relative_to(path).as_posix()
+        for file in path.rglob("*")
+        if file.relative_to(path).as_posix() not in FOLDERS
+    ]
+    return all(name in ("lock", "run.json") or name.startswith((".run.json.", ".config.toml.")) for name in made)
 
 
 def _claim(path: Path) -> Path:

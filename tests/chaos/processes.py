@@ -90,10 +90,8 @@ class Work:
         return cls(folder, recipe, zygote)
 
     def words(self, name: str) -> list[str]:
-        """The command: a new run, or one to go on with where there is something to go on with."""
-        if (self.folder / name / "config.toml").exists():
-            return ["run", "--resume", name]
-        return ["run", "recipe.toml", "--run-dir", name, *RECIPES[self.recipe]]
+        """One command, whatever there is: a new run, or to go on with it."""
+        return ["run", "recipe.toml", "--run-dir", name, "--resume", "auto", *RECIPES[self.recipe]]
 
     def start(self, name: str, *, failpoint: str = "", names: Path | None = None) -> End:
         """Start or resume the run and wait for its end."""
@@ -219,3 +217,25 @@ def children(pid: int) -> list[int]:
         for child in direct:
             found += [child, *children(child)]
     return found
+
+
+def killed_at_random(work: Work, name: str, rng: random.Random, kills: int, seconds: float) -> Counter[str]:
+    """Kill the driver or a child of it, up to ``kills`` times in all, then let the run end; the answer counts victims.
+
+    A driver whose child was killed must end by itself, with an error that says so, and nothing may outlive it.
+    """
+    victims: Counter[str] = Counter()
+    while victims.total() < kills:
+        process = work.popen(name)
+        victim = kill_one(process, rng, seconds)
+        code = process.wait(180)
+        left = left_behind(process.pid)
+        assert left == (), f"processes {left} outlived their run ({victim} was killed)\n{tail(work.log)}"
+        if code == 0:
+            break
+        expected = code == -signal.SIGKILL if victim == "driver" else 0 < code < 64
+        assert expected, f"{victim} was killed, the run ended with {code}:\n{tail(work.log)}"
+        victims[victim] += 1
+    else:
+        work.finish(name)
+    return victims

@@ -56,7 +56,8 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 
 def test_a_folder_with_another_run_is_refused_with_ways_out(tmp_path):
-    RunDir.create("demo", at=tmp_path / "run").close()
+    with RunDir.create("demo", at=tmp_path / "run") as run_dir:
+        run_dir.config.write_text("")
     with pytest.raises(ConfigError) as caught:
         RunDir.create("demo", at=tmp_path / "run")
     error = caught.value

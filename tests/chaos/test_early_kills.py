@@ -1,0 +1,41 @@
+"""Killed before there was anything to lose: the same command starts it again."""
+
+import json
+
+import pytest
+
+from slime_cli import resume
+from slime_core.errors import ConfigError
+from slime_core.report import RunDir
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_folder_that_never_had_a_config_is_taken_again(tmp_path):
+    with RunDir.create("run", at=tmp_path / "run"):
+        pass
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        *("checkpoints", "errors", "lock", "log", "run.json", "segments")
+    ]
+    with RunDir.create("run", at=tmp_path / "run") as run_dir:
+        assert run_dir.epoch == 1
+
+
+@pytest.mark.parametrize("name", ["config.toml", "ledger.sqlite", "metrics.jsonl", "notes.txt", "segments/000001.seg"])
+def test_a_folder_with_anything_in_it_is_not(tmp_path, name):
+    with RunDir.create("run", at=tmp_path / "run"):
+        pass
+    (tmp_path / "run" / name).write_text("x")
+    with pytest.raises(ConfigError, match="CFG12"):
+        RunDir.create("run", at=tmp_path / "run")
+
+
+def test_an_evaluation_before_the_first_sample_does_not_hinder_auto(tmp_path, capsys):
+    with RunDir.create("run", at=tmp_path / "run") as run_dir:
+        line = {"kind": "eval", "version": 0, "name": "heldout", "metrics": {}, "seconds": {}}
+        run_dir.metrics.write_text(json.dumps(line) + "\n")
+        resume.say_no_checkpoint(run_dir, True)
+        assert "a fresh start at version 0" in capsys.readouterr().err
+        run_dir.metrics.write_text(json.dumps({**line, "kind": "step", "version": 1}) + "\n")
+        with pytest.raises(ConfigError, match="CFG14"):
+            resume.say_no_checkpoint(run_dir, True)
