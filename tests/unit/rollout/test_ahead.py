@@ -5,6 +5,7 @@ The engine generates on while a step "trains" between `take` and `admit`.
 
 import asyncio
 import random
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,11 +15,13 @@ from slime_core.context import Context
 from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.staleness import trained_versions
+from slime_core.rollout.ageing import Ageing
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params
+from slime_core.rollout.surplus import Flight
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, MemoryLedger
 from slime_core.trainers.batch import make_batch
-from slime_core.types import Prompt, WeightUpdate
+from slime_core.types import Completion, Prompt, Sample, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -31,10 +34,12 @@ import slime_core
 from slime_core import Drop
 
 chance = random.Random(0)
+judged = []
 
 
 @slime_core.hookimpl
 async def slime_reward(group, ctx):
+    judged.extend(sample.status.value for sample in group.samples)
     for _ in range(chance.choice([0, 0, 0, 40, 200])):
         await asyncio.sleep(0)
     return [float(sum(s.response_tokens) % 3) for s in group.samples]
@@ -93,6 +98,7 @@ class Ran:
     steps: list = field(default_factory=list)
     metrics: list = field(default_factory=list)
     events: list = field(default_factory=list)
+    ended: list = field(default_factory=list)  # requests: id, tokens, finish
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
 
     def total(self, name):
@@ -101,6 +107,7 @@ class Ran:
 
 async def _steps(config, plugins, ran, steps, seed):
     chance, engine = random.Random(seed), Uneven(seed)
+    ran.ended = engine.ended
     ctx = Context(config=config, engine=engine, tokenizer=CharTokenizer(), sampling=training_params(config))
     await engine.load(WeightUpdate(version=0, epoch=1, transport="tensors"))
     collector = Collector(source=Prompts(), ledger=ran.ledger, plugins=plugins, ctx=ctx, vocab_size=VOCAB, steps=steps)
@@ -216,6 +223,22 @@ def test_a_group_that_begins_again_is_the_next_attempt_with_draws_of_its_own(ahe
         assert all((sample.id, attempt) in older for attempt in range(sample.attempt))
         assert {older[sample.id, attempt].reason for attempt in range(sample.attempt)} == {"restarted"}
         assert len(sample.response_tokens) == 24
+
+
+def test_what_is_dropped_on_its_way_is_stopped_on_the_engine_and_its_tokens_so_far_are_counted(ahead):
+    ran = ahead(1, "drop", 0)
+    stopped = {name: tokens for name, tokens, finish in ran.ended if finish == "abort"}
+    assert stopped
+    assert {ran.ledger.rows[name].reason for name in stopped} == {"stale"}
+    assert "aborted" not in sys.modules["judge_plugin_module"].judged
+
+    age = Ageing(load_config(None, ["--max-staleness", "1", "--no-colocate", "--async-schedule", "free"]))
+    sample = Sample(id="a-0", tokens=[1])
+    sample.append_response([5] * 60, log_probs=[-1.0] * 60)
+    part = Completion(id="a-0", tokens=[5] * 70, log_probs=[], plain_log_probs=[], finish="abort", versions=[])
+    age.give_up(Flight(0, [sample], 0), [part])
+    metrics = age.pop_metrics(())
+    assert (metrics["stale/dropped"], metrics["stale/dropped/len_128_256"]) == (1.0, 1.0)
 
 
 def test_the_engine_goes_on_while_a_step_trains(ahead):
