@@ -146,9 +146,10 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
     Raises:
         ConfigError: CFG13 changed keys, CFG14 nothing to go on from, CFG16 another process runs there.
         PluginError: PLG65 other plugins than the run had.
+        TrainerError: TRN108 another dtype than the run had.
         StorageError: the run directory cannot be written, STO113 a checkpoint of another slime.
     """
-    from slime_core.checkpoint import Checkpoints
+    from slime_core.checkpoint import Checkpoints, check_dtype
     from slime_core.config.changes import check_forced
     from slime_core.report.trim import trim_figures
 
@@ -165,6 +166,8 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
             say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
         changes = check_config(run_dir, found, config, settings, forced)
         check_plugins(run_dir, found, settings.plugins, forced)
+        if found is not None:
+            check_dtype(found, config.train.dtype, forced)
         same = kind_of(config, settings.plugins)
         kinds = {start.get("kind") or same for start in run_dir.starts()}
         exact = kinds <= {same} and all(change.verdict == "safe" for change in changes)

@@ -4,7 +4,7 @@ checkpoints/step-12/   trainer/...   state.json   [ledger.sqlite]   MANIFEST.jso
 """
 
 from slime_core.checkpoint.manifest import About, Found
-from slime_core.checkpoint.state import Difference, check_compatible, check_state, differences
+from slime_core.checkpoint.state import check_dtype, check_state
 from slime_core.checkpoint.store import Checkpoints
 
-__all__ = ["About", "Checkpoints", "Difference", "Found", "check_compatible", "check_state", "differences"]
+__all__ = ["About", "Checkpoints", "Found", "check_dtype", "check_state"]

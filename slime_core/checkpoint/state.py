@@ -1,14 +1,12 @@
-"""State that goes into a checkpoint: whether it is JSON, and whether a checkpoint fits the run that reads it."""
+"""State that goes into a checkpoint: whether it is JSON; and whether a checkpoint's dtype is that of the run."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from slime_core.checkpoint.manifest import About, Found
+from slime_core.checkpoint.manifest import Found
 from slime_core.errors import PluginError, TrainerError
 
 
@@ -61,54 +59,20 @@ def _encodes(text: str) -> bool:
     return True
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Difference:
-    """One thing that is not as it was when the checkpoint was written."""
+def check_dtype(found: Found, dtype: str, forced: Collection[str] = ()) -> None:
+    """Refuse to go on in another dtype than the run computed in: ``train.dtype = auto`` follows the machine.
 
-    key: str  # such as machine.world
-    saved: Any
-    now: Any
-    safe: bool  # resuming is exact, or as exact as it can be, all the same
-
-    def __str__(self) -> str:
-        return f"{self.key}: {json.dumps(self.saved)} -> {json.dumps(self.now)}"
-
-
-SAFE = frozenset({"machine.world", "machine.cpu_threads"})
-"""Parameters and moments come back exactly; sums over tokens are then made in another order."""
-
-
-def differences(found: Found, about: About) -> list[Difference]:
-    """What of the machine and the plugins is not as the checkpoint has it. The config has a diff of its own."""
-    pairs: list[tuple[str, Any, Any]] = [("plugins", found.plugins, about.plugins)]
-    for name in sorted({*found.machine, *about.machine}):
-        pairs.append((f"machine.{name}", found.machine.get(name), about.machine.get(name)))
-    return [Difference(key=k, saved=old, now=new, safe=k in SAFE) for k, old, new in pairs if old != new]
-
-
-def check_compatible(found: Found, about: About, forced: Collection[str] = ()) -> list[Difference]:
-    """The differences, after those that change what training computes were refused; ``forced`` names allowed ones.
+    Parameters and moments are float32 in every checkpoint; steps would round otherwise than those before them.
 
     Raises:
-        TrainerError: TRN108 with every difference: another dtype.
-        PluginError: PLG00 other plugins than the run had.
+        TrainerError: TRN108, unless ``train.dtype`` is forced.
     """
-    known = differences(found, about)
-    wrong = [one for one in known if not one.safe and one.key not in forced]
-    lines = "\n".join(str(one) for one in known)
-    if any(one.key == "machine.dtype" for one in wrong):
+    saved = found.machine.get("dtype", dtype)
+    if saved != dtype and not {"train.dtype", "dtype"} & set(forced):
         raise TrainerError(
-            f"the checkpoint of version {found.version} was trained in another dtype",
+            f"the run computed in {saved} and would go on in {dtype}",
             code="TRN108",
             where=str(found.path),
-            why=lines,
-            fix="set train.dtype to what the run had, or --force-key train.dtype",
+            why=f"train.dtype = auto is {dtype} on this machine; the checkpoint was written on {found.machine}",
+            fix=f"--dtype {saved}   or   --force-key train.dtype",
         )
-    if any(one.key == "plugins" for one in wrong):
-        raise PluginError(
-            f"the checkpoint of version {found.version} was made with other plugins",
-            where=str(found.path),
-            why=lines,
-            fix="install the versions that the run had, or --force-key plugins",
-        )
-    return known
