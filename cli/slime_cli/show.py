@@ -26,6 +26,11 @@ MAIN = (
     "entropy",
     "grad_norm",
     "staleness/max",
+    "stale/dropped_rate",
+    "stale/restarted_rate",
+    "stale/masked_rate",
+    "async/engine_idle_seconds",
+    "async/trainer_wait_seconds",
 )
 """Metrics that are shown without --all, with every task's and term's reward."""
 SHOWN = 10
