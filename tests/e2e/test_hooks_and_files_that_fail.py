@@ -1,0 +1,127 @@
+"""Real runs whose reward hangs or ends the process, or whose data goes away: exit codes, and resumes."""
+
+import hashlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.testing import tiny_model
+
+pytestmark = pytest.mark.system
+
+REWARD = '''
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+count = 0
+
+def reward(args, sample, **kwargs):
+    """Digits in the response; the {nth}th call does harm, in the first process alone."""
+    global count
+    count += 1
+    if count == {nth} and not (HERE / "harmed").exists():
+        (HERE / "harmed").touch()
+        {harm}
+    return float(sum(char.isdigit() for char in sample.response))
+'''
+HARM = {
+    "none": "pass",
+    "ends": "os._exit(9)",
+    "removes": "(HERE / 'my.jsonl').rename(HERE / 'away')",
+    "cuts": "(HERE / 'away').write_bytes((HERE / 'my.jsonl').read_bytes()); os.truncate(HERE / 'my.jsonl', 100)",
+}
+HANGS = """
+def reward(args, sample, **kwargs):
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+"""
+
+
+def slime(cwd, *args):
+    """`slime ARGS` in a folder."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
+    program = [sys.executable, "-m", "slime_cli.main", *map(str, args)]
+    return subprocess.run(program, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Run in a folder of its own with the data and a reward: twelve rollouts in three steps."""
+    model = tiny_model(tmp_path_factory.mktemp("model") / "model")
+    rows = [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(5)]
+
+    def run(source, *flags):
+        cwd = tmp_path_factory.mktemp("run")
+        (cwd / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (cwd / "my_reward.py").write_text(source)
+        done = slime(
+            cwd,
+            *("run", "--hf-checkpoint", model, "--prompt-data", "my.jsonl", "--custom-rm-path", "my_reward.py:reward"),
+            *("--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lr", "1e-3"),
+            *("--rollout-max-response-len", "4", "--save-interval", "1", "--cpu-threads", "1", "--seed", "3"),
+            *("--rollout-shuffle", "--label-key", "label", "--skip-eval-before-train", "--run-dir", "run"),
+            *flags,
+        )
+        return cwd, done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    """The folder of a run to which nothing happened."""
+    cwd, done = train(REWARD.format(harm=HARM["none"], nth=6))
+    assert done.returncode == 0, done.stderr
+    return cwd
+
+
+def weights(cwd):
+    return hashlib.sha256((cwd / "run" / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def states(cwd):
+    with sqlite3.connect(cwd / "run" / "ledger.sqlite") as db:
+        return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
+
+
+def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
+    """Case 60: whatever the policy, in a real process."""
+    cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop")
+    assert done.returncode == 4, done.stderr
+    assert "error PLG60  custom_rm_path.slime_reward did not answer in 1 s for prompt 'main/" in done.stderr
+    assert "in reward" in done.stderr
+    assert "my_reward.py" in done.stderr
+    assert json.loads((cwd / "run" / "run.json").read_text())["error"] == "PLG60"
+
+
+@pytest.mark.parametrize(
+    ("harm", "code", "told"),
+    [
+        ("removes", 3, "my.jsonl is gone"),
+        pytest.param("cuts", 3, "my.jsonl was cut short", marks=pytest.mark.nightly),
+        pytest.param("ends", 9, "", marks=pytest.mark.nightly),
+    ],
+)
+def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
+    train, whole, harm, code, told
+):
+    """Cases 37 and 62: nothing is lost or done twice."""
+    cwd, done = train(REWARD.format(harm=HARM[harm], nth=6))
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    if told:
+        assert "error DAT37" in done.stderr
+        (cwd / "away").rename(cwd / "my.jsonl")
+    again = slime(cwd, "run", "--resume", "run")
+    assert again.returncode == 0, again.stderr
+    assert weights(cwd) == weights(whole)
+    assert states(cwd) == states(whole)
