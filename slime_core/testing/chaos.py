@@ -107,8 +107,10 @@ def survive(
             return story
 
 
-def run_child(start: Callable[[], None], *, log: Path, kill: Kill | None = None) -> Ended:
+def run_child(start: Callable[[], None], *, log: Path, kill: Kill | None = None, hung: float = HUNG_SECONDS) -> Ended:
     """Run ``start`` in a forked child in a session of its own; its output goes to ``log``.
+
+    A child that takes longer than ``hung`` seconds writes its stacks there and is killed.
 
     Raises:
         RuntimeError: this process has several threads, so that it must not fork.
@@ -122,7 +124,7 @@ def run_child(start: Callable[[], None], *, log: Path, kill: Kill | None = None)
         _child(start, log, kill, parent)
     try:
         stood = kill is not None and _kill(pid, kill)
-        code = _wait(pid, HUNG_SECONDS)
+        code = _wait(pid, hung)
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
