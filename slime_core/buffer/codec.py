@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, fields as fields_of
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def decode(body: bytes) -> Sample:
         ValueError: a record of another format.
     """
     fields, arrays = unpack(body)
-    fields |= {name: array.tolist() for name, array in arrays.items()}
+    fields |= {name: values.tolist() for name, values in arrays.items()}
     for name in RUNS:
         if name in fields:
             fields[name] = [value for value, count in fields[name] for _ in range(count)]
@@ -105,22 +106,29 @@ def _plain(value: Any) -> Any:
 
 def ints(values: Sequence[int]) -> NDArray[Any]:
     """Little-endian, 4 bytes each where that holds them, else 8."""
-    array = np.asarray(values, dtype=np.int64)
-    narrow = array.astype("<i4")
-    return narrow if np.array_equal(narrow, array) else array.astype("<i8")
+    try:
+        narrow = array("i", values)  # several times as fast as numpy on a list
+    except OverflowError:
+        return np.asarray(values, dtype="<i8")
+    return np.frombuffer(narrow, dtype=np.int32).astype("<i4", copy=False)
 
 
 def floats(values: Sequence[float]) -> NDArray[Any]:
     """Little-endian float32 where that keeps every bit, else float64."""
-    array = np.asarray(values, dtype="<f8")
-    with np.errstate(over="ignore"):
-        narrow = array.astype("<f4")
-    same = np.array_equal(narrow.astype("<f8").view("<i8"), array.view("<i8"))
-    return narrow if same else array
+    wide = np.frombuffer(array("d", values), dtype=np.float64).astype("<f8", copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = wide.astype("<f4")
+    same = np.array_equal(narrow.astype("<f8").view("<i8"), wide.view("<i8"))
+    return narrow if same else wide
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:
-    return [[value, sum(1 for _ in run)] for value, run in groupby(values)]
+    """[value, how often] of each run of equal values."""
+    if not values or values.count(values[0]) == len(values):
+        return [[values[0], len(values)]] if values else []
+    flat = np.frombuffer(array("q", values), dtype=np.int64)
+    starts = [0, *(np.flatnonzero(flat[1:] != flat[:-1]) + 1).tolist(), len(values)]
+    return [[values[start], end - start] for start, end in pairwise(starts)]
 
 
 def plain_reward(sample: Sample) -> float | None:

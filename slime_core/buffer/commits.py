@@ -1,9 +1,10 @@
 """Group commit: calls in, answers out, one durable transaction for all calls that wait together.
 
-A call that finds the disk idle starts at once; what arrives while a commit is on its way shares the next one. A
-transaction takes calls in the order in which they came until none waits, it has ``ROWS`` rows, or ``SECONDS`` have
-passed, so no timer ever delays a lone writer. Each call runs behind a savepoint and fails alone. Payloads are made
-durable before the commit that names them, and no answer is given before it, a reader's neither.
+A call that finds the disk idle starts at once, so no timer ever delays a lone writer; what arrives while a commit is
+on its way shares the next one. A transaction takes calls in the order in which they came: those that wait when it
+begins, and those that come while it works, for ``SECONDS`` at most; never more than ``ROWS`` rows. Each call runs
+behind a savepoint and fails alone. Payloads are made durable before the commit that names them, and no answer is given
+before it, a reader's neither.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -139,12 +141,13 @@ class Commits:
 
     def _arriving(self) -> Iterator[_Call]:
         """Calls for one transaction, in order; from here on they can no longer be taken back."""
-        rows, end = 0, time.monotonic() + SECONDS
+        rows, waited, end = 0, len(self._waiting), time.monotonic() + SECONDS
         while self._waiting:
             call = self._waiting[0]
-            if rows and (rows + call.rows > ROWS or time.monotonic() > end):
+            if rows and (rows + call.rows > ROWS or (waited <= 0 and time.monotonic() > end)):
                 return
             self._waiting.popleft()
+            waited -= 1
             if call.done.set_running_or_notify_cancel():
                 rows += max(call.rows, 1)
                 yield call
@@ -193,8 +196,9 @@ class Commits:
         self.db.execute("RELEASE call")
 
     def _undo(self) -> None:
-        if self.db.in_transaction:
-            self.db.execute("ROLLBACK")
+        with suppress(sqlite3.Error):  # the next transaction says what is wrong
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
         self._forget()
 
     def _answer(self, calls: Iterable[_Call]) -> None:

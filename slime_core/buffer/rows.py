@@ -273,11 +273,18 @@ class Rows:
 
 def _measures(sample: Sample, place: int) -> tuple[object, ...]:
     """The values of ``MEASURES``."""
-    made = [version for version in sample.weight_versions if version >= 0]
-    newest = max(made, default=None)
-    ticks = None if newest is None else made.count(newest)
+    lowest, newest, ticks = _ages(sample.weight_versions)
     sizes = (plain_reward(sample), len(sample.tokens), sample.response_length)
-    return (place, sample.rollout_id, min(made, default=None), newest, ticks, *sizes)
+    return (place, sample.rollout_id, lowest, newest, ticks, *sizes)
+
+
+def _ages(versions: Sequence[int]) -> tuple[int | None, int | None, int | None]:
+    """Lowest and highest weights that made a token, and how many tokens the latter made."""
+    if versions and versions[0] >= 0 and versions.count(versions[0]) == len(versions):
+        return versions[0], versions[0], len(versions)
+    made = [version for version in versions if version >= 0]
+    newest = max(made, default=None)
+    return min(made, default=None), newest, None if newest is None else made.count(newest)
 
 
 def _stored(place: Place) -> tuple[int, int, int, int]:

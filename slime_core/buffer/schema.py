@@ -16,7 +16,7 @@ from slime_core.errors import StorageError
 APPLICATION_ID = 0x534C4D31  # "SLM1"
 SCHEMA_VERSION = 2
 BUSY_MS = 10_000
-CHECKED_BYTES = 64 << 20  # a file up to this size is checked whole when it is opened
+CHECKED_BYTES = 8 << 20  # a file up to this size is checked whole when it is opened
 REPAIR = "python -m slime_core.buffer.repair RUN_DIR puts the newest checkpoint's copy in its place"
 
 PENDING, FINISHED, TRAINED, DROPPED = range(4)

@@ -33,6 +33,7 @@ FILE_MAGIC = b"slimeSG1"
 RECORD_MAGIC = b"SLMR"
 FRAME = struct.Struct("<4sIQ")
 ROLL_BYTES = 256 << 20  # a file beyond this size is left and a new one begun
+JOINED_BYTES = 1 << 20
 OPEN_FILES = 16
 NAME = re.compile(r"[0-9]{6,}\.seg")
 DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]) | {
@@ -94,7 +95,7 @@ class Segments:
             self._open_for(FRAME.size + length)
             start = self._end
             try:
-                self._write(start, [FRAME.pack(RECORD_MAGIC, crc, length), *parts])
+                self._write(start, [FRAME.pack(RECORD_MAGIC, crc, length), *parts], length)
             except OSError as error:
                 self._rescue()
                 raise storage_error(error, self.path(self._number), "a segment cannot be written") from error
@@ -206,8 +207,8 @@ class Segments:
             raise storage_error(error, self.folder, "a segment file cannot be made") from error
         self._end = len(FILE_MAGIC)
 
-    def _write(self, offset: int, parts: Sequence[bytes | memoryview]) -> None:
-        for part in parts:
+    def _write(self, offset: int, parts: Sequence[bytes | memoryview], length: int) -> None:
+        for part in [b"".join(parts)] if length < JOINED_BYTES else parts:  # a small record in one call
             durable.disk.write(self._fd, part, offset)
             offset += memoryview(part).nbytes
 

@@ -175,7 +175,7 @@ def test_121_a_write_that_fails_does_not_take_earlier_records_with_it(with_ledge
 
         def write(self, fd, data, offset):
             Both.writes += 1
-            if Both.writes == 12:
+            if Both.writes == 4:
                 Both.broken = True
                 raise OSError(errno.EIO, "write")
             super().write(fd, data, offset)
