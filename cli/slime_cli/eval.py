@@ -70,7 +70,7 @@ def evaluate(
             say(f"evaluation {run_dir.path}")
             with reporting(settings, run_dir, config, session) as (report, _):
                 results: dict[str, Any] = asyncio.run(drive(run_evaluation(config, settings.plugins, report)))
-            run_dir.write_info({"status": "finished"})
+            run_dir.end("finished", {})
     finally:
         settings.plugins.close()
     return results, str(run_dir.path)

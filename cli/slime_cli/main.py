@@ -31,6 +31,12 @@ COMMANDS = {
 """Sub-command -> its line in `slime --help`; the module has the same name."""
 
 
+EPILOG = """\b
+Start: slime doctor, then slime run --plugin NAME. Every command has --help.
+Exit codes: 0 ok, 1 failed, 2 config or usage, 3 data, 4 plugin, 5 engine, 6 trainer, 7 storage,
+8 sandbox, 75 preempted (slime run --resume goes on), 130 interrupted, 143 terminated."""
+
+
 class LazyGroup(click.Group):
     """Commands of ours by name, then commands of plugins (`slime NAME ...`), each imported when it is asked for."""
 
@@ -69,7 +75,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start: slime doctor, then slime run --plugin NAME. Every command has --help.",
+    epilog=EPILOG,
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *a: _version(*a))
