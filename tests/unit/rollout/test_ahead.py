@@ -15,6 +15,7 @@ from slime_core.context import Context
 from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.staleness import trained_versions
+from slime_core.resume import positions
 from slime_core.rollout.ageing import Ageing
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params
@@ -105,15 +106,24 @@ class Ran:
         return sum(metrics.get(name, 0.0) for metrics in self.metrics)
 
 
-async def _steps(config, plugins, ran, steps, seed):
+async def _steps(config, plugins, ran, steps, seed, known=None):
+    """``known`` is the ledger of a run that was cut: its recorded steps are made again."""
     chance, engine = random.Random(seed), Uneven(seed)
     ran.ended = engine.ended
     ctx = Context(config=config, engine=engine, tokenizer=CharTokenizer(), sampling=training_params(config))
     await engine.load(WeightUpdate(version=0, epoch=1, transport="tensors"))
-    collector = Collector(source=Prompts(), ledger=ran.ledger, plugins=plugins, ctx=ctx, vocab_size=VOCAB, steps=steps)
+    collector = Collector(
+        source=Prompts(),
+        ledger=ran.ledger,
+        plugins=plugins,
+        ctx=ctx,
+        vocab_size=VOCAB,
+        steps=steps,
+        resumed=known is not None,
+    )
     async with collector:
         for version in range(steps):
-            groups = await collector.take(BATCH)
+            groups = await collector.take(BATCH, positions(await ran.ledger.composition(version + 1)))
             ran.steps.append(groups)
             await ran.ledger.journal(make_batch(version, "main", groups))
             first = len(engine.ended)
@@ -136,7 +146,7 @@ def ahead(install_plugin):
     """Run steps ahead of training: ``ahead(most, policy, seed, *flags)``."""
     installed = []
 
-    def run(most, policy, seed, *flags, steps=14, schedule="free", plugin=JUDGE):
+    def run(most, policy, seed, *flags, steps=14, schedule="free", plugin=JUDGE, known=None):
         if not installed:
             install_plugin("judge", plugin)
             installed.append(True)
@@ -147,8 +157,8 @@ def ahead(install_plugin):
         ]
         config = load_config(None, [*map(str, given), *flags])
         plugins = load_plugins(config)
-        ran = Ran()
-        asyncio.run(asyncio.wait_for(_steps(config, plugins, ran, steps, seed), 30))
+        ran = Ran() if known is None else Ran(ledger=known)
+        asyncio.run(asyncio.wait_for(_steps(config, plugins, ran, steps, seed, known), 30))
         plugins.close()
         return ran
 
@@ -202,6 +212,25 @@ def test_no_group_that_trains_is_older_than_the_bound_and_every_sample_has_one_e
         seen |= set(ages)
     assert most in seen, "the bound was never reached"
     assert (given_up > 0) == (policy != "wait")
+
+
+@pytest.mark.parametrize("policy", ["wait", "restart", "mask", "drop"])
+def test_a_run_that_goes_on_makes_recorded_steps_again_as_they_were_and_keeps_the_bound_after_them(policy, ahead):
+    """The bound has no say in recorded steps; what was masked is masked again, what was given up stays so."""
+    first = ahead(1, policy, 1, steps=9)
+    for version in (8, 9):  # two steps were not recorded
+        for name in first.ledger.journals.pop(version):
+            first.ledger.rows[name].state, first.ledger.rows[name].step = "finished", None
+        del first.ledger.made[version], first.ledger.fingerprints[version]
+    asyncio.run(first.ledger.rewind(0))
+    before = {name for name, row in first.ledger.rows.items() if row.state == "dropped"}
+    again = ahead(1, policy, 7, known=first.ledger)
+    for old, new in zip(first.steps[:7], again.steps[:7], strict=True):
+        assert [s.to_dict() for g in old for s in g.samples] == [s.to_dict() for g in new for s in g.samples]
+    assert max(_ages(again)) <= 1
+    assert [len(groups) for groups in again.steps] == [BATCH] * 14
+    assert _counts(again)["pending"] == 0
+    assert before <= {name for name, row in again.ledger.rows.items() if row.state == "dropped"}
 
 
 def test_what_is_masked_is_exactly_what_is_older_than_the_bound_and_the_ledger_keeps_it_as_it_was_made(ahead):
