@@ -18,9 +18,10 @@ import httpx
 from pydantic import ValidationError
 
 from slime_core.buffer.service import models
+from slime_core.buffer.service.values import Wire
 from slime_core.errors import EngineError
 
-B = TypeVar("B", bound=models.Wire)
+B = TypeVar("B", bound=Wire)
 AGAIN = (429, 500, 502, 503, 504)
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between tries
 
@@ -162,7 +163,7 @@ class BufferClient:
         """See `GET /health`."""
         return await self._get("/health", models.Health, {})
 
-    async def _post(self, path: str, body: models.Wire, answer: type[B], *, wait: float = 0.0) -> B:
+    async def _post(self, path: str, body: Wire, answer: type[B], *, wait: float = 0.0) -> B:
         return await self._ask("POST", path, answer, wait, content=body.model_dump_json())
 
     async def _get(self, path: str, answer: type[B], query: dict[str, Any]) -> B:

@@ -277,13 +277,15 @@ class _Shop:
         beat = asyncio.ensure_future(self._beat(work))
         whole = False
         try:
-            left: set[asyncio.Future[bool]] = set(tasks)
+            left: set[asyncio.Future[Any]] = set(tasks)
             while left and not beat.done():
-                done, _ = await asyncio.wait({*left, beat}, return_when=asyncio.FIRST_COMPLETED)
+                both: set[asyncio.Future[Any]] = {*left, beat}
+                done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 left -= done
                 if any(task.exception() for task in done):
                     break
-            for future in (beat, *tasks):
+            ends: list[asyncio.Future[Any]] = [beat, *tasks]
+            for future in ends:
                 if future.done():
                     future.result()  # raises where the service is away
             if left:

@@ -74,7 +74,8 @@ class Exchange:
         finally:
             self._waiting.pop(key, None)
         if future.done():
-            return future.result()
+            ended: models.Ended = future.result()
+            return ended
         await self._client.drop(self.run, [models.Key(group=group.id, attempt=group.attempt)], TIMED_OUT, tell=False)
         about = group.model_dump(include={"id", "attempt", "task", "prompt", "tokens", "label", "metadata"})
         return models.Ended(**about, state="dropped", reason=TIMED_OUT, rollouts=[])
@@ -102,7 +103,8 @@ class Exchange:
     async def _ask(self) -> None:
         await asyncio.sleep(0)  # groups that are asked for together
         while self._queue:
-            groups, tokens = [], 0
+            groups: list[models.AskedGroup] = []
+            tokens = 0
             while self._queue and len(groups) < BATCH_GROUPS and tokens < BATCH_TOKENS:
                 groups.append(self._queue.pop(0))
                 tokens += len(groups[-1].tokens)

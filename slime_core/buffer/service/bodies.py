@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _sequence(sample: Sample) -> models.Sequence:
         weight_versions=sample.weight_versions,
         loss_mask=sample.loss_mask,
         response=sample.response,
-        status=str(sample.status),
+        status="completed" if sample.status is Status.COMPLETED else "truncated",
         reward=sample.reward,
         temperature=sample.temperature,
         metadata=sample.metadata,
@@ -118,12 +118,12 @@ def ended(group: Stored, samples: Sequence[Sample]) -> models.Ended:
     """A group that has ended, with its samples in the order of `Stored.sample_ids`."""
     about = {name: group.spec[name] for name in ABOUT}
     dropped = group.state == DROPPED
+    state: Literal["finished", "dropped"] = "dropped" if dropped else "finished"
     rollouts, place = [], 0
     for name, (parts, failed) in zip(group.names, [] if dropped else group.outcome, strict=False):
         mine = [_sequence(sample) for sample in samples[place : place + parts]]
         rollouts.append(models.Rollout.model_construct(sample=name, sequences=mine, failed=failed))
         place += parts
-    state = "dropped" if dropped else "finished"
     return models.Ended.model_construct(**about, state=state, reason=group.reason, rollouts=rollouts)
 
 
@@ -161,9 +161,7 @@ def peek(tables: Tables, query: models.PeekQuery) -> models.Rows:
     return models.Rows(groups=[_row(*row) for row in rows])
 
 
-def _row(
-    serial: int, run: str, name: str, attempt: int, task: str, state: int, reason: str, *rest: int | None
-) -> models.Row:
+def _row(serial: int, run: str, name: str, attempt: int, task: str, state: int, reason: str, *rest: Any) -> models.Row:
     size, written, unread, lease, claim = rest
     return models.Row.model_construct(
         serial=serial,
@@ -171,7 +169,7 @@ def _row(
         group=name,
         attempt=attempt,
         task=task,
-        state=STATES[state],
+        state=STATES[state],  # type: ignore[arg-type]
         reason=reason,
         samples=size,
         written=written,

@@ -108,7 +108,8 @@ class Leases:
             self._restart(reader)
         where = "run = ? AND unread = 1 AND claim IS NULL AND coalesce(step, 0) <= 0"
         query = f"SELECT {GROUP}, tokens FROM groups WHERE {where} ORDER BY serial LIMIT ?"
-        groups, total = [], 0
+        groups: list[Stored] = []
+        total = 0
         for *row, tokens in self._rows(query, run, count):
             total += tokens
             if groups and total > CLAIM_TOKENS:

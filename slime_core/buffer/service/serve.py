@@ -238,4 +238,5 @@ def _is_loopback(host: str) -> bool:
 
 def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"

@@ -193,7 +193,9 @@ class Store:
     def _offer_again(self, known: Known, spec: str) -> None:
         """Whoever asks for what has ended has not got it."""
         if known.state == READ:
-            query = "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = -abs(step), spec = ? WHERE serial = ?"
+            query = (
+                "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = -abs(step), spec = ? WHERE serial = ?"
+            )
             self._db.execute(query, (spec, known.serial))
         elif known.state == DROPPED:
             self._db.execute("UPDATE groups SET unread = 1, spec = ? WHERE serial = ?", (spec, known.serial))

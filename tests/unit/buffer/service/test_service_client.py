@@ -34,7 +34,7 @@ class Road(httpx.AsyncBaseTransport):
 
 def road(world, *happens, deadline=5.0):
     way = Road(httpx.ASGITransport(world.app), *happens)
-    return BufferClient("http://buffer", world.token, deadline=deadline, transport=way), way
+    return BufferClient("http://buffer.example", world.token, deadline=deadline, transport=way), way
 
 
 def test_an_answer_that_was_lost_is_asked_for_again_and_nothing_happens_twice(serving, row):
@@ -110,7 +110,7 @@ def test_a_service_that_is_away_is_told_with_its_address(serving):
             async with client:
                 with pytest.raises(EngineError, match="does not answer") as told:
                     await client.stats()
-            assert (told.value.code, told.value.where) == ("ENG69", "http://buffer")
+            assert (told.value.code, told.value.where) == ("ENG69", "http://buffer.example")
             assert "--rollout-buffer-url" in told.value.fix
 
     asyncio.run(body())
@@ -122,7 +122,7 @@ def test_a_refused_token_and_a_refused_body_are_not_tried_again(serving):
     async def body():
         async with serving() as world:
             way = Road(httpx.ASGITransport(world.app))
-            async with BufferClient("http://buffer", "another-token-of-mine", transport=way) as client:
+            async with BufferClient("http://buffer.example", "another-token-of-mine", transport=way) as client:
                 with pytest.raises(EngineError) as told:
                     await client.health()
             assert told.value.code == "ENG73"

@@ -45,7 +45,7 @@ def exchange(monkeypatch):
 
         monkeypatch.setattr(buffer_exchange, "BufferClient", client)
         monkeypatch.setattr(buffer_exchange, "WAIT", 0.2)
-        return Exchange("http://buffer", world.token, run, books.recall, patience=20)
+        return Exchange("http://buffer.example", world.token, run, books.recall, patience=20)
 
     return make
 

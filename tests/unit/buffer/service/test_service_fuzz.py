@@ -196,7 +196,7 @@ class Harness:
         self.app = make_app(self.desk, token=TOKEN, max_body=1 << 18, max_tokens=512)
         await self.desk.start()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer.example")
         self.auth = {"authorization": f"Bearer {TOKEN}"}
         self.routes = Routes((await self.http.get("/openapi.json", headers=self.auth)).json())
         self.statuses = set()

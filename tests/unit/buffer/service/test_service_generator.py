@@ -25,7 +25,7 @@ def working(monkeypatch):
         monkeypatch.setattr(generator, "BufferClient", client)
         monkeypatch.setattr(generator, "WAIT", 0.05)
         monkeypatch.setattr(generator, "PAUSE", 0.0)
-        return await generator.serve("http://buffer", world.token, generate, **options)
+        return await generator.serve("http://buffer.example", world.token, generate, **options)
 
     return run
 
