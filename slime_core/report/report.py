@@ -46,7 +46,7 @@ class Report:
     ) -> None:
         self.run_dir = run_dir
         self.config = config
-        self._secrets = frozenset(secrets)
+        self.secrets = frozenset(secrets)  # values that nothing that is written may hold
         self._live: Live = live if live is not None else PlainLines()
         self._jsonl = JsonlSink()
         self._sinks: list[Sink] = [self._jsonl, *sinks]
@@ -57,7 +57,7 @@ class Report:
 
     def start(self) -> None:
         """Write ``config.toml``, start the trackers and the live line."""
-        config = redacted(self.config, self._secrets)
+        config = redacted(self.config, self.secrets)
         self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
         self._each(lambda sink: sink.start(self.run_dir.path, plain))

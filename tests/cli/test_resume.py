@@ -421,12 +421,14 @@ def test_a_secret_must_come_back_by_flag_or_variable(cli, own, install_plugin, m
 def test_a_secret_from_a_variable_is_read_from_it_again(cli, own, install_plugin, monkeypatch, tmp_path):
     install_plugin("keyed", OPTIONS)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('plugins = ["keyed"]\n[plugin.keyed]\napi_key = "${MY_API_KEY}"\n')
+    recipe.write_text('plugins = ["keyed"]\n[plugin.keyed]\napi_key = "${MY_API_KEY}"\nendpoint = "${HIDDEN_TOKEN}"\n')
     monkeypatch.setenv("HALT", "main/4-0")
     monkeypatch.setenv("MY_API_KEY", "correct-horse")
+    monkeypatch.setenv("HIDDEN_TOKEN", "battery-staple")
     assert cli("run", recipe, *own.flags, "--run-dir", "cut").code == 75
     monkeypatch.delenv("HALT")
-    assert info("cut")["references"] == {"plugin.keyed.api_key": "${MY_API_KEY}"}
+    names = {"plugin.keyed.api_key": "${MY_API_KEY}", "plugin.keyed.endpoint": "${HIDDEN_TOKEN}"}
+    assert info("cut")["references"] == names
     monkeypatch.delenv("MY_API_KEY")
     done = cli("run", "--resume", "cut")
     assert done.code == 2
@@ -441,6 +443,7 @@ def test_a_secret_from_a_variable_is_read_from_it_again(cli, own, install_plugin
         if p.suffix in (".toml", ".json", ".jsonl", ".txt")
     )
     assert "correct-horse" not in everything
+    assert "battery-staple" not in everything, "not in MANIFEST.json either"
     assert REDACTED in Path("cut/config.toml").read_text()
 
 
