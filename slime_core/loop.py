@@ -11,7 +11,6 @@ never runs ahead.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -21,23 +20,19 @@ from typing import TYPE_CHECKING
 
 from slime_core.clusters import build_cluster
 from slime_core.clusters.machine import resolve_machine
-from slime_core.config.load import stage_name, stages
+from slime_core.config.load import stages
 from slime_core.context import Context
-from slime_core.data.source import open_source
 from slime_core.evaluate import Evaluator
 from slime_core.failpoints import failpoint
 from slime_core.notices import NOTICES
-from slime_core.report.metrics import batch_metrics, ledger_metrics, rollout_metrics
+from slime_core.report.metrics import batch_metrics
 from slime_core.report.verification import write_verification
 from slime_core.resume import Progress, begin, positions, publish_folder
-from slime_core.rollout.collect import Collector
-from slime_core.rollout.dump import Dump
-from slime_core.rollout.dumped import DumpedGroups, let_go
-from slime_core.rollout.sampling import training_params
+from slime_core.rollout.dumped import let_go
+from slime_core.stage import open_stage
 from slime_core.stopping import Stop
 from slime_core.trainers.batch import make_batch
-from slime_core.types import Batch, Group, StepReport
-from slime_core.weights.update import sync_weights
+from slime_core.types import Batch, Group
 
 if TYPE_CHECKING:
     from slime_core.checkpoint import Found
@@ -113,107 +108,39 @@ async def run_stage(
     verify_step: int = 0,
 ) -> None:
     """Run one stage from where ``progress`` stands; it then stands at the next."""
-    ctx = Context(
-        config=config,
-        engine=parts.engines,
-        engines=parts.roles,
-        tokenizer=parts.tokenizer,
-        sampling=training_params(config),
-        run_dir=report.run_dir.path,
-        version=served(config, progress.version),
-        stage=stage_name(config),
-        recall=parts.ledger.recall,
-    )
-
-    def tell(done: StepReport) -> None:
-        report.step(done)
-        plugins.step_done(done, ctx)
-
-    rollout = config.rollout
-    steps, batch = rollout.num_rollout, rollout.rollout_batch_size
-    trains_and_serves = not (rollout.debug_rollout_only or rollout.debug_train_only)
-    dump = Dump(config, report.run_dir.path, report.note)
-    source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
-    evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+    stage = open_stage(config, parts, plugins, report, progress)
+    rollout, interval = config.rollout, config.eval.eval_interval
     await parts.trainer.begin(config)
-    if progress.collector is None:
-        progress.eval_due = not config.eval.skip_eval_before_train
-    else:
-        await progress.restore_trainer()
-    if not rollout.debug_train_only:
-        async with parts.turns.syncing():
-            await sync_weights(parts.trainer, parts.engines, ctx.version)
-    collector: Supply = (
-        DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
-        if source is None
-        else Collector(
-            source=source,
-            ledger=parts.ledger,
-            plugins=plugins,
-            ctx=ctx,
-            vocab_size=parts.vocab_size,
-            steps=steps - progress.step,
-            note=report.note,
-            resumed=progress.resumed,
-            saved=progress.collector,
-        )
-    )
-    async with collector:
-        await evaluate_if_due(evaluator, collector, progress)
-        while progress.step < steps:
-            version = progress.version
-            clock = Clock({"checkpoint": progress.stalled} if progress.stalled else {})
-            progress.stalled = 0.0
+    await progress.restore_trainer(config)
+    await stage.sync(progress.version, first=True)
+    async with stage.collector as collector:
+        await evaluate_if_due(stage.evaluator, collector, progress)
+        while progress.step < rollout.num_rollout:
+            clock, version = Clock(progress.seconds()), progress.version
             with clock.part("rollout"):
                 recorded = positions(await parts.ledger.composition(version + 1))
-                groups = await progress.stop.unless(collector.take(batch, recorded))
+                groups = await progress.stop.unless(collector.take(rollout.rollout_batch_size, recorded))
             if groups is None:
                 return await progress.preempt(collector)
-            if dump.saves:
+            if stage.dump.saves:
                 with clock.part("dump"):
-                    await asyncio.to_thread(dump.write, version + 1, ctx.stage, groups)
+                    await stage.keep(version + 1, groups)
             checked = partial(write_verification, report, version + 1) if version + 1 == verify_step else None
-            metrics = await train_on(
-                groups, version, parts, plugins, ctx, clock, checked, exact=progress.exact or not recorded
-            )
+            exact = progress.exact or not recorded
+            metrics = await train_on(groups, version, parts, plugins, stage.ctx, clock, checked, exact=exact)
             progress.version, progress.step = version + 1, progress.step + 1
-            if rollout.async_schedule == "lockstep":
-                drained = collector.drain()  # at once where nothing runs ahead
-                if not await (progress.stop.unless(drained) if rollout.max_staleness else drained):
-                    return await progress.preempt()  # groups of the old weights are under way: made again later
-            if trains_and_serves:
-                with clock.part("sync"):
-                    async with parts.turns.syncing():
-                        await sync_weights(parts.trainer, parts.engines, progress.version)
+            if not await stage.drained(progress.stop):
+                return await progress.preempt()  # groups of the old weights are under way: made again later
+            with clock.part("sync"):
+                await stage.sync(progress.version)
             failpoint("loop.synced")
-            counts = collector.pop_counts()
-            collector.admit(served(config, progress.version))
-            metrics |= rollout_metrics(groups, served(config, version), counts.drops, counts.issued) | counts.metrics
-            metrics |= {f"data/{name}": float(count) for name, count in (source.counts() if source else {}).items()}
-            metrics |= ledger_metrics(await parts.ledger.counts()) | plugins.pop_metrics()
-            report.samples(progress.version, groups)
-            tell(
-                StepReport(
-                    version=progress.version,
-                    stage=ctx.stage,
-                    step=progress.step - 1,
-                    of=steps,
-                    metrics=metrics,
-                    seconds=clock.seconds,
-                )
-            )
+            await stage.tell(progress, groups, metrics, clock.seconds)
             failpoint("loop.told")
-            interval, last = config.eval.eval_interval, progress.step == steps
+            last = progress.step == rollout.num_rollout
             progress.eval_due = last or bool(interval and progress.step % interval == 0)
-            await evaluate_if_due(evaluator, collector, progress)
+            await evaluate_if_due(stage.evaluator, collector, progress)
             await progress.step_done(collector, last=last and index == len(stages(progress.config)) - 1)
-            await progress.prune()
-    progress.stage, progress.step, progress.collector, progress.eval_due = index + 1, 0, None, True
-
-
-def served(config: Config, version: int) -> int:
-    """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
-    return 0 if config.rollout.debug_rollout_only else version
+    progress.next_stage(index + 1)
 
 
 async def evaluate_if_due(evaluator: Evaluator, collector: Supply, progress: Progress) -> None:

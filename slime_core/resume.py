@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.buffer.conservation import conservation
 from slime_core.checkpoint import About, Checkpoints, Found, check_state
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
-from slime_core.errors import Preempted, StorageError
+from slime_core.errors import Preempted
 from slime_core.seeds import set_generators
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Progress:
             await self.save(collector)
         if self.stop.reason and not last:
             await self.preempt(collector)
+        await self.prune()
 
     async def save(self, collector: Supply) -> None:
         """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off."""
@@ -80,7 +82,7 @@ class Progress:
         }
         about = About(
             state=state,
-            config=redacted(self.config).model_dump(mode="json"),
+            config=redacted(self.config, self.report.secrets).model_dump(mode="json"),
             plugins=self.plugins.fingerprint(),
             machine=machine_facts(self.config),
             epoch=self.report.run_dir.epoch,
@@ -107,10 +109,21 @@ class Progress:
             fix=f"slime run --resume {self.report.run_dir.path}",
         )
 
-    async def restore_trainer(self) -> None:
-        """Give the trainer, whose stage has begun, the checkpoint's state."""
-        if self.found is not None:
+    async def restore_trainer(self, stage: Config) -> None:
+        """Give the trainer, whose stage has begun, the checkpoint's state; nothing where the stage is fresh."""
+        if self.collector is None:
+            self.eval_due = not stage.eval.skip_eval_before_train
+        elif self.found is not None:
             await self.parts.trainer.restore(self.found.trainer)
+
+    def seconds(self) -> dict[str, float]:
+        """What the last checkpoint took from the run: the time of a step begins with it."""
+        taken, self.stalled = self.stalled, 0.0
+        return {"checkpoint": taken} if taken else {}
+
+    def next_stage(self, index: int) -> None:
+        """Stand before the first step of a stage."""
+        self.stage, self.step, self.collector, self.eval_due = index, 0, None, True
 
     async def conserve(self) -> None:
         """Every sample is in exactly one state: issued = trained + dropped + pending. Says so.
@@ -119,13 +132,7 @@ class Progress:
             StorageError: STO00 with the counts, where they do not add up.
         """
         counts = await self.parts.ledger.counts()
-        issued, trained, pending = counts["issued"], counts["trained"], counts["pending"]
-        dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-        if issued != trained + dropped + pending:
-            raise StorageError(
-                f"samples were lost or doubled: {dict(counts)}", why="issued = trained + dropped + pending"
-            )
-        said = f"version {self.version}: {issued} issued = {trained} trained + {dropped} dropped + {pending} pending"
+        said = f"version {self.version}: {conservation(counts)}"
         if said != self._said:
             self.report.note(said)
         self._said = said

@@ -1,0 +1,145 @@
+"""One stage of a run, ready to go: what its steps draw from, what measures them, and what is told of them.
+
+A stage of a debug mode differs here and nowhere else: its groups come from a dump, or nothing is trained or served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime_core.config.load import stage_name
+from slime_core.context import Context
+from slime_core.data.source import DataSource, open_source
+from slime_core.evaluate import Evaluator
+from slime_core.report.metrics import ledger_metrics, rollout_metrics
+from slime_core.rollout.collect import Collector
+from slime_core.rollout.dump import Dump
+from slime_core.rollout.dumped import DumpedGroups
+from slime_core.rollout.sampling import training_params
+from slime_core.types import Group, StepReport
+from slime_core.weights.update import sync_weights
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Parts
+    from slime_core.report import Report
+    from slime_core.resume import Progress
+    from slime_core.rollout.supply import Supply
+    from slime_core.stopping import Stop
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """See the module. ``source`` is None where groups come from a dump."""
+
+    config: Config
+    parts: Parts
+    plugins: Plugins
+    report: Report
+    ctx: Context
+    dump: Dump
+    source: DataSource | None
+    evaluator: Evaluator
+    collector: Supply
+
+    def served(self, version: int) -> int:
+        """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
+        return served(self.config, version)
+
+    async def sync(self, version: int, *, first: bool = False) -> None:
+        """Bring the trainer's weights to the engine; ``first`` is before the first step."""
+        rollout = self.config.rollout
+        if rollout.debug_train_only or (rollout.debug_rollout_only and not first):
+            return
+        async with self.parts.turns.syncing():
+            await sync_weights(self.parts.trainer, self.parts.engines, self.served(version))
+
+    async def drained(self, stop: Stop) -> bool:
+        """In lockstep, wait for what the old weights generate; False where the run was asked to stop first."""
+        if self.config.rollout.async_schedule != "lockstep":
+            return True
+        done = self.collector.drain()  # at once where nothing runs ahead
+        return bool(await (stop.unless(done) if self.config.rollout.max_staleness else done))
+
+    async def keep(self, version: int, groups: list[Group]) -> None:
+        """Dump the groups of the step that makes ``version``."""
+        await asyncio.to_thread(self.dump.write, version, self.ctx.stage, groups)
+
+    async def tell(
+        self, progress: Progress, groups: list[Group], metrics: dict[str, float], seconds: dict[str, float]
+    ) -> None:
+        """Let new prompts start, and report the step that ``progress`` has just counted."""
+        counts = self.collector.pop_counts()
+        self.collector.admit(self.served(progress.version))
+        taken = self.served(progress.version - 1)
+        metrics |= rollout_metrics(groups, taken, counts.drops, counts.issued) | counts.metrics
+        if self.source is not None:
+            metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
+        metrics |= ledger_metrics(await self.parts.ledger.counts()) | self.plugins.pop_metrics()
+        self.report.samples(progress.version, groups)
+        done = StepReport(
+            version=progress.version,
+            stage=self.ctx.stage,
+            step=progress.step - 1,
+            of=self.config.rollout.num_rollout,
+            metrics=metrics,
+            seconds=seconds,
+        )
+        self.report.step(done)
+        self.plugins.step_done(done, self.ctx)
+
+
+def served(config: Config, version: int) -> int:
+    """See `Stage.served`."""
+    return 0 if config.rollout.debug_rollout_only else version
+
+
+def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, progress: Progress) -> Stage:
+    """Open a stage's data and evaluation sets, and a collector that stands where ``progress`` does.
+
+    Raises:
+        SlimeError: bad data, or data that changed since the checkpoint.
+    """
+    ctx = Context(
+        config=config,
+        engine=parts.engines,
+        engines=parts.roles,
+        tokenizer=parts.tokenizer,
+        sampling=training_params(config),
+        run_dir=report.run_dir.path,
+        version=served(config, progress.version),
+        stage=stage_name(config),
+        recall=parts.ledger.recall,
+    )
+    dump = Dump(config, report.run_dir.path, report.note)
+    source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
+    evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+    collector: Supply
+    if source is None:
+        collector = DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
+    else:
+        collector = Collector(
+            source=source,
+            ledger=parts.ledger,
+            plugins=plugins,
+            ctx=ctx,
+            vocab_size=parts.vocab_size,
+            steps=config.rollout.num_rollout - progress.step,
+            note=report.note,
+            resumed=progress.resumed,
+            saved=progress.collector,
+        )
+    return Stage(
+        config=config,
+        parts=parts,
+        plugins=plugins,
+        report=report,
+        ctx=ctx,
+        dump=dump,
+        source=source,
+        evaluator=evaluator,
+        collector=collector,
+    )
