@@ -288,6 +288,8 @@ def test_a_ledger_that_is_being_written_is_read_as_far_as_it_is(tmp_path):
 def test_a_step_comes_back_as_its_groups(tmp_path):
     run = record(tmp_path / "a")
     with open_recorded(RunDir.open(run)) as recorded:
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            recorded._db.execute("DELETE FROM members")
         members = recorded.members(2)
         groups = groups_of(members, recorded.samples(members))
         assert recorded.members(9) == []
