@@ -243,6 +243,7 @@ def test_no_temporary_folder_is_a_warning(monkeypatch):
 POOR = """
 import fcntl, os, resource, socket, struct, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (320, 4096))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 os.environ.update(HOME="/proc/1", TZ="C", LANG="C", LC_ALL="C", HF_HUB_OFFLINE="1")
 if os.environ["ALONE"]:
     with socket.socket() as sock:
@@ -253,7 +254,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_poor_machine_can_train(own, tmp_path):
-    """Case 131: few open files, no network, a home that cannot be written, TZ and LANG = C, all at once."""
+    """Cases 131 and 132: one core, few open files, no network, a home that cannot be written, TZ and LANG = C, all at once."""
     alone = subprocess.run(["unshare", "-rn", "true"], check=False, capture_output=True).returncode == 0
     command = [*(["unshare", "-rn"] if alone else []), sys.executable, "-c", POOR]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "ALONE": "1" if alone else ""}

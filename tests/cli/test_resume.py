@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from slime_cli.main import main
+from slime_cli.resume import evaluations_kept
+from slime_core import failpoints
+from slime_core.checkpoint import Found
 from slime_core.config.redact import REDACTED
 from slime_core.report import RunDir, history
 
@@ -102,6 +105,40 @@ def test_figures_of_steps_that_are_made_again_are_written_once(cli, own, halted,
     assert figures(halted) == figures(whole)
     rows = [row["version"] for row in history.read_lines(halted / "samples.jsonl")]
     assert rows == [row["version"] for row in history.read_lines(whole / "samples.jsonl")]
+
+
+def test_a_resume_that_ends_after_it_trimmed_the_figures_is_made_again(cli, halted, whole):
+    """The failpoint `rundir.metrics.trimmed`: every resume may itself be cut off."""
+    shutil.rmtree(halted / "checkpoints" / "step-2")
+    failpoints.arm("rundir.metrics.trimmed=raise")
+    try:
+        assert cli("run", "--resume", halted).code == 7
+    finally:
+        failpoints.arm("")
+    assert figures(halted) == []
+    assert RunDir(halted).holder() is None
+    assert cli("run", "--resume", halted).code == 0
+    assert figures(halted) == figures(whole)
+    assert info(halted)["epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "due", "kept"),
+    [
+        (0, 0, True, 0),  # before the first step, still to be evaluated
+        (0, 0, False, 1),
+        (0, 3, False, 1),  # evaluated after the third step, or not at all
+        (0, 3, True, 0),  # stopped in that evaluation
+        (1, 0, True, 1),  # the stage before ended with one, this one has not begun with its own
+        (1, 0, False, 2),
+        (1, 2, False, 1),
+    ],
+)
+def test_evaluations_that_will_be_made_again_are_known(stage, step, due, kept):
+    state = {"stage": stage, "step": step, "eval_due": due}
+    found = Found(path=Path("x"), version=4, epoch=1, state=state, config={}, plugins="", machine={})
+    assert evaluations_kept(found) == kept
+    assert evaluations_kept(None) == 0
 
 
 def test_more_steps_go_on_from_the_end_of_a_finished_run(cli, own, whole):
