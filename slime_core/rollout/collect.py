@@ -133,8 +133,8 @@ class Collector:
         return groups
 
     async def drain(self) -> bool:
-        """Wait until nothing is in flight, or all that is stands still (before new weights are loaded in lockstep)."""
-        while self._flying and not (self._race is not None and self._race.quiet(self._flying.values())):
+        """Wait until nothing is in flight or being issued, or all that is stands still (before new weights are loaded)."""
+        while self._filling.locked() or (self._flying and not (self._race and self._race.quiet(self._flying.values()))):
             await self._tasks.wait()
         return True
 

@@ -1,4 +1,4 @@
-"""A run of the world without torch, left alone twice, or killed at given boundaries and resumed; says what differs.
+"""A run of the world without torch, left alone twice (once with a slow ledger), or killed at given boundaries and resumed; says what differs.
 
 python tests/chaos/witness.py over ledger.suspend.after:2 checkpoint.renamed:1
 """
@@ -28,6 +28,7 @@ def witness(name: str, boundaries: list[str], place: Path) -> list[str]:
     world.warm(place / "warm", [name])
     alone = world.left_alone(scenario, place / "alone", seed=3)
     again = world.World(scenario, place / "again", seed=3)
+    again.slow = 0 if boundaries else 300
     for place_of_death in boundaries:
         point, _, nth = place_of_death.partition(":")
         kill = Kill(seconds=60.0, boundary=point, nth=int(nth or 1))

@@ -185,6 +185,17 @@ class HashEngine(FakeEngine):
         out.log_probs[-1] = out.plain_log_probs[-1] = -(1.0 + (token * 7 + position) % 13 / 8)
 
 
+class SlowLedger(SqliteLedger):
+    """Answers late that prompts are issued; a run must not depend on it."""
+
+    turns = 0  # of the event loop
+
+    async def issue(self, groups: Sequence[Any]) -> None:
+        await super().issue(groups)
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+
+
 def install(folder: Path) -> None:
     """Make the plugins of this folder known to this process, as pip would."""
     for module in ("chaos", "chaos_turns"):
@@ -207,6 +218,7 @@ class World:
         self.run_dir = folder / "run"
         self.asked = folder / "asked.txt"  # a line a reward that was asked for
         self.log = folder / "log.txt"
+        self.slow = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def config(self) -> Any:
@@ -256,7 +268,8 @@ class World:
     @asynccontextmanager
     async def cluster(self, config: Any, plugins: Any, report: Any) -> AsyncIterator[Parts]:
         """One class each for engine and trainer; the ledger is the real one."""
-        engine, ledger = HashEngine(), SqliteLedger(self.run_dir)
+        engine, ledger = HashEngine(), SlowLedger(self.run_dir)
+        ledger.turns = self.slow
         try:
             yield Parts(
                 engines=engine,
