@@ -10,6 +10,7 @@ a call with a number, under which it is answered. The process ends when the driv
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -44,8 +45,10 @@ class Answers:
                         task.cancel()
                     continue
                 number = call["number"]
-                self._tasks[number] = asyncio.create_task(self._answer(number, call["method"], call["args"]))
-        for task in self._tasks.values():
+                task = asyncio.create_task(self._answer(number, call["method"], call["args"]))
+                self._tasks[number] = task
+                task.add_done_callback(lambda _, number=number: self._tasks.pop(number))
+        for task in list(self._tasks.values()):
             task.cancel()
 
     async def _answer(self, number: int, method: str, args: list[Any]) -> None:
@@ -56,8 +59,6 @@ class Answers:
         except Exception as error:
             answer = failure(EngineError(f"{type(error).__name__}: {error}", code="ENG84"))
             traceback.print_exc()  # into the log
-        finally:
-            del self._tasks[number]
         engine = self._engine
         state = {"version": engine.version, "abilities": sorted(engine.abilities)}
         with suppress(ConnectionError):
@@ -123,6 +124,8 @@ def main() -> None:
     """Serve until the driver is gone."""
     calls, blocks, parent = map(int, sys.argv[1:4])
     die_with(parent)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to the log, as all output
+    logging.getLogger("slime_core").setLevel(logging.INFO)
     try:
         asyncio.run(serve(socket.socket(fileno=calls), socket.socket(fileno=blocks)))
     except (asyncio.IncompleteReadError, ConnectionError):
