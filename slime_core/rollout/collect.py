@@ -108,8 +108,7 @@ class Collector:
         ``forced`` are positions that a journal names: the step is made again, and takes them and no others.
 
         Raises:
-            SlimeError: whatever a group's generation or reward ran into; DAT28 the data ended, TRN100 too many groups
-                were dropped in a row.
+            SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many were dropped.
         """
         asked, version = time.monotonic(), self._ctx.version
         if self._race is not None:
@@ -133,8 +132,9 @@ class Collector:
         return groups
 
     async def drain(self) -> bool:
-        """Wait until nothing is in flight or being issued, or all that is stands still (before new weights are loaded)."""
-        while self._filling.locked() or (self._flying and not (self._race and self._race.quiet(self._flying.values()))):
+        """Wait until nothing flies or is being issued, or all stands still (before new weights in lockstep)."""
+        flying = self._flying
+        while self._filling.locked() or (flying and not (self._race and self._race.quiet(flying.values()))):
             await self._tasks.wait()
         return True
 
