@@ -108,7 +108,7 @@ class Collector:
         ``forced`` are positions that a journal names: the step is made again, and takes them and no others.
 
         Raises:
-            SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many were dropped.
+            SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many dropped.
         """
         asked, version = time.monotonic(), self._ctx.version
         if self._race is not None:
