@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slime_core.clusters.parent import die_with
@@ -47,9 +48,12 @@ class Answers:
                 number = call["number"]
                 task = asyncio.create_task(self._answer(number, call["method"], call["args"]))
                 self._tasks[number] = task
-                task.add_done_callback(lambda _, number=number: self._tasks.pop(number))
+                task.add_done_callback(partial(self._forget, number))
         for task in list(self._tasks.values()):
             task.cancel()
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[number]
 
     async def _answer(self, number: int, method: str, args: list[Any]) -> None:
         try:

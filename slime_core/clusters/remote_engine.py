@@ -241,14 +241,15 @@ class EngineProcess:
     async def _obituary(self) -> str:
         return f"the engine's process {self.pid} {end_of(await self._end())}"
 
-    async def _end(self) -> int:
-        """The exit code of the process, which is killed where it does not end."""
+    async def _end(self) -> int | None:
+        """The exit code of the process; None where it did not end by itself and was killed."""
         assert self._process is not None
         try:
             return await asyncio.to_thread(self._process.wait, GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self._process.wait)
+            return None
 
 
 def _error_of(answer: dict[str, Any]) -> SlimeError:
