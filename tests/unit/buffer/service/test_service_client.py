@@ -183,21 +183,27 @@ def test_a_service_that_never_ends_its_answer_meets_the_deadline():
     """Case 76: slow bytes do not reset the deadline."""
 
     async def body():
+        ended = asyncio.Event()
+
         async def drip(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
-            while not writer.is_closing():
+            hung_up = asyncio.ensure_future(reader.read())
+            while not hung_up.done():
                 writer.write(b" ")
-                await asyncio.sleep(0.02)
+                await asyncio.wait({hung_up}, timeout=0.02)
+            writer.transport.abort()
+            ended.set()
 
         server = await asyncio.start_server(drip, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        async with server, BufferClient(f"http://127.0.0.1:{port}", "x" * 20, deadline=0.3) as client:
-            async with asyncio.timeout(10):
-                with pytest.raises(EngineError) as told:
-                    await client.health()
-            assert told.value.code == "ENG69"
-            server.close_clients() if hasattr(server, "close_clients") else None
+        async with BufferClient(f"http://127.0.0.1:{port}", "x" * 20, deadline=0.3) as client:
+            with pytest.raises(EngineError) as told:
+                await client.health()
+        assert told.value.code == "ENG69"
+        await ended.wait()
+        server.close()
+        await server.wait_closed()
 
     asyncio.run(body())
 

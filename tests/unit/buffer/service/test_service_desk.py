@@ -400,3 +400,35 @@ def test_a_crash_at_any_boundary_loses_and_doubles_nothing(serving, unwell, name
             assert stats.queues == dict.fromkeys(stats.queues, 0)
 
     asyncio.run(body())
+
+
+def test_a_rollout_that_waits_for_its_siblings_is_not_written_twice(serving):
+    async def body():
+        async with serving() as world:
+            await world.ask("a")
+            assert (await world.write("a", samples=[0], reward=0.25)).trajectories[0].state == "stored"
+            assert (await world.write("a", samples=[0], reward=0.75)).trajectories[0].state == "known"
+            assert (await world.write("a", samples=[1])).finished == ["a"]
+            (ended,) = (await world.client.claim_batch("t", "run")).groups
+            assert [r.sequences[0].reward for r in ended.rollouts] == [0.25, 1.0]
+
+    asyncio.run(body())
+
+
+def test_a_group_whose_last_rollout_was_stored_is_finished_at_the_next_start(serving, unwell):
+    """The generator that wrote it is gone too, so nobody sends it again."""
+
+    async def body():
+        failpoints.arm("buffer.write.staged:1=raise")
+        try:
+            async with serving(check=False) as world:
+                await world.ask("a")
+                with pytest.raises(unwell):
+                    await world.write("a")
+        finally:
+            failpoints.arm("")
+        async with serving() as world:
+            assert await world.states() == {("a", 0): "finished"}
+            assert len((await world.client.claim_batch("t", "run")).groups) == 1
+
+    asyncio.run(body())
