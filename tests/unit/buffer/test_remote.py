@@ -133,6 +133,20 @@ def test_a_message_that_comes_again_is_answered_and_not_applied_again(tmp_path):
     asyncio.run(body())
 
 
+def test_a_call_that_failed_is_answered_again_as_it_was_while_its_server_lives(tmp_path):
+    """The connection broke before the answer came: what the caller hears does not depend on that."""
+
+    async def body():
+        async with served(tmp_path) as (ledger, path):
+            (_, first) = await talk(path, call("suspend", 1, m.pack_turns({"main/0-0": suspended_turns("x")})))
+            await ledger.issue([sample_group(0)])
+            (_, again) = await talk(path, call("suspend", 1, m.pack_turns({"main/0-0": suspended_turns("x")})))
+            assert first.header == again.header
+            assert "unknown" in again.header["error"]["what"]
+
+    asyncio.run(body())
+
+
 def test_a_message_that_comes_again_after_a_restart_is_applied_once(tmp_path):
     group = sample_group(0)
 

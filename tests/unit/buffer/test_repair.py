@@ -55,10 +55,10 @@ def issued(folder, ledger_dir=""):
     return asyncio.run(body())
 
 
-def flip_page(path):
-    """Damage the page at which the samples' tree begins."""
+def flip_page(path, table="samples"):
+    """Damage the page at which a table's tree begins."""
     db = sqlite3.connect(path)
-    ((root,),) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'samples'").fetchall()
+    ((root,),) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchall()
     db.close()
     with path.open("r+b") as file:
         file.seek((root - 1) * 4096)
@@ -88,6 +88,15 @@ def test_117_a_corrupt_page_is_refused_and_the_newest_copy_takes_its_place(tmp_p
     assert "4 rows were newer" in told
     assert (tmp_path / "corrupt-1-ledger.sqlite").exists()
     assert issued(tmp_path) == 16
+
+
+@pytest.mark.parametrize("table", ["tally", "members", "sqlite_autoindex_samples_1"])
+def test_117_damage_is_noticed_where_nothing_has_been_read_yet(tmp_path, table):
+    run_with_checkpoints(tmp_path)
+    flip_page(tmp_path / "ledger.sqlite", table)
+    with pytest.raises(StorageError) as caught:
+        SqliteLedger(tmp_path)
+    assert caught.value.code == "STO117"
 
 
 def test_117_a_write_ahead_log_that_was_removed_is_noticed(tmp_path):

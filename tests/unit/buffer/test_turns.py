@@ -111,7 +111,9 @@ def test_a_turn_that_loses_its_last_token_goes_on_again():
 
 def test_what_comes_behind_a_cut_is_left_out_even_without_tokens():
     ended, running = suspended_turns("a")
-    waiting = Turn(request=ended.request)
+    nothing = replace(ended.pieces[0], tokens=[], versions=[], log_probs=[], plain_log_probs=[], finish="abort")
+    waiting = Turn(request=ended.request, pieces=[nothing])
+    assert cut([ended, waiting], 4) == [ended, waiting]
     assert [len(t.pieces) for t in cut([ended, running, waiting], 4)] == [1, 2]
     assert cut([ended, running, waiting], 3) == []
 
