@@ -69,6 +69,7 @@ def stored_group(prompt: Prompt, found: Recalled) -> Group:
     """The finished group as the ledger has it."""
     rollouts: dict[int, list[int]] = {}
     for place, sample in enumerate(found.samples):
+        assert sample.rollout_id is not None, f"{sample.id} was stored without a rollout"
         rollouts.setdefault(sample.rollout_id, []).append(place)
     return Group(prompt=prompt, samples=found.samples, rollouts=rollouts)
 
