@@ -98,7 +98,7 @@ class Stored:
     @property
     def ledger_id(self) -> str:
         """Of its prompt in the ledger: no id of another group begins with it and a hyphen."""
-        return f"{quote(f'{self.run}:{self.id}', safe='/:').replace('-', '%2D')}@{self.attempt}"
+        return f"{quote(f'{self.run}:{self.id}', safe='/:')}@{self.attempt}"
 
     def sample_ids(self) -> list[str]:
         """Of what is stored of it in the ledger."""

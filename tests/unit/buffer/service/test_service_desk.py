@@ -205,7 +205,7 @@ def test_group_ids_that_look_alike_stay_apart(serving):
 
     async def body():
         async with serving() as world:
-            names = ["a", "a-0", "a-0-0", "a@0", "a%2D0", "a/0", "../a", "a:b"]
+            names = ["a", "a-0", "a-0-0", "a@0", "a@0-0", "a%2D0", "a/0", "../a", "a:b"]
             await world.ask(*names)
             await world.write("a")
             assert await world.states(state="open") == {(name, 0): "open" for name in names[1:]}
