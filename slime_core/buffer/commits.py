@@ -174,12 +174,11 @@ class Commits:
         self._answer(begun)
 
     def _note(self) -> None:
-        marks = self.db.execute(
-            "SELECT (SELECT max(serial) FROM samples), (SELECT max(version) FROM steps)"
-        ).fetchone()
-        serial, step = marks[0] or 0, marks[1] or 0
-        if (serial, step) != self.owner.marks:
-            self.owner.note(serial, step)
+        with suppress(sqlite3.Error):  # it is committed, and the next transaction says what is wrong
+            last = self.db.execute("SELECT (SELECT max(serial) FROM samples), (SELECT max(version) FROM steps)")
+            serial, step = (mark or 0 for mark in last.fetchone())
+            if (serial, step) != self.owner.marks:
+                self.owner.note(serial, step)
 
     def _apply(self, call: _Call) -> None:
         call.error = None

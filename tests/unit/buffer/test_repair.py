@@ -158,7 +158,7 @@ def test_repairing_twice_keeps_both(tmp_path):
 
 def test_117_a_copy_that_is_damaged_too_is_refused_and_nothing_changes(tmp_path, capsys):
     _, newest = run_with_checkpoints(tmp_path)
-    flip_page(newest)
+    flip_page(newest, "tally")
     before = (tmp_path / "ledger.sqlite").read_bytes()
     assert main([str(tmp_path)]) == 7
     assert "STO117" in capsys.readouterr().err
