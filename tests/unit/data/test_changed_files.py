@@ -245,6 +245,7 @@ def test_29_a_run_that_is_resumed_before_its_first_checkpoint_refuses_other_rows
     """Case 29: prompts of the ledger must not be taken for others."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     source(path)
+    refused("DAT29", source, path, same_run=True, seed=1)
     store(path, rows(10, "7"))
     refused("DAT29", source, path, same_run=True)
     (tmp_path / "data.json").write_text("{")

@@ -199,7 +199,8 @@ def test_60_a_process_of_a_reward_dies_with_the_run(tmp_path):
     program = (
         "import os, signal\nfrom slime_core.config.schema import Config\n"
         "from slime_core.plugins.isolated import Worker\nworker = Worker(Config())\nworker.load()\n"
-        "print(worker.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(worker.process.pid, flush=True)\nos.kill(worker.process.pid, signal.SIGSTOP)\n"  # it reads no end of file
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
