@@ -63,6 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, help="stop after so many; 0: no limit")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0: no limit")
+    parser.add_argument("--worlds", type=int, default=0, help="with --seconds: no fewer runs than these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scenario", action="append", default=[], help="only these")
@@ -119,7 +120,7 @@ def drive(figures: Figures, args: argparse.Namespace) -> None:
                 if args.out:
                     _write(args.out, figures)
                 enough = args.kills and figures.kills >= args.kills
-                late = args.seconds and time.monotonic() - begun >= args.seconds
+                late = args.seconds and time.monotonic() - begun >= args.seconds and figures.worlds >= args.worlds
                 if not (enough or late or figures.wrong):
                     busy[pipe] = worker
                     give(worker)

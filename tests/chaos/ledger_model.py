@@ -288,6 +288,8 @@ class Life:
 
     def crash(self, rng: random.Random) -> None:
         """The process is gone: files as they lie there, without a goodbye; then a resume."""
+        if rng.random() < 0.3:
+            self.claim(rng)  # a reader that will not hear of it
         self.generation += 1
         self.crashes += 1
         shutil.copytree(self.run_dir, self.folder / str(self.generation))
@@ -312,13 +314,14 @@ class Life:
         """A reader gets finished groups, each of them alone."""
         model = self.model
         self._give_back([number for number in model.open_claims if number in model.expired])
-        taken = self.call(self.claims.claim("reader", rng.randint(1, 2), 3600.0))
-        free = model.groups(is_free, model.position)
+        count, free = rng.randint(1, 2), model.groups(is_free, model.position)
+        taken = self.call(self.claims.claim("reader", count, 3600.0))
         if taken is None:
             assert not free
             return
         prompts = [int(name.rpartition("/")[2]) for name in taken.groups]
         assert set(prompts) <= set(free), "a reader got what was not free"
+        assert len(prompts) == min(count, len(free)), "a reader was refused what is free"
         model.open_claims[taken.id] = list(taken.groups)
         for position in prompts:
             assert taken.groups[f"main/{position}"] == self._group_of(position).samples

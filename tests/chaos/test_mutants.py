@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "payloads are named before they are durable",
         "slime_core/buffer/segments.py",
-        "            try:\n                durable.disk.sync(self._fd)\n",
-        "            try:\n                pass\n",
+        "            number = self._number\n            try:\n                durable.disk.sync(self._fd)\n",
+        "            number = self._number\n            try:\n                pass\n",
         f"{CRASHES}_of_a_segment_keeps_what_was_synced",
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = [
         "slime_core/resume.py",
         '        plugins.load_state(state["plugins"])\n',
         "",
-        f"{WITNESSES}[rewound]",
+        f"{WITNESSES}[trained]",
     ),
     Mutant(
         "what a killed process was writing stays",

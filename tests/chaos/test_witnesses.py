@@ -15,8 +15,8 @@ ALONE = ["sync", "lockstep"]
 KILLED = {
     "trained": ("drops", "ledger.trained.before:3"),
     "rewound": ("stages", "ledger.trained.after:3"),
-    "suspended": ("over", "loop.told:3"),
-    "swept": ("sync", "checkpoint.files:3"),
+    "suspended": ("over", "checkpoint.renamed:1"),
+    "swept": ("sync", "loop.exported:1", "litter"),
     "again and again": ("turns", "loop.stepped:4", "ledger.rewind.after:1", "loop.stepped:2"),
 }
 
