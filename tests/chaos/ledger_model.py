@@ -351,8 +351,9 @@ class Life:
             self.refused(self.claims.ack(number))
 
     ACTS = (
-        *("issue", "issue", "complete", "complete", "complete", "fail", "restart", "suspend", "journal", "train"),
-        *("journal", "train", "checkpoint", "crash", "claim", "acknowledge", "give_back"),
+        *("issue", "issue", "issue", "complete", "complete", "complete", "complete", "complete", "fail", "restart"),
+        *("suspend", "journal", "train", "journal", "train", "checkpoint", "crash"),
+        *("claim", "claim", "claim", "acknowledge", "give_back"),
     )
 
     def act(self, name: str, seed: int) -> None:
