@@ -7,8 +7,8 @@
 
 Everything is written below the current folder, on its file system, and removed. A sample has 1,024 tokens and as many
 log-probs, 8 KiB. ``disk`` is a plain 8 KiB write and fsync, for comparison: no ledger can be faster than its disk.
-``ms a sample`` is a writer's wait for a group's answer, divided by the samples of the group: of the eight that keep the
-ledger busy, and of a lone one, which is what the ledger adds to a run that does not saturate it.
+``ms a sample`` is a writer's wait for a group's answer, divided by the samples of the group: of the eight that keep
+the ledger busy, and of a lone one, which is what the ledger adds to a run that does not saturate it.
 """
 
 from __future__ import annotations
