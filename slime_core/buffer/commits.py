@@ -65,6 +65,7 @@ class Commits:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[_Call] = deque()
         self._woken = False
+        self.made = 0  # transactions that were committed
         self.closed = False
         try:
             self.owner = Owner(path)
@@ -170,6 +171,7 @@ class Commits:
         for call in sound:
             _reach(call.points.synced)
         self.db.execute("COMMIT")
+        self.made += 1
         self._note()
         self._answer(begun)
 
