@@ -80,7 +80,11 @@ class RunDir:
             for folder in FOLDERS:
                 (run_dir.path / folder).mkdir(exist_ok=True)
             run_dir.lock()
-            for left in (*run_dir.path.glob(".*.tmp"), *run_dir.log.glob("rendezvous-*")):
+            for left in (
+                *run_dir.path.glob(".*.tmp"),
+                *run_dir.path.glob(".ranks-*"),
+                *run_dir.log.glob("rendezvous-*"),
+            ):
                 left.unlink(missing_ok=True)  # of a process that was killed
             run_dir.raise_epoch(max(epoch, _whole(run_dir.read_info().get("epoch"), 1)))
         except BaseException as error:

@@ -39,3 +39,13 @@ def test_an_evaluation_before_the_first_sample_does_not_hinder_auto(tmp_path, ca
         run_dir.metrics.write_text(json.dumps({**line, "kind": "step", "version": 1}) + "\n")
         with pytest.raises(ConfigError, match="CFG14"):
             resume.say_no_checkpoint(run_dir, True)
+
+
+def test_what_a_killed_process_left_goes_when_the_run_is_reopened(tmp_path):
+    with RunDir.create("run", at=tmp_path / "run") as run_dir:
+        run_dir.config.write_text("")
+    left = [run_dir.path / ".run.json.123.tmp", run_dir.path / ".ranks-0123456789abcdef", run_dir.log / "rendezvous-1"]
+    for path in left:
+        path.write_text("x")
+    with RunDir.reopen(run_dir.path):
+        assert [path for path in left if path.exists()] == []
