@@ -140,7 +140,7 @@ def copy(tmp_path_factory):
 
 def outcome(folder, witness):
     """The exit status and output of one test of a copy."""
-    path = os.pathsep.join([str(folder), str(folder / "cli")])
+    path = os.pathsep.join([str(folder), str(folder / "cli"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", witness],
         cwd=folder,

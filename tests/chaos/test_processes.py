@@ -132,15 +132,16 @@ def test_kills_at_every_boundary_at_its_first_three_times(started, recipe, point
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("recipe", ["sync", "lockstep", "ranks"])
-def test_seventy_kills_at_random_of_any_process(started, recipe):
-    """Driver, engine process (lockstep), rank processes (ranks): 210 in all."""
-    place, rng = started(recipe), random.Random(recipe)
+def test_kills_at_random_of_any_process(started, recipe, part):
+    """Driver, engine process (lockstep), rank processes (ranks): 216 in all."""
+    place, rng = started(recipe), random.Random(f"{recipe} {part}")
     victims, number = Counter(), 0
-    while victims.total() < 70:
-        name, number = f"random-{number}", number + 1
+    while victims.total() < 24:
+        name, number = f"random-{part}-{number}", number + 1
         victims += killed_at_random(place.work, name, rng, kills=rng.randint(2, 6), seconds=9.0)
         place.same(name)
     print(recipe, dict(victims), "in", number, "runs")
     if recipe != "sync":
-        assert victims["child"] >= 10
+        assert victims["child"] >= 3
