@@ -1,8 +1,8 @@
 """What a checkpoint costs a training step: seconds that training waits, and seconds until it is on disk.
 
-    python tools/bench_checkpoint.py                              # CUDA, a Qwen3 of 0.6B from a seed, bfloat16
+    python tools/bench_checkpoint.py                              # a Qwen3 of 0.6B from a seed, bfloat16, on a GPU
     python tools/bench_checkpoint.py --model DIR                  # the shape of DIR/config.json, random weights
-    python tools/bench_checkpoint.py --device cpu --small         # shows that it runs, proves nothing
+    python tools/bench_checkpoint.py --device cpu --small         # what runs without a GPU; it proves nothing
 
 The real FSDP trainer takes optimizer steps on a batch of rollouts; nothing is generated, so a step of a whole run is
 longer and a checkpoint's share smaller. "stall" is the time of the call that begins a checkpoint, and what the steps
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder whose config.json gives the shape")
     parser.add_argument("--small", action="store_true", help="a few million parameters, short responses")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: small without a GPU")
     parser.add_argument("--dtype", default="", choices=["", "bfloat16", "float32"], help="of compute")
     parser.add_argument("--samples", type=int, default=0, help="0: 128, or 16 with --small")
     parser.add_argument("--prompt", type=int, default=128)
@@ -186,6 +186,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4, help="torch's on the CPU")
     parser.add_argument("--dir", default="", help="where checkpoints go; default: a temporary folder")
     args = parser.parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.small |= args.device == "cpu"
     args.samples = args.samples or (16 if args.small else 128)
     args.response = args.response or (64 if args.small else 1024)
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")

@@ -100,8 +100,9 @@ class Commits:
         if self.closed:
             return
         self.closed = True
+        shut = self._thread.submit(self._shut, last)
         try:
-            await asyncio.wrap_future(self._thread.submit(self._shut, last))
+            await asyncio.shield(asyncio.wrap_future(shut))  # whoever is cancelled here still lets the file go
         finally:
             self._thread.shutdown(wait=True)
 

@@ -161,7 +161,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(bench, ask)
             def failing(slots, count):
                 calls.append(count)
                 if len(calls) == 6:
-                    raise MemoryError("no more")
+                    raise RuntimeError("no more")
                 return decode(slots, count)
 
             engine._served.decode = failing

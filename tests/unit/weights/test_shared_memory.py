@@ -152,7 +152,7 @@ def test_after_a_sigkill_of_either_side_no_name_of_the_block_is_left(killed):
     assert _mapped(processes[other].pid), "the other side lost it"
     processes[other].kill()
     processes[other].wait()
-    assert not [name for name in os.listdir("/dev/shm") if "slime" in name]
+    assert not [name for name in os.listdir("/dev/shm") if "slime-weights" in name]
     for process in processes.values():
         process.stdout.close()
 
