@@ -247,8 +247,10 @@ class Rows:
         self._db.execute(FINISH, values)
         refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
         others = self._other_segments([*refs, *(sample.multimodal_train_inputs or {}).values()], place)
-        (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
-        self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, serial) for n in others])
+        if others:
+            (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
+            rows = [(segment, serial) for segment in others]
+            self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
 
     def _other_segments(self, refs: Iterable[ArrayRef | None], place: Place) -> set[int]:
         named = {int(ref.segment[:-4]) for ref in refs if ref is not None and ref.segment[:-4].isdecimal()}

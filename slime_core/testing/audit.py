@@ -42,10 +42,13 @@ def audit(run_dir: Path, *, ended: bool = True, ledger: Path | None = None) -> A
     """Read a run that nobody writes to now; ``ended`` says that it came to its end, so that nothing may be open."""
     found = Audit()
     with sqlite3.connect(ledger or run_dir / "ledger.sqlite") as db:
-        _states(db, found, ended)
-        _steps(db, found, ended)
-        _positions(db, found)
-        _payloads(db, run_dir / "segments", found)
+        if db.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+            _states(db, found, ended)
+            _steps(db, found, ended)
+            _positions(db, found)
+            _payloads(db, run_dir / "segments", found)
+        elif ended:
+            found.wrong.append("the ledger is empty")  # a run that was killed before it had one is none
     db.close()
     if ended:
         _lines(run_dir, found)
