@@ -288,7 +288,9 @@ class World:
             return {"audit": asdict(Audit()), "done": []}
         found = audit(self.run_dir, ended=False)
         with sqlite3.connect(self.run_dir / "ledger.sqlite") as db:
-            names = db.execute("SELECT id FROM samples GROUP BY id HAVING max(state) > 0").fetchall()
+            made = db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'samples'").fetchone()[0]
+            query = "SELECT id FROM samples GROUP BY id HAVING max(state) > 0"
+            names = db.execute(query).fetchall() if made else []  # it may die before it has tables
         db.close()
         return {"audit": asdict(found), "done": sorted({name.rpartition("-")[0] for (name,) in names})}
 
