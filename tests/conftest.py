@@ -2,14 +2,23 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    with suppress(ValueError):  # not the main thread
+        if (
+            signal.getsignal(number) == signal.SIG_IGN
+        ):  # as under nohup or in the background: children would inherit it
+            signal.signal(number, usual)
 
 
 @pytest.fixture
