@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import Session, say
 from slime_core.config.load import Words, split, stages
-from slime_core.config.redact import REDACTED
+from slime_core.config.redact import REDACTED, texts_in
 from slime_core.config.tokens import Word
 from slime_core.errors import ConfigError, PluginError, StorageError
 from slime_core.report.rundir import RunDir
@@ -116,8 +116,8 @@ def references(recipe: Path | None, saved: Mapping[str, Any]) -> dict[str, str]:
 
     if recipe is None:
         return {}
-    written = dict(_texts(read_recipe(recipe).written))
-    redacted = {key for key, text in _texts(saved) if REDACTED in text}
+    written = dict(texts_in(read_recipe(recipe).written))
+    redacted = {key for key, text in texts_in(saved) if REDACTED in text}
     return {key: text for key, text in written.items() if key in redacted and _REFERENCE.search(text)}
 
 
@@ -356,7 +356,7 @@ def _from_environment(saved: Any) -> dict[str, str]:
 
 def _refuse_redacted(data: Any, path: Path) -> None:
     """Every secret that was kept out of ``config.toml`` must have come back."""
-    missing = [key for key, text in _texts(data) if REDACTED in text]
+    missing = [key for key, text in texts_in(data) if REDACTED in text]
     if missing:
         saved = RunDir(path).read_info().get("references") or {}
         ways = [f"export {saved[key][2:-1]}=..." if key in saved else f"{key}=VALUE" for key in missing]
@@ -367,17 +367,6 @@ def _refuse_redacted(data: Any, path: Path) -> None:
             why="secrets are kept out of everything that slime writes",
             fix="bring them again: " + "   ".join(ways),
         )
-
-
-def _texts(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _texts(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(data, (list, tuple)):
-        for index, value in enumerate(data):
-            yield from _texts(value, f"{path}[{index}]")
-    elif isinstance(data, str):
-        yield path, data
 
 
 __all__ = ["AUTO", "Going", "Words", "already_finished", "choose", "kind_of", "references", "reopen", "total_steps"]

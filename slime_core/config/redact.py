@@ -27,16 +27,23 @@ def is_secret(key: str, value: object) -> bool:
     return bool(_NAMES.search(key) or _VALUES.search(value))
 
 
-def secrets_in(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """``(dotted key, value)`` of everything in nested tables that looks like a secret."""
+def texts_in(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """``(dotted key, text)`` of every string in nested tables."""
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from secrets_in(value, f"{path}.{key}" if path else str(key))
+            yield from texts_in(value, f"{path}.{key}" if path else str(key))
     elif isinstance(data, (list, tuple)):
         for index, value in enumerate(data):
-            yield from secrets_in(value, f"{path}[{index}]")
-    elif is_secret(re.sub(r"\[\d+\]$", "", path.rpartition(".")[2]), data):
+            yield from texts_in(value, f"{path}[{index}]")
+    elif isinstance(data, str):
         yield path, data
+
+
+def secrets_in(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """``(dotted key, value)`` of everything in nested tables that looks like a secret."""
+    for key, text in texts_in(data, path):
+        if is_secret(re.sub(r"\[\d+\]$", "", key.rpartition(".")[2]), text):
+            yield key, text
 
 
 def redact(data: Any, known: Collection[str] = (), key: str = "") -> Any:

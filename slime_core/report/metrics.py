@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from slime_core.buffer.conservation import dropped_in
 from slime_core.types import Batch, Group, Sample, Status
 
 Metrics = dict[str, float]
@@ -71,10 +72,8 @@ def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, i
 
 def ledger_metrics(counts: Mapping[str, int]) -> Metrics:
     """The conservation law of a ledger's counts: ``ledger/issued`` = trained + dropped + pending, all so far."""
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    return {f"ledger/{name}": float(counts[name]) for name in ("issued", "trained", "pending")} | {
-        "ledger/dropped": float(dropped)
-    }
+    known = {name: counts[name] for name in ("issued", "trained", "pending")} | {"dropped": dropped_in(counts)}
+    return {f"ledger/{name}": float(count) for name, count in known.items()}
 
 
 def evaluation_metrics(groups: Sequence[Group]) -> Metrics:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from slime_core.buffer.conservation import dropped_in
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.buffer.service import bodies, models
 from slime_core.buffer.service.leases import Leases
@@ -207,7 +208,7 @@ class Desk:
             await self._run(self._leases.sweep)
             counts = dict(await self._ledger.counts())
             groups, queues = await self._run(bodies.tallies, self._tables)
-        dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+        dropped = dropped_in(counts)
         self._forget_old()
         recent: Counter[str] = Counter()
         for _, name, count in self._recent:
