@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import (
         Batch,
         Columns,
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
         WeightUpdate,
     )
 
-Ability = Literal["per_sample_seed", "score", "multimodal", "routed_experts", "batch_invariant"]
+Ability = Literal[
+    "per_sample_seed",  # draws are a function of (seed, position)
+    "score",
+    "multimodal",
+    "routed_experts",
+    "batch_invariant",
+    "live_load",  # weights change under running requests, and every token says which made it
+    "release",  # memory can be given back
+]
 Role = Literal["policy", "old_policy", "reference", "teacher", "values"]
 PauseMode = Literal["abort", "retract", "keep"]
 
@@ -54,12 +63,16 @@ class Engine(Protocol):
         """Stop these requests; each waiting ``generate`` returns its partial tokens with finish ``abort``, as here."""
         ...
 
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """How the next weights are to come, and which tensors are compared; None: as ``WeightUpdate.tensors``."""
+        ...
+
     async def load(self, update: WeightUpdate) -> None:
         """Complete the transfer that ``publish`` started and serve ``update.version`` from here on."""
         ...
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor served, by Hugging Face name."""
+        """Checksum of every tensor served: by Hugging Face name, or by ``transfer.Held.key`` where it has a route."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -107,8 +120,8 @@ class Trainer(Protocol):
         """
         ...
 
-    async def publish(self, version: int) -> WeightUpdate:
-        """Start a transfer of the current weights and return without waiting for any engine."""
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
+        """Start a transfer of the current weights, by the engine's ``route``, without waiting for any engine."""
         ...
 
     async def save(self, path: Path) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
 LAYERS = {
-    0: ("errors", "types", "seeds", "threads", "durable", "failpoints", "stopping", "notices", "memory"),
+    0: ("errors", "types", "seeds", "threads", "durable", "failpoints", "stopping", "notices", "memory", "transfer"),
     1: ("protocols", "context", "hookspecs", "plugins", "config"),
     2: ("algo", "data", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
     from slime_core.threads import TorchThread
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Batch, Columns, Completion, GenerateRequest
     from slime_core.weights.folder import ModelFolder
 
@@ -43,6 +44,10 @@ class AbsentEngine:
     async def load(self, update: WeightUpdate) -> None:
         """Refused: weights are not sent where nothing serves them."""
         self._refuse(f"version {update.version} was sent to it")
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`: nothing is served."""
+        return None
 
     async def fingerprints(self) -> dict[str, str]:
         """It serves nothing."""
@@ -91,7 +96,7 @@ class IdleTrainer:
         """Refused."""
         self._refuse("verify")
 
-    async def publish(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """The starting weights, built for this call and not kept."""
         model = await self._thread.run(self._folder.build_model, dtype="float32", seed=self._seed)
         return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=dict(model.state_dict()))

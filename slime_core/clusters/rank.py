@@ -116,7 +116,7 @@ async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
         return await trainer.fingerprint()
     if method in ("step", "verify"):
         return await getattr(trainer, method)(args[0])
-    return await trainer.publish(args[0])
+    return await trainer.publish(*args)
 
 
 def _answer(sock: socket.socket, work: Any) -> Any:

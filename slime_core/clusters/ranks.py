@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
+    from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
 
 LOG_TAIL = 4000  # bytes of a dead rank's log in the error
@@ -202,9 +203,9 @@ class RankTrainer:
         answer: dict[str, float] = await self._all("verify", batch)
         return answer
 
-    async def publish(self, version: int) -> WeightUpdate:
-        """See `protocols.Trainer`; the tensors arrive through this process's memory."""
-        answer: WeightUpdate = await self._all("publish", version)
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
+        """See `protocols.Trainer`; without a route the tensors arrive through this process's memory."""
+        answer: WeightUpdate = await self._all("publish", version, route)
         answer.epoch = self._epoch
         return answer
 

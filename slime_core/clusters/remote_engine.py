@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.schema import Config
     from slime_core.threads import TorchThread
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Completion, GenerateRequest, WeightUpdate
 
 GRACE = 5.0
@@ -141,6 +142,10 @@ class EngineProcess:
             await self._call("load", update.version, update.epoch, listing)
         if not update.fingerprints and self._config.train.dtype == "float32":
             update.fingerprints = checksums(listing, "float32")
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`: weights cross in shared memory."""
+        return None
 
     async def fingerprints(self) -> dict[str, str]:
         """See `protocols.Engine`."""

@@ -60,14 +60,19 @@ RULES = (
     _rule(
         "safe",
         "a limit, not a rule of what trains",
-        "generate_timeout reward_timeout max_dropped_groups max_nonfinite_steps max_bad_rows on_plugin_error",
+        "generate_timeout reward_timeout max_dropped_groups max_nonfinite_steps max_bad_rows on_plugin_error "
+        "server_concurrency rollout_start_timeout rollout_request_timeout rollout_max_retries "
+        "rollout_health_check_interval rollout_health_check_timeout rollout_max_restarts min_healthy_engines "
+        "check_weights canary_band",
     ),
     _rule("safe", "the embedded engine gives the same bits for any number of slots", "rollout_slots"),
     _rule(
         "notice",
         "the same mathematics on another machine or in another split; bits may differ",
         "cluster_backend actor_num_nodes actor_num_gpus_per_node device cpu_threads colocate max_tokens_per_gpu "
-        "gradient_checkpointing logprob_chunk_tokens teacher_place",
+        "gradient_checkpointing logprob_chunk_tokens teacher_place rollout_num_gpus rollout_num_gpus_per_engine "
+        "rollout_num_engines rollout_external_engine_addrs rollout_engine_token_env engine_topology rollout_router "
+        "update_weight_transport update_weight_buffer_size update_weight_disk_dir",
     ),
     _rule("unsafe", "every draw derives from it", "seed"),
     _rule("unsafe", "the format of the recipe itself", "schema_version"),
@@ -84,6 +89,7 @@ RULES = (
         "other samples",
         "rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_max_context_len rollout_temperature "
         "rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids rollout_engine rollout_function_path "
+        "rollout_deterministic pause_generation_mode "
         "custom_generate_function_path rollout_sample_hook_path custom_config_path",
     ),
     _rule(

@@ -84,6 +84,48 @@ class RolloutSection(Section):
     rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
     rollout_engine: Literal["local", "sglang"] = Field("local", description="local: the embedded engine.")
     rollout_slots: int = Field(64, ge=1, description="Sequences the embedded engine decodes at once.")
+    rollout_num_gpus: int = Field(0, ge=0, description="GPUs of all servers; 0: the trainer's, which they share.")
+    rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server: its tensor-parallel size.")
+    rollout_num_engines: int = Field(0, ge=0, description="Servers; 0 is what rollout_num_gpus gives; on a CPU, 1.")
+    rollout_external_engine_addrs: tuple[str, ...] = Field(
+        (), description="Servers that run already, http://HOST:PORT each; none are started."
+    )
+    rollout_engine_token_env: str = Field(
+        "SLIME_SGLANG_TOKEN", description="Environment variable that holds the token of external servers."
+    )
+    engine_topology: str = Field("", description="TOML file of several server groups and models.")
+    rollout_router: Literal["auto", "builtin", "sglang"] = Field(
+        "auto", description="Who spreads requests over servers: slime, or SGLang's router; auto takes it if installed."
+    )
+    server_concurrency: int = Field(512, ge=1, description="Requests in flight a server; others wait here.")
+    rollout_start_timeout: float = Field(900.0, gt=0, description="Seconds until a server must answer.")
+    rollout_request_timeout: float = Field(1800.0, gt=0, description="Seconds for one request, its retries included.")
+    rollout_max_retries: int = Field(3, ge=0, description="Of one request, where asking again is safe.")
+    rollout_health_check_interval: float = Field(5.0, gt=0, description="Seconds between looks at a server.")
+    rollout_health_check_timeout: float = Field(
+        120.0, gt=0, description="Seconds without a new token while requests wait: the server counts as hung."
+    )
+    rollout_max_restarts: int = Field(3, ge=0, description="Of one server in a run; then it is retired.")
+    min_healthy_engines: int = Field(1, ge=1, description="Fewer servers than this end the run.")
+    update_weight_transport: Literal["auto", "disk", "tensor", "nccl"] = Field(
+        "auto", description="How weights reach servers; auto: tensor on shared GPUs, nccl on others, disk on a CPU."
+    )
+    update_weight_buffer_size: int = Field(512 << 20, ge=1 << 20, description="Bytes of one bucket of weights.")
+    update_weight_disk_dir: str = Field("", description="Folder of the disk transport; empty: in the run directory.")
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
+        "retract",
+        description="Running requests while weights change: ended and continued, moved back to the queue with their "
+        "cache dropped, or kept with the old weights' cache.",
+    )
+    rollout_deterministic: bool = Field(
+        False, description="SGLang's deterministic mode, a seed a request: runs repeat bit for bit, and slower."
+    )
+    check_weights: Literal["rolling", "all", "off"] = Field(
+        "rolling", description="Tensors of servers compared with the trainer's after each step: some in turn, or all."
+    )
+    canary_band: float = Field(
+        0.0, ge=0, description="Largest mean difference of trainer and engine log-probs; 0: by dtype."
+    )
     dynamic_sampling: Literal["off", "equal_rewards"] = Field(
         "off", description="equal_rewards: drop groups whose rewards are all equal, and take the next prompts."
     )

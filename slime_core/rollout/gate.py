@@ -25,6 +25,7 @@ from slime_core.types import Completion, GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import WeightUpdate
 
 FULL = "ENG72"  # a prompt that fills the context
@@ -259,6 +260,10 @@ class Gate:
     async def load(self, update: WeightUpdate) -> None:
         """See `protocols.Engine`."""
         await self._engine.load(update)
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`."""
+        return await self._engine.route(check)
 
     async def fingerprints(self) -> dict[str, str]:
         """See `protocols.Engine`."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Batch, Columns, GenerateRequest
 
 MEMORY = {"kv", "weights"}
@@ -42,7 +43,7 @@ def checksum(array: NDArray[Any]) -> str:
 class FakeEngine:
     """Draws uniform tokens: a function of (seed, position) alone, so batches and aborts never change a sample."""
 
-    abilities: frozenset[Ability] = frozenset({"per_sample_seed", "score", "batch_invariant"})
+    abilities: frozenset[Ability] = frozenset({"per_sample_seed", "score", "batch_invariant", "live_load", "release"})
 
     def __init__(self, vocab_size: int = 16, stop_token: int = 0, epoch: int = 1) -> None:
         self.version, self.epoch = -1, epoch
@@ -116,6 +117,10 @@ class FakeEngine:
         else:
             self.tensors = {name: np.array(tensor) for name, tensor in update.tensors.items()}
         self.version = update.version
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`: it copies the tensors."""
+        return None
 
     async def fingerprints(self) -> dict[str, str]:
         """See `protocols.Engine`."""
@@ -229,7 +234,7 @@ class FakeTrainer:
         self.weights["embed"] = self.weights["embed"] + gradient
         self.weights["head"] = self.weights["head"] - gradient / 2
 
-    async def publish(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`; with ``rendezvous`` the transfer ends only inside the engine's ``load``."""
         handle = None
         tensors: Mapping[str, NDArray[Any]] = dict(self.weights)

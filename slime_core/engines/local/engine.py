@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slime_core.engines.local.scheduler import Scheduler
     from slime_core.engines.local.served import Served
     from slime_core.threads import TorchThread
+    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import GenerateRequest, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
@@ -61,7 +62,9 @@ class LocalEngine:
         if slots < 1 or context_len < 2:
             raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
         self.version, self.epoch = -1, epoch
-        self.abilities: frozenset[Ability] = frozenset({"per_sample_seed", "score", "batch_invariant"})
+        self.abilities: frozenset[Ability] = frozenset(
+            {"per_sample_seed", "score", "batch_invariant", "live_load", "release"}
+        )
         self._folder, self._thread = folder, thread
         self._seats, self._context_len = slots, context_len
         self._dtype, self._device = dtype, device
@@ -144,6 +147,10 @@ class LocalEngine:
             raise
         self.version = update.version
         self._stir()
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`: it reads the trainer's tensors."""
+        return None
 
     async def fingerprints(self) -> dict[str, str]:
         """crc32 of every served tensor's bytes, by Hugging Face name."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
+    from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
@@ -82,10 +83,10 @@ class FsdpTrainer:
         self._need(HOLDS, "verify")
         return await self._thread.run(verify, self._worker, batch)
 
-    async def publish(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""
         self._need({"parameters"}, "publish")
-        update = await self._thread.run(self._worker.publish, version)
+        update = await self._thread.run(self._worker.publish, version, route)
         update.epoch = self._epoch
         return update
 

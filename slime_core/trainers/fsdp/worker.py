@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
+    from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, MicroBatch
     from slime_core.weights.folder import ModelFolder
 
@@ -287,7 +288,7 @@ class Worker:
         checks.compare_ranks(batch, self.rank, self.world)
         checks.check_batch(batch, self.folder.vocab_size)
 
-    def publish(self, version: int) -> WeightUpdate:
+    def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         if self.world == 1:
             shared = "shared" if self.dtype == torch.float32 else "tensors"
             tensors = {name: local(tensor.detach()) for name, tensor in self.policy.hf.state_dict().items()}
