@@ -1,0 +1,1 @@
+"""SGLang servers behind the Engine protocol; nothing here imports sglang."""
