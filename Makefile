@@ -1,13 +1,18 @@
-# Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV), nothing beside it.
+# Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV), and for the tests
+# against SGLang's own server into $(VENV_SGLANG); SLIME_SGLANG_PYTHON=/path/to/python takes an installation instead.
 
 VENV ?= .venv
+VENV_SGLANG ?= $(VENV)-sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SGLANG_PIP := $(VENV_SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 INSTALL_PLUGINS := $(addprefix -e ./,$(PLUGINS))
 MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 TESTS ?= tests plugins
 WORKERS ?= 2
+SGLANG_PYTHON = $(or $(SLIME_SGLANG_PYTHON),$(abspath $(VENV_SGLANG))/bin/python)
+PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides it.
 USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -15,7 +20,7 @@ CANDIDATES := python3 python3.13 python3.12 python3.11 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && command -v $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev check test nightly bench clean
+.PHONY: help demo dev check test nightly bench clean sglang
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -33,19 +38,21 @@ check: $(VENV)/.dev  ## formatting, lint, types, layers
 	$(BIN)/mypy $(wildcard plugins/*/src/*)
 	$(BIN)/pytest -q tests/test_layers.py
 
-test: $(VENV)/.dev  ## install, then the whole suite that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m "not gpu and not nightly" $(TESTS)
+test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU
+	$(PYTEST) -m "not gpu and not nightly" $(TESTS)
 
-nightly: $(VENV)/.dev  ## the long tests, and the demo's recipe over five seeds
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
+nightly: $(VENV)/.dev sglang  ## the long tests, and the demo's recipe over five seeds
+	$(PYTEST) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
 	$(BIN)/python tools/bench_demo.py --seeds 5
 
 bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
 	set -e; for tool in $(filter-out tools/bench_demo.py,$(sort $(wildcard tools/bench_*.py))); do \
 		echo "== $$tool"; $(BIN)/python $$tool; done
 
-clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+sglang:  ## SGLang for the tests, in an environment of its own; where it cannot be had they are named as not proven
+
+clean:  ## remove the environments and caches; runs/ stays
+	rm -rf $(VENV) $(VENV_SGLANG) .mypy_cache .ruff_cache .pytest_cache build dist
 
 $(BIN)/python:
 	@if [ -z "$(PYTHON)" ]; then \
@@ -67,3 +74,15 @@ $(VENV)/.dev: $(MANIFESTS) | $(BIN)/python
 	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS)
 	@touch $@ $(VENV)/.demo
 
+ifndef SLIME_SGLANG_PYTHON
+sglang: $(VENV_SGLANG)/.ready
+endif
+
+$(VENV_SGLANG)/.ready: constraints.txt constraints-sglang.txt | $(BIN)/python
+	@echo "installing SGLang for the tests into $(VENV_SGLANG): once, about 4 minutes and 2.5 GB"
+	@rm -rf $(VENV_SGLANG)
+	@{ $(BIN)/python -m venv $(VENV_SGLANG) && \
+		$(SGLANG_PIP) -c constraints.txt torch && \
+		$(SGLANG_PIP) --no-deps -r constraints-sglang.txt && \
+		touch $@; } || { rm -rf $(VENV_SGLANG); \
+		echo "SGLang cannot be installed: the tests that need it are named as not proven at the end" >&2; }

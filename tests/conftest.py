@@ -1,5 +1,11 @@
-"""Fixtures for every room: the command line as a process, plugins installed into a folder, small model folders."""
+"""Fixtures for every room: the command line as a process, plugins installed into a folder, small model folders.
 
+And what the suite does as a whole: tests that start SGLang's server (marker `sglang`) come first and run in one worker;
+tests that share what a module's fixture made run in one worker; what cannot be proven on this machine is named at the
+end, a line "not proven: TEST (why)" each.
+"""
+
+import functools
 import json
 import os
 import signal
@@ -19,6 +25,55 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
             signal.getsignal(number) == signal.SIG_IGN
         ):  # as under nohup or in the background: children would inherit it
             signal.signal(number, usual)
+
+UNPROVEN = "not proven"
+
+
+@functools.cache
+def sglang_python():
+    """The interpreter of the second environment, and why there is none where the first is empty."""
+    python = os.environ.get("SLIME_SGLANG_PYTHON", "") or str(ROOT / ".venv-sglang" / "bin" / "python")
+    try:
+        ask = [python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        return "", f"no SGLang: {error.strerror}: {python}; `make sglang` installs it"
+    if done.returncode:
+        return "", f"no SGLang in the environment of {python}; `make sglang` installs it"
+    return python, ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Say which tests stay together, and start with those that wait longest for something outside."""
+    for item in items:
+        if item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.xdist_group("sglang"))
+        elif shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: not item.get_closest_marker("sglang"))
+
+
+def shares_with_its_module(item):
+    """Whether a fixture is made once for the module; another worker would make it again."""
+    made = getattr(item, "_fixtureinfo", None)
+    return made is not None and any(defs and defs[-1].scope == "module" for defs in made.name2fixturedefs.values())
+
+
+def pytest_runtest_setup(item):
+    """Leave out what this machine cannot prove; it is named at the end."""
+    if item.get_closest_marker("sglang") and not sglang_python()[0]:
+        pytest.skip(f"{UNPROVEN}: {sglang_python()[1]}")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name what was left out."""
+    left = [report for report in terminalreporter.stats.get("skipped", ()) if UNPROVEN in str(report.longrepr)]
+    if left:
+        terminalreporter.section("not proven here", sep="-")
+    for report in left:
+        why = report.longrepr[2].partition(f"{UNPROVEN}: ")[2]
+        terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({why})")
 
 
 @pytest.fixture

@@ -210,7 +210,8 @@ def test_only_the_constraints_pin_and_they_pin_every_direct_dependency() -> None
     for folder in (ROOT, *PLUGIN_FOLDERS):
         data = project(folder)
         extras = data.get("optional-dependencies", {})
-        installed = [text for name, texts in extras.items() if name in ("fsdp", "wandb", "dev") for text in texts]
+        names = ("fsdp", "sglang", "wandb", "dev")
+        installed = [text for name, texts in extras.items() if name in names for text in texts]
         declared += [*data["dependencies"], *installed]
     assert [text for text in declared if "==" in text] == []
     assert {requirement_name(text) for text in declared} - set(pins) == {"slime-rl"}
@@ -258,6 +259,15 @@ def test_json_files_are_json() -> None:
     for path in files():
         if path.suffix == ".json":
             json.loads(path.read_text())
+
+
+def test_the_second_environment_is_pinned_line_by_line_and_shares_torch_with_the_first() -> None:
+    lines = [line for line in (ROOT / "constraints-sglang.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line)] == []
+    names = [requirement_name(line) for line in lines]
+    assert len(names) == len(set(names))
+    assert "sglang" in names
+    assert "torch" not in names
 
 
 def test_the_ci_script_runs_everything() -> None:
