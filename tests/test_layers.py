@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
 LAYERS = {
     0: ("errors", "types", "seeds", "threads", "durable", "failpoints", "stopping", "notices", "memory", "transfer"),
-    1: ("protocols", "context", "hookspecs", "plugins", "config"),
+    1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
     2: ("algo", "data", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
+from slime_core.pieces import add, rest, whole
 from slime_core.plugins.boundary import DEADLINE
 from slime_core.protocols import Ability, Engine, PauseMode, Turn
-from slime_core.types import Completion, GenerateRequest, SamplingParams
+from slime_core.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,54 +29,6 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 FULL = "ENG72"  # a prompt that fills the context
-
-
-def made(turn: Turn) -> list[int]:
-    """New tokens of a turn so far."""
-    return [token for piece in turn.pieces for token in piece.tokens]
-
-
-def rest(turn: Turn, room: int | None) -> GenerateRequest:
-    """What is still to do of a turn, ``room`` tokens of it at most."""
-    tokens, request = made(turn), turn.request
-    left = request.params.max_new_tokens - len(tokens)
-    params = replace(request.params, max_new_tokens=left if room is None else min(left, room))
-    return replace(request, tokens=[*request.tokens, *tokens], kept=request.kept + len(tokens), params=params)
-
-
-def add(turn: Turn, piece: Completion, asked: int) -> None:
-    """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
-    turn.pieces.append(piece)
-    whole = len(made(turn)) >= turn.request.params.max_new_tokens
-    if piece.finish != "length" or whole or len(piece.tokens) < asked:
-        turn.finish = piece.finish
-
-
-def whole(turn: Turn, tokenizer: Any) -> Completion:
-    """All pieces of a turn as one; the text is decoded anew where there are several."""
-    finish = turn.finish or "length"
-    if len(turn.pieces) == 1:
-        return replace(turn.pieces[0], finish=finish)
-    tokens = made(turn)
-    return Completion(
-        id=turn.request.id,
-        tokens=tokens,
-        log_probs=[p for piece in turn.pieces for p in piece.log_probs],
-        plain_log_probs=[p for piece in turn.pieces for p in piece.plain_log_probs],
-        finish=finish,
-        versions=[v for piece in turn.pieces for v in piece.versions],
-        epoch=turn.pieces[-1].epoch if turn.pieces else 0,
-        text=_text(tokenizer, tokens, turn.request.params, finish),
-    )
-
-
-def _text(tokenizer: Any, tokens: Sequence[int], params: SamplingParams, finish: str) -> str:
-    """Decoded, and cut before the first stop string where one ended the response, as an engine does."""
-    if not tokens or tokenizer is None:
-        return ""
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    found = [text.find(stop) for stop in params.stop if stop in text]
-    return text[: min(found)] if found and finish == "stop" else text
 
 
 class Gate:
