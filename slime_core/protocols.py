@@ -269,6 +269,8 @@ class Ledger(Protocol):
 class Turns(Protocol):
     """Who holds the accelerators: a no-op where training and rollout have their own."""
 
+    metrics: dict[str, float]  # what the last turn cost
+
     def training(self) -> AbstractAsyncContextManager[None]:
         """Engines are quiet and have given their memory to the trainer inside this block."""
         ...

@@ -79,6 +79,7 @@ class Stage:
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
         metrics |= ledger_metrics(await self.parts.ledger.counts()) | self.plugins.pop_metrics()
+        metrics |= self.parts.turns.metrics
         self.report.samples(progress.version, groups)
         done = StepReport(
             version=progress.version,

@@ -3,20 +3,28 @@
 training:  pause requests -> engine gives KV and weights -> trainer takes its state -> step -> trainer drops
            gradients and optimizer, keeps parameters
 syncing:   engine takes weights -> publish and load -> trainer drops parameters -> engine takes KV -> resume
+
+``metrics`` of each kind holds what the last turn cost: seconds of every stage, and bytes that changed hands.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime_core.protocols import Engine, Trainer
 
+STATE = frozenset({"gradients", "optimizer", "parameters"})  # what a trainer can give back
+
 
 class FreeTurns:
     """Engine and trainer have a device each: nobody waits."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -34,6 +42,7 @@ class QuietTurns:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.metrics: dict[str, float] = {}
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -49,30 +58,90 @@ class QuietTurns:
 
 
 class SwappingTurns:
-    """Engine and trainer each give their memory to the other."""
+    """Engine and trainer each give their memory to the other.
 
-    def __init__(self, engine: Engine, trainer: Trainer) -> None:
-        self._engine, self._trainer = engine, trainer
-        self._given = False
+    Requests in flight are retracted, not kept: what they keep would be the cache that the engine gives away. The
+    engine's weights are lost when it gives them, so every turn ends in a whole update. ``given`` says that the engine
+    has given its memory already, before the trainer was made. ``free`` answers the free bytes of the device.
+
+    ``metrics``: ``swap/STAGE_seconds`` and, with ``free``, ``swap/STAGE_bytes`` of the stages pause, engine_release,
+    trainer_reacquire, trainer_drop, engine_weights, load, trainer_release, engine_kv, resume; and their sums
+    ``swap/total_seconds`` (without load) and ``swap/total_bytes``.
+
+    Example:
+        await engine.pause("retract")
+        await engine.release({"kv", "weights"})
+        turns = SwappingTurns(engine, make_trainer(), given=True, free=lambda: torch.cuda.mem_get_info()[0])
+    """
+
+    def __init__(
+        self, engine: Engine, trainer: Trainer, *, given: bool = False, free: Callable[[], int] | None = None
+    ) -> None:
+        self._engine, self._trainer, self._free = engine, trainer, free
+        self._given = given
+        self._turn: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainer holds the device's memory inside."""
-        await self._engine.pause("keep")
-        await self._engine.release({"kv", "weights"})
-        await self._trainer.reacquire({"parameters", "gradients", "optimizer"})
-        self._given = True
+        """The trainer holds the device's memory inside; afterwards it holds its parameters alone."""
+        with self._stage("pause"):
+            await self._engine.pause("retract")
+        if not self._given:
+            with self._stage("engine_release"):
+                await self._engine.release({"kv", "weights"})
+            self._given = True
+        with self._stage("trainer_reacquire"):
+            await self._trainer.reacquire(set(STATE))
         yield
-        await self._trainer.release({"gradients", "optimizer"})
+        await self._drop()
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        """Both hold the weights inside; afterwards the engine holds its KV cache and goes on."""
-        if self._given:
-            await self._engine.reacquire({"weights"})
-        yield
-        if self._given:
-            await self._trainer.release({"parameters"})
-            await self._engine.reacquire({"kv"})
+        """Both hold the weights inside; afterwards the engine holds its KV cache and goes on.
+
+        Before the first step the trainer has all of its state, and ends with none of it on the device.
+        """
+        given = self._given
+        if given:
+            await self._drop()
+            with self._stage("engine_weights"):
+                await self._engine.reacquire({"weights"})
+        with self._stage("load"):
+            yield
+        if given:
+            with self._stage("trainer_release"):
+                await self._trainer.release({"parameters"})
+            with self._stage("engine_kv"):
+                await self._engine.reacquire({"kv"})
         self._given = False
-        await self._engine.resume()
+        with self._stage("resume"):
+            await self._engine.resume()
+        self._tell()
+
+    async def _drop(self) -> None:
+        with self._stage("trainer_drop"):
+            await self._trainer.release({"gradients", "optimizer"})
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Count the block's seconds, and what it changed of the device's free memory."""
+        free, start = self._free, time.monotonic()
+        before = free() if free is not None else 0
+        try:
+            yield
+        finally:
+            self._add(f"swap/{name}_seconds", time.monotonic() - start)
+            if free is not None and name != "load":
+                self._add(f"swap/{name}_bytes", abs(free() - before))
+
+    def _add(self, name: str, value: float) -> None:
+        self._turn[name] = self._turn.get(name, 0.0) + value
+
+    def _tell(self) -> None:
+        """One turn is over: its figures are the metrics until the next one is."""
+        found, self._turn = self._turn, {}
+        found["swap/total_seconds"] = sum(v for n, v in found.items() if n.endswith("_seconds") and "/load_" not in n)
+        if self._free is not None:
+            found["swap/total_bytes"] = sum(value for name, value in found.items() if name.endswith("_bytes"))
+        self.metrics = found

@@ -5,8 +5,8 @@ A line of ``metrics.jsonl`` is one of
     {"kind": "step", "version": 1, "stage": "main", "step": 0, "of": 40, "metrics": {...}, "seconds": {...}}
     {"kind": "eval", "version": 0, "name": "heldout", "metrics": {...}, "seconds": {...}}
 
-with its metrics sorted by name. All wall times are under ``seconds``, or end in ``_seconds``; the rest is a
-function of the seed.
+with its metrics sorted by name. All wall times are under ``seconds``, or end in ``_seconds``, memory of a
+device that changed hands in ``_bytes``; the rest is a function of the seed.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class Staging:
         with torch.cuda.stream(self._stream):
             self._move(begin, source)
         if temporary:  # what lives on is not freed before `before_change` was called
-            source.record_stream(self._stream)
+            if source.is_cuda:  # state that was released lies in host memory
+                source.record_stream(self._stream)
             self._in_flight += len(source)
         if self._in_flight > IN_FLIGHT:
             self._stream.synchronize()

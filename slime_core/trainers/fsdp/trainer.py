@@ -92,7 +92,6 @@ class FsdpTrainer:
 
     async def save(self, path: Path) -> None:
         """See `protocols.Trainer`."""
-        self._need({"parameters", "optimizer"}, "save")
         await self._thread.run(self._worker.save, path)
 
     async def saved(self) -> dict[str, FileMark]:
@@ -106,21 +105,21 @@ class FsdpTrainer:
 
     async def restore(self, path: Path) -> None:
         """See `protocols.Trainer`; after `begin` of the stage that saved."""
-        self._need({"parameters", "optimizer"}, "restore")
         await self._thread.run(self._worker.restore, path)
 
     async def fingerprint(self) -> str:
         """See `protocols.Trainer` and `fingerprint.fingerprint`; a critic's parameters are part of it."""
-        self._need({"parameters"}, "fingerprint")
         return await self._thread.run(self._worker.fingerprint)
 
     async def export(self, path: Path) -> None:
         """See `protocols.Trainer`."""
-        self._need({"parameters"}, "export")
         await self._thread.run(self._worker.export, path)
 
     async def release(self, what: set[str]) -> None:
-        """See `protocols.Trainer`; on an accelerator, optimizer state and parameters move to the host."""
+        """See `protocols.Trainer`; on an accelerator, optimizer state and parameters move to the host.
+
+        They can be saved, restored, exported and fingerprinted there.
+        """
         self._known(what)
         await self._thread.run(self._worker.release, what & self._held)
         self._held -= what

@@ -1,0 +1,309 @@
+"""Engine and trainer on one device: the order in which memory changes hands, and what that costs is told."""
+
+import asyncio
+
+import pytest
+
+from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
+from slime_core.config.load import load_config
+from slime_core.errors import EngineError
+from slime_core.plugins import load_plugins
+from slime_core.testing import tiny_model
+from slime_core.testing.fakes import FakeEngine, FakeTrainer
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.types import GenerateRequest, SamplingParams
+from slime_core.weights.folder import ModelFolder
+
+pytestmark = pytest.mark.unit
+
+NEEDS = {"engine": {"kv": 40, "weights": 10}, "trainer": {"parameters": 20, "gradients": 20, "optimizer": 40}}
+DEVICE = 100
+
+
+class Device:
+    """Counts what both hold, and fails where it is more than there is."""
+
+    def __init__(self):
+        self.held = {}
+        self.log = []
+
+    def move(self, who, what, take):
+        self.log.append(f"{who} {'+' if take else '-'} {' '.join(sorted(what))}")
+        for part in what:
+            assert ((who, part) in self.held) != take, f"{who} {part} twice: {self.log}"
+            if take:
+                self.held[who, part] = NEEDS[who][part]
+            else:
+                del self.held[who, part]
+        assert self.free() >= 0, f"out of memory: {self.log}"
+
+    def free(self):
+        return DEVICE - sum(self.held.values())
+
+
+class StrictEngine(FakeEngine):
+    """As SGLang: memory goes only while it is idle, each part once, and released weights are lost until a load."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.lost = device, False
+        device.move("engine", {"kv", "weights"}, True)
+
+    async def pause(self, mode):
+        self.device.log.append(f"pause {mode}")
+        self.mode = mode
+        await super().pause(mode)
+
+    async def resume(self):
+        assert self._held == {"kv", "weights"}, self._held
+        assert not self.lost, "serves weights that are lost"
+        self.device.log.append("resume")
+        await super().resume()
+
+    async def release(self, what):
+        assert self._paused, "not paused"
+        assert self.mode != "keep" or not self._running, "a kept request needs its cache"
+        self.lost |= "weights" in what
+        self.device.move("engine", what, False)
+        await super().release(what)
+
+    async def reacquire(self, what):
+        self.device.move("engine", what, True)
+        await super().reacquire(what)
+
+    async def load(self, update):
+        await super().load(update)
+        self.device.log.append(f"load {update.version}")
+        self.lost = False
+
+
+class StrictTrainer(FakeTrainer):
+    """Takes memory for what it does not hold; a second release of the same is nothing."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        device.move("trainer", self._held, True)
+
+    async def release(self, what):
+        if mine := what & self._held:
+            self.device.move("trainer", mine, False)
+        await super().release(what)
+
+    async def reacquire(self, what):
+        if missing := what - self._held:
+            self.device.move("trainer", missing, True)
+        await super().reacquire(what)
+
+    async def publish(self, version, route=None):
+        assert "parameters" in self._held
+        self.device.log.append(f"publish {version}")
+        return await super().publish(version, route)
+
+
+async def lent(device):
+    """As a cluster starts: the engine first, which gives its memory before the trainer is made."""
+    engine = StrictEngine(device)
+    await engine.pause("retract")
+    await engine.release({"kv", "weights"})
+    trainer = StrictTrainer(device)
+    return engine, trainer, SwappingTurns(engine, trainer, given=True, free=device.free)
+
+
+async def turn(engine, trainer, turns, version):
+    async with turns.training():
+        assert engine.device.free() >= 0
+        await trainer.step(Nothing())
+    async with turns.syncing():
+        await engine.load(await trainer.publish(version))
+
+
+class Nothing:
+    """A batch without samples."""
+
+    def __init__(self):
+        self.columns, self.loss_mask, self.sample_ids = {}, (), ()
+
+    def __len__(self):
+        return 0
+
+
+TURN = """pause retract
+engine - kv weights
+trainer + gradients optimizer parameters
+trainer - gradients optimizer
+engine + weights
+publish {version}
+load {version}
+trainer - parameters
+engine + kv
+resume"""
+
+
+def test_memory_changes_hands_in_the_order_of_the_design():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        device.log.clear()
+        for version in (1, 2):
+            await turn(engine, trainer, turns, version)
+        return "\n".join(device.log)
+
+    assert asyncio.run(run()) == "\n".join(TURN.format(version=version) for version in (1, 2))
+
+
+def test_the_engine_makes_room_before_the_trainer_is_made():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        assert engine.version == 0
+        return device
+
+    device = asyncio.run(run())
+    assert "\n".join(device.log) == (
+        "engine + kv weights\npause retract\nengine - kv weights\ntrainer + gradients optimizer parameters\n"
+        "trainer - gradients optimizer\nengine + weights\npublish 0\nload 0\ntrainer - parameters\nengine + kv\nresume"
+    )
+    assert device.held == {("engine", "kv"): 40, ("engine", "weights"): 10}
+
+
+def test_requests_in_flight_are_held_over_the_turn_and_go_on_with_the_new_weights():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+        engine.stop_token = -1
+        running = asyncio.create_task(engine.generate(GenerateRequest(id="a", tokens=[1], params=params, seed=3)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await turn(engine, trainer, turns, 1)
+        return await asyncio.wait_for(running, 10)
+
+    out = asyncio.run(run())
+    assert len(out.tokens) == 30
+    assert set(out.versions) == {0, 1}
+    assert out.versions == sorted(out.versions)
+
+
+def test_each_turn_tells_its_seconds_and_the_bytes_that_moved():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        await turn(engine, trainer, turns, 1)
+        first = dict(turns.metrics)
+        await turn(engine, trainer, turns, 2)
+        return first, turns.metrics
+
+    first, second = asyncio.run(run())
+    assert first.keys() == second.keys()
+    moved = {name.removesuffix("_bytes"): value for name, value in second.items() if name.endswith("_bytes")}
+    assert moved == {
+        "swap/pause": 0,
+        "swap/engine_release": 50,
+        "swap/trainer_reacquire": 80,
+        "swap/trainer_drop": 60,
+        "swap/engine_weights": 10,
+        "swap/trainer_release": 20,
+        "swap/engine_kv": 40,
+        "swap/resume": 0,
+        "swap/total": 260,
+    }
+    seconds = {name: value for name, value in second.items() if name.endswith("_seconds")}
+    assert seconds.keys() == {*(f"{name}_seconds" for name in moved), "swap/load_seconds"}
+    total = seconds.pop("swap/total_seconds")
+    assert total == pytest.approx(sum(seconds.values()) - seconds["swap/load_seconds"])
+
+
+def test_without_a_meter_only_seconds_are_told():
+    async def run():
+        device = Device()
+        engine, trainer, _ = await lent(device)
+        turns = SwappingTurns(engine, trainer, given=True)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        return turns.metrics
+
+    assert all(name.endswith("_seconds") for name in asyncio.run(run()))
+
+
+def test_a_load_that_fails_leaves_the_engine_silent():
+    """Weights that were released are lost: nothing may be generated until an update has arrived whole."""
+
+    async def broken(version):
+        raise EngineError("the update broke off", code="ENG83")
+
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        trainer.publish = broken
+        with pytest.raises(EngineError):
+            await turn(engine, trainer, turns, 1)
+        return engine, device.log
+
+    engine, log = asyncio.run(run())
+    assert log.count("resume") == 1
+    assert engine.lost
+
+
+def test_a_second_training_before_any_load_takes_nothing_twice():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        for _ in range(2):
+            async with turns.training():
+                await trainer.step(Nothing())
+        async with turns.syncing():
+            await engine.load(await trainer.publish(2))
+        return device.held
+
+    assert asyncio.run(run()) == {("engine", "kv"): 40, ("engine", "weights"): 10}
+
+
+@pytest.mark.parametrize("make", [FreeTurns, lambda: QuietTurns(FakeEngine())], ids=["free", "quiet"])
+def test_other_turns_cost_nothing(make):
+    async def run():
+        turns = make()
+        async with turns.training():
+            pass
+        async with turns.syncing():
+            pass
+        return turns.metrics
+
+    assert asyncio.run(run()) == {}
+
+
+def test_a_trainer_whose_state_was_released_is_saved_restored_and_exported(tmp_path):
+    """Checkpoints are due after the turn, when the engine holds the device again."""
+    path = tiny_model(tmp_path / "model")
+    config = load_config(None, ["--hf-checkpoint", str(path), "--dtype", "float32", "--device", "cpu"])
+    thread = TorchThread(1)
+
+    async def run():
+        trainer = FsdpTrainer(config, load_plugins(config), ModelFolder.open(path), thread=thread, device="cpu")
+        await trainer.begin(config)
+        want = await trainer.fingerprint()
+        await trainer.release({"gradients", "optimizer", "parameters"})
+        await trainer.save(tmp_path / "saved")
+        assert await trainer.saved()
+        await trainer.restore(tmp_path / "saved")
+        await trainer.export(tmp_path / "final")
+        assert await trainer.fingerprint() == want
+
+    try:
+        asyncio.run(run())
+    finally:
+        thread.close()
+    assert (tmp_path / "final" / "model.safetensors").exists()
