@@ -1,0 +1,238 @@
+"""Checksums of tensors as SGLang computes them, and of the tensors that an engine joins out of the trainer's.
+
+sha256 (its tensors on a CPU): the first 8 bytes of the digest. murmur (on a GPU), of the bytes as 32-bit words w(i),
+with zeros up to a multiple of 4, everything modulo 2^32 where nothing else is said:
+
+    mix(x)  = x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;  x *= 0xC2B2AE35;  x ^= x >> 16
+    a(i)    = (i * 0x27D4EB2D + A) ^ rotl(i, 15)          b(i) = (i * 0x165667B1 + B) ^ rotl(i, 13)
+    tile t  = 8192 words:  h = sum mix(w(i) ^ a(i)),  l = sum mix(w(i) ^ b(i))
+    tile    = mix(h ^ 4 n) * 2^32 + mix(l ^ 4 n)           n: words of the whole tensor
+    answer  = splitmix64's end of the sum of all tiles modulo 2^64;  0 for a tensor without elements
+
+A sum can be taken piece by piece: tensors that are joined are never copied into one. On CUDA with triton the sums are
+one kernel a piece; elsewhere torch, some words at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime_core.transfer import Checksum, Held, Piece
+
+TILE = 8192  # words
+SEED = 0x243F6A88
+SEED2 = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
+MIX = 0x85EBCA6B, 0xC2B2AE35
+PLACE = (0x27D4EB2D, SEED, 15), (0x165667B1, SEED2, 13)  # factor, seed and turn of a and b
+AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words, multiples of TILE; on a CPU what its caches hold
+CHUNK = 1 << 22  # elements that are cast at once for sha256
+ONES = (1 << 64) - 1
+
+
+def checksum(tensor: torch.Tensor, kind: Checksum) -> str:
+    """16 hex digits over the tensor's bytes, row by row."""
+    return _sums([[tensor]], tensor.dtype, kind)[0]
+
+
+def expected(
+    tensors: Mapping[str, torch.Tensor], checks: Sequence[Held], dtype: torch.dtype, kind: Checksum
+) -> dict[str, str]:
+    """What each row of ``checks`` must have as its checksum, by `Held.key`.
+
+    Args:
+        tensors: whole ones by Hugging Face name, on any device; the murmur sums of one call are taken on one.
+        checks: what an engine holds, from `layout.layout`.
+        dtype: of the engine's tensors; others are cast, a piece at a time.
+        kind: of checksum.
+
+    Raises:
+        EngineError: ENG83 where a piece's tensor is not among ``tensors`` (named).
+    """
+    rows = [_parts(tensors, held) for held in checks]
+    return {held.key: found for held, found in zip(checks, _sums(rows, dtype, kind), strict=True)}
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], held: Held) -> list[torch.Tensor]:
+    """Views of the pieces of a row, zeros included, in order."""
+    found: list[torch.Tensor] = []
+    for piece in held.pieces:
+        found.append(_zeros(found, piece) if not piece.name else _view(tensors, piece, held))
+    if held.dim == 0 or len(found) == 1:
+        return found
+    import torch
+
+    return [torch.cat(found, dim=held.dim)]
+
+
+def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, held: Held) -> torch.Tensor:
+    whole = tensors.get(piece.name)
+    if whole is None:
+        raise EngineError(
+            f"the trainer has no tensor {piece.name}, of which the engine's {held.name} is made",
+            code="ENG83",
+            where=held.key,
+            fix="serve the model that is trained; its config.json must be the same",
+        )
+    whole = whole.detach()
+    end = whole.shape[piece.dim] if piece.stop < 0 else piece.stop
+    if end > whole.shape[piece.dim]:
+        raise EngineError(
+            f"{held.name} of the engine ends at row {end} of {piece.name}, which has {whole.shape[piece.dim]}",
+            code="ENG86",
+            where=held.key,
+        )
+    return whole.narrow(piece.dim, piece.start, end - piece.start)
+
+
+def _zeros(before: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+    """Rows of zeros that take no memory."""
+    return before[-1].new_zeros(()).expand(piece.stop, *before[-1].shape[1:])
+
+
+def _sums(rows: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, kind: Checksum) -> list[str]:
+    """The checksum of each row, whose parts lie end to end."""
+    if kind == "sha256":
+        return [_sha256(parts, dtype) for parts in rows]
+    return _murmur(rows, dtype)
+
+
+def _sha256(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for part in parts:
+        for block in _blocks(part):
+            data = block.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+            digest.update(data.view(torch.uint8).numpy().data)
+    return digest.digest()[:8].hex()
+
+
+def _blocks(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's rows, as many at a time as CHUNK elements hold."""
+    if part.ndim < 2 or part.numel() <= CHUNK:
+        yield part
+        return
+    many = max(1, CHUNK // max(1, part[0].numel()))
+    for start in range(0, part.shape[0], many):
+        yield part[start : start + many]
+
+
+def _murmur(rows: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[str]:
+    import torch
+
+    if not rows:
+        return []
+    device = rows[0][0].device
+    add = _adder(device)
+    counts = [-(-sum(part.numel() for part in parts) * dtype.itemsize // 4) for parts in rows]
+    tiles = [-(-count // TILE) for count in counts]
+    sums = torch.zeros(sum(tiles), 2, dtype=torch.int32, device=device)
+    begin = 0
+    for parts, many in zip(rows, tiles, strict=True):
+        mine, place = sums[begin : begin + many], 0
+        for words in _words(parts, dtype, device):
+            add(words, place, mine)
+            place += len(words)
+        begin += many
+    totals = _totals(sums, counts, tiles)
+    return [f"{_splitmix(total) if count else 0:016x}" for total, count in zip(totals, counts, strict=True)]
+
+
+def _words(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """The bytes of parts end to end as int32, [n] each; parts that end inside a word are joined first."""
+    import torch
+
+    if any(part.numel() * dtype.itemsize % 4 for part in parts[:-1]):
+        parts = [torch.cat([part.to(device=device, dtype=dtype).reshape(-1) for part in parts])]
+    for part in parts:
+        flat = part.to(device=device, dtype=dtype).contiguous().reshape(-1).view(torch.uint8)
+        if left := -len(flat) % 4:
+            flat = torch.cat([flat, flat.new_zeros(left)])
+        if flat.storage_offset() % 4:
+            flat = flat.clone()
+        if len(flat):
+            yield flat.view(torch.int32)
+
+
+def _adder(device: torch.device):  # type: ignore[no-untyped-def]
+    """``add(words, place, sums)``: add the words that begin at word ``place`` of a row to the sums of its tiles."""
+    if device.type == "cuda":
+        try:
+            from slime_core.weights.hashing_cuda import add
+        except ImportError:  # a torch without triton
+            return _add
+        return add
+    return _add
+
+
+def _add(words: torch.Tensor, place: int, sums: torch.Tensor) -> None:
+    """In torch: int32 arithmetic wraps around. ``words`` [n] int32, ``sums`` [tiles, 2] int32, in place."""
+    import torch
+
+    done, most = 0, AT_ONCE.get(words.device.type, TILE)
+    while done < len(words):
+        inside = (place + done) % TILE
+        count = min(len(words) - done, most) if not inside else min(len(words) - done, TILE - inside)
+        if count > TILE:
+            count -= count % TILE
+        at = torch.arange(place + done, place + done + count, dtype=torch.int64, device=words.device)
+        at = at.to(torch.int32)
+        tile, many = (place + done) // TILE, -(-count // TILE)
+        for column, (factor, seed, turn) in enumerate(PLACE):
+            mixed = at * _signed(factor)
+            mixed += _signed(seed)
+            mixed ^= (at << turn) | ((at >> (32 - turn)) & ((1 << turn) - 1))
+            mixed ^= words[done : done + count]
+            found = _mix(mixed).view(many, -1).sum(1, dtype=torch.int64)
+            sums[tile : tile + many, column] += _wrapped(found)
+        done += count
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """mix of int32 words, in place; shifts to the right bring zeros in."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _signed(MIX[0])
+    x ^= (x >> 13) & 0x7FFFF
+    x *= _signed(MIX[1])
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _totals(sums: torch.Tensor, counts: Sequence[int], tiles: Sequence[int]) -> list[int]:
+    """The sum of each row's tiles, modulo 2^64 but signed; one copy from the device for all rows."""
+    import torch
+
+    device = sums.device
+    sizes = torch.tensor([_signed(4 * count & 0xFFFFFFFF) for count in counts], dtype=torch.int32).to(device)
+    row = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles)).to(device)
+    sums ^= sizes[row, None]
+    high, low = _mix(sums).to(torch.int64).unbind(1)
+    tile = (high << 32) | (low & 0xFFFFFFFF)
+    found: list[int] = torch.zeros(len(tiles), dtype=torch.int64, device=device).index_add_(0, row, tile).tolist()
+    return found
+
+
+def _splitmix(x: int) -> int:
+    x &= ONES
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ONES
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ONES
+    return x ^ x >> 31
+
+
+def _signed(x: int) -> int:
+    """A 32-bit word as int32 has it."""
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _wrapped(x: torch.Tensor) -> torch.Tensor:
+    """int64 modulo 2^32, as int32."""
+    import torch
+
+    return x.to(torch.int32)  # keeps the low 32 bits
