@@ -1,0 +1,147 @@
+"""Run by the Python of SGLang's own environment, never imported by slime: that installation in, JSON out.
+
+    python probe.py facts      version, folder, features; SGLang is looked at and not imported: fast
+    python probe.py options    every option of its server, from its own argument parser: imports SGLang, seconds
+
+Plain Python of 3.10 and later. The answer alone goes to stdout; what SGLang prints on the way goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import traceback
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+REQUESTS, SERVER = "srt/managers/io_struct.py", "srt/entrypoints/http_server.py"
+FEATURES = {  # name -> file of the installation, and what stands in it
+    "version_spans": (REQUESTS, r"\bweight_versions\s*:"),
+    "routed_dp_rank": (REQUESTS, r"\brouted_dp_rank\s*:"),
+    "routed_experts": (REQUESTS, r"\breturn_routed_experts\s*:"),
+    "pause_modes": (REQUESTS, r"\bretract: Pause\b|Literal\[[^\]]*\"retract\""),
+    "memory_tags": (REQUESTS, r"class ReleaseMemoryOccupationReqInput\b[^@]*?\btags\s*:"),
+    "sampling_seed": ("srt/sampling/sampling_params.py", r"\bsampling_seed\b"),
+    "weights_checker": ("srt/utils/weight_checker.py", r"\bchecksums?\b"),
+    "disk_update": (SERVER, r"\"/update_weights_from_disk\""),
+    "tensor_update": (SERVER, r"\"/update_weights_from_tensor\""),
+    "nccl_update": (SERVER, r"\"/update_weights_from_distributed\""),
+    "update_brackets": (SERVER, r"\"/begin_weight_update\""),
+    "abort": (SERVER, r"\"/abort_request\""),
+}
+PACKAGES = {"router": "sglang_router", "memory_saver": "torch_memory_saver"}
+
+
+def facts() -> dict[str, Any]:
+    """What can be known without an import of SGLang."""
+    spec = util.find_spec("sglang")
+    if spec is None or not spec.origin:
+        raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
+    folder = Path(spec.origin).parent
+    version, changed = "", 0
+    try:
+        found = metadata.distribution("sglang")
+        version = found.version
+        changed = _changed(Path(str(found.locate_file(""))) / f"sglang-{version}.dist-info" / "METADATA")
+    except metadata.PackageNotFoundError:
+        text = _read(folder / "version.py")
+        match = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
+        version = match[1] if match else ""
+    sources = [folder / "srt" / "server_args.py", *{folder / file for file, _ in FEATURES.values()}]
+    return {
+        "version": version,
+        "folder": str(folder),
+        "changed": max([changed, *map(_changed, sources)]),
+        "features": sorted(features(folder)),
+        "torch": _version_of("torch"),
+        "python": sys.version.split()[0],
+    }
+
+
+def features(folder: Path) -> set[str]:
+    """Names of what this installation can do, by what stands in its source."""
+    texts = {file: _read(folder / file) for file, _ in FEATURES.values()}
+    found = {name for name, (file, pattern) in FEATURES.items() if re.search(pattern, texts[file])}
+    return found | {name for name, package in PACKAGES.items() if util.find_spec(package) is not None}
+
+
+def options() -> list[dict[str, Any]]:
+    """Every option of the server, in the parser's order."""
+    import argparse
+
+    module = importlib.import_module("sglang.srt.server_args")
+    parser = argparse.ArgumentParser(add_help=False)
+    module.ServerArgs.add_cli_args(parser)
+    return [option(action) for action in parser._actions if any(f.startswith("--") for f in action.option_strings)]
+
+
+def option(action: Any) -> dict[str, Any]:
+    """One action of an argparse parser."""
+    kind = {0: "flag", "?": "maybe", None: "value"}.get(action.nargs, "list")
+    if action.nargs == 0 and any(flag.startswith("--no-") for flag in action.option_strings[1:]):
+        kind = "switch"
+    return {
+        "name": action.dest,
+        "flags": list(action.option_strings),
+        "kind": kind,
+        "type": getattr(action.type, "__name__", "str") if action.type is not None else "str",
+        "empty": action.nargs == "*",
+        "choices": sorted(map(str, action.choices))
+        if isinstance(action.choices, (set, frozenset))
+        else [str(choice) for choice in action.choices or ()],
+        "default": _plain(action.default),
+        "help": " ".join(str(action.help or "").split()),
+    }
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return None if value == "==SUPPRESS==" else value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    """Answer one question on stdout."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what SGLang prints is no answer
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]  # its neighbours have common names
+    answer: dict[str, Any]
+    try:
+        answer = {"options": options()} if sys.argv[1:] == ["options"] else facts()
+    except BaseException as error:
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with answers:
+        json.dump(answer, answers)
+
+
+if __name__ == "__main__":
+    main()
