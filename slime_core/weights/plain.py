@@ -1,0 +1,160 @@
+"""The statistical half of the canary: log-probs of fixed prompts, the trainer's beside the engine's.
+
+    probe(seed, vocabulary) -> Trainer.score -> Plain.ask ..... Plain.compare <- Engine.score
+                                                      `-> canary/* metrics, and an end where they leave the band
+
+Checksums say that bytes arrived; this says that both sides make the same of them: position ids, rope, norms, an order
+of q, k and v that both sides agree on wrongly. Prompts are token ids spread over the whole vocabulary by the run's
+seed: they need no data, are the same in every stage and after a resume, so figures can be compared over a run, and
+they read every part of both embeddings. Being no language, they are improbable: differences in bfloat16 are larger
+than those of sampled tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slime_core.errors import EngineError
+from slime_core.seeds import seed_of
+from slime_core.types import Batch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.protocols import Engine, Trainer
+
+PROMPTS, LENGTH = 8, 32  # tokens of a prompt; the first is given, the others are scored
+FIRST = {"float32": 1e-3, "bfloat16": 0.25}
+"""Band before the run has shown its own. float32: measured, docs/sglang.md. bfloat16: five times the 0.05 of sampled
+tokens that NeMo-RL's guide for new models lets pass (a mean of exp |difference| of 1.05)."""
+FLOOR = {"float32": 1e-4, "bfloat16": 0.05}  # the running band goes no lower
+TIMES = 8.0  # the running band is so many medians wide
+SEEN, ENOUGH = 32, 4  # differences it remembers, and after how many it begins
+
+Metrics = dict[str, float]
+
+
+def probe(seed: int, vocab_size: int, context_len: int) -> Batch:
+    """The prompts as a batch to score: the first token of each is the prompt, the rest its response.
+
+    Token ids are one of each of PROMPTS * LENGTH equal parts of the vocabulary, in an order drawn from ``seed``.
+    """
+    length = max(2, min(LENGTH, context_len))
+    count = PROMPTS * length
+    generator = np.random.Generator(np.random.Philox(seed_of(seed, "canary")))
+    ids = (np.arange(count) + generator.random(count)) * vocab_size / count
+    tokens = generator.permutation(np.minimum(ids, vocab_size - 1).astype(np.int32))
+    responses = PROMPTS * (length - 1)
+    return Batch(
+        version=0,
+        stage="canary",
+        sample_ids=[f"canary/{n}" for n in range(PROMPTS)],
+        tasks=["canary"] * PROMPTS,
+        group=np.arange(PROMPTS, dtype=np.int64),
+        rollout=np.arange(PROMPTS, dtype=np.int64),
+        reward=np.zeros(PROMPTS),
+        tokens=tokens,
+        offsets=np.arange(PROMPTS + 1, dtype=np.int64) * length,
+        loss_mask=np.ones(responses, dtype=np.float32),
+        response_offsets=np.arange(PROMPTS + 1, dtype=np.int64) * (length - 1),
+        train_metadata=[{} for _ in range(PROMPTS)],
+    )
+
+
+class Band:
+    """The largest mean difference that passes: ``fixed``, or the dtype's, narrowed to what the run has shown."""
+
+    def __init__(self, dtype: str, fixed: float = 0.0) -> None:
+        self._first, self._floor, self._fixed = FIRST[dtype], FLOOR[dtype], fixed
+        self._seen: deque[float] = deque(maxlen=SEEN)
+
+    @property
+    def limit(self) -> float:
+        """Of the next difference."""
+        if self._fixed:
+            return self._fixed
+        if len(self._seen) < ENOUGH:
+            return self._first
+        return min(self._first, max(self._floor, TIMES * float(np.median(self._seen))))
+
+    def add(self, difference: float) -> None:
+        """Note a difference that passed."""
+        self._seen.append(difference)
+
+
+@dataclass(slots=True)
+class Plain:
+    """Compares both sides, update after update.
+
+    Example:
+        plain = Plain(probe(seed, vocab_size, context_len), Band("float32"))
+        await plain.ask(trainer)                            # while the trainer has its parameters
+        metrics = await plain.compare(engine, version=4)    # while the engine serves
+    """
+
+    batch: Batch
+    band: Band
+    theirs: NDArray[np.float32] | None = None  # the trainer's, [R]
+
+    async def ask(self, trainer: Trainer) -> None:
+        """Take the trainer's log-probs of the weights that it has now."""
+        found = await trainer.score(self.batch, frozenset({"policy"}))
+        self.theirs = np.asarray(found["policy"]["log_probs"], dtype=np.float32)
+
+    async def compare(self, engine: Engine, version: int) -> Metrics:
+        """Take the engine's and compare.
+
+        Raises:
+            EngineError: ENG83 the mean difference is beyond the band: the worst prompt and token.
+        """
+        assert self.theirs is not None, "ask the trainer first"
+        parts = [self._tokens(n) for n in range(len(self.batch))]
+        served = await asyncio.gather(*(engine.score(tokens, 1) for tokens in parts))
+        ours = np.concatenate([np.asarray(part, dtype=np.float32) for part in served])
+        metrics = differences(self.theirs, ours)
+        limit = self.band.limit
+        mean = metrics["canary/logprob_diff_mean"]
+        if not mean <= limit:
+            raise self._outside(version, ours, metrics, limit)
+        self.band.add(mean)
+        self.theirs = None
+        return metrics | {"canary/band": limit}
+
+    def _tokens(self, sample: int) -> list[int]:
+        found: list[int] = self.batch.tokens[self.batch.offsets[sample] : self.batch.offsets[sample + 1]].tolist()
+        return found
+
+    def _outside(self, version: int, ours: NDArray[np.float32], metrics: Metrics, limit: float) -> EngineError:
+        assert self.theirs is not None
+        apart = np.abs(self.theirs.astype(np.float64) - ours)
+        row = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
+        sample = int(np.searchsorted(self.batch.response_offsets, row, side="right")) - 1
+        place = row - int(self.batch.response_offsets[sample]) + 1
+        return EngineError(
+            f"log-probs of trainer and engine differ by {metrics['canary/logprob_diff_mean']:.3g} on average after "
+            f"version {version}; the band is {limit:.3g}",
+            code="ENG83",
+            where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
+            f"{self.theirs[row]:.4f}, engine {ours[row]:.4f}",
+            why="the engine computes something else than what is trained: other weights, or another model",
+            fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "
+            "--canary-band, above it",
+        )
+
+
+def differences(theirs: NDArray[np.float32], ours: NDArray[np.float32]) -> Metrics:
+    """Mean and largest |difference| of log-probs [R], and the mean of exp(d) - 1 - d (Schulman's k3) as ``kl``."""
+    d = theirs.astype(np.float64) - ours.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        kl = np.expm1(d) - d
+    return {
+        "canary/logprob_diff_mean": math.fsum(np.abs(d)) / len(d),
+        "canary/logprob_diff_max": float(np.abs(d).max()),
+        "canary/kl": math.fsum(kl) / len(kl),
+    }
