@@ -72,5 +72,6 @@ class WeightRoute:
     address: str = ""  # nccl: HOST:PORT of the rendezvous
     world: int = 0  # nccl: ranks of all servers, and one of the trainer, which is rank 0
     group: str = ""  # nccl: name of the process group
+    timeout: float = 600.0  # nccl: seconds until the trainer gives up on servers that do not take the weights
     checksum: Checksum = "sha256"
     checks: tuple[Held, ...] = ()  # tensors whose checksums the update carries

@@ -1,0 +1,214 @@
+"""A trainer's tensors in, flat buckets of bytes in the engine's dtype out, and the checksums of exactly those bytes.
+
+    Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept between updates)
+
+A source may be several parts: the stacked experts of a layer are one tensor in the trainer and many in a model folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slime_core.errors import TrainerError
+from slime_core.weights import hashing
+
+if TYPE_CHECKING:
+    from slime_core.transfer import Held, WeightRoute
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One tensor as engines know it: a name of the model folder, and where it lies in the tensor it is a part of."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Callable[[torch.Tensor], torch.Tensor]  # a view of the whole tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """One tensor of the trainer. ``gather`` gives it whole; it is a collective where ranks share the tensor."""
+
+    parts: tuple[Part, ...]
+    gather: Callable[[], torch.Tensor]
+
+
+Stream = Iterator[tuple[tuple[Part, ...], torch.Tensor]]
+"""Whole tensors one after another, with the parts that each of them is."""
+
+
+def stream(sources: Iterable[Source]) -> Stream:
+    """Gather one source after another; every rank must go through all of it."""
+    for source in sources:
+        yield source.parts, source.gather()
+
+
+@dataclass(slots=True, frozen=True)
+class Slot:
+    """Where one part lies: bytes ``begin`` to ``end`` of its bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class Bucket:
+    """Parts end to end without gaps: all of them have the engine's dtype."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.slots[-1].end
+
+    def described(self) -> dict[str, list[object]]:
+        """``names``, ``dtypes`` and ``shapes``, as SGLang's requests have them."""
+        return {
+            "names": [slot.name for slot in self.slots],
+            "dtypes": [str(slot.dtype).removeprefix("torch.") for slot in self.slots],
+            "shapes": [list(slot.shape) for slot in self.slots],
+        }
+
+
+def lay_out(parts: Iterable[Part], dtype: str, most: int = 0) -> tuple[Bucket, ...]:
+    """Buckets of at most ``most`` bytes (a larger tensor has one of its own); 0: one bucket.
+
+    Raises:
+        TrainerError: a dtype that engines are not given, or a name that comes twice.
+    """
+    if dtype not in DTYPES:
+        raise TrainerError(f"weights are sent as {' or '.join(DTYPES)}, not as {dtype}", where="WeightRoute.dtype")
+    kind, known = DTYPES[dtype], set[str]()
+    found: list[Bucket] = []
+    slots: list[Slot] = []
+    place = 0
+    for part in parts:
+        if part.name in known:
+            raise TrainerError(f"the tensor {part.name} would be sent twice", why="two tensors have its name")
+        known.add(part.name)
+        size = torch.Size(part.shape).numel() * kind.itemsize
+        if slots and most and place + size > most:
+            found.append(Bucket(tuple(slots)))
+            slots, place = [], 0
+        slots.append(Slot(part.name, kind, tuple(part.shape), place, place + size))
+        place += size
+    return (*found, Bucket(tuple(slots))) if slots else tuple(found)
+
+
+class Staging:
+    """Flat memory that one update after another is cast into; its addresses stay, and so do handles to it.
+
+    Example:
+        staging = Staging(buckets, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
+        staging.fill(stream(sources))
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], allocate: Callable[[int], torch.Tensor]) -> None:
+        self.buckets = tuple(buckets)
+        self.flats = [allocate(bucket.size) for bucket in buckets]
+        self.views: dict[str, torch.Tensor] = {
+            slot.name: flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
+            for bucket, flat in zip(buckets, self.flats, strict=True)
+            for slot in bucket.slots
+        }
+
+    @torch.no_grad()
+    def fill(self, tensors: Stream) -> None:
+        """Cast every part into its place; returns when all bytes are there, on a GPU too."""
+        into: list[torch.Tensor] = []
+        out: list[torch.Tensor] = []
+        waiting = 0
+        device = self.flats[0].device if self.flats else torch.device("cpu")
+        for parts, whole in tensors:
+            for part in parts:
+                view, tensor = self.views[part.name], part.cut(whole)
+                into.append(view)
+                out.append(tensor if tensor.device == device else tensor.to(view.dtype))
+                waiting += tensor.numel() * tensor.element_size()
+            if waiting > AT_ONCE:
+                _cast(into, out)
+                waiting = 0
+        _cast(into, out)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+
+def _cast(into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+    """A few kernels for many tensors; empties both lists."""
+    if into:
+        torch._foreach_copy_(into, out, non_blocking=True)
+        into.clear()
+        out.clear()
+
+
+class Tally:
+    """Checksums of what is sent, as an engine will hold it: a tensor is let go as soon as no check waits for it.
+
+    Example:
+        tally = Tally(route)
+        tally.add("model.norm.weight", sent)
+        update.fingerprints = tally.finish()
+    """
+
+    def __init__(self, route: WeightRoute) -> None:
+        self._dtype, self._kind = DTYPES[route.dtype], route.checksum
+        self._checks: dict[str, list[Held]] = {}  # tensor -> checks that wait for it or for others beside it
+        self._missing = {held: _names(held) for held in route.checks}
+        for held, names in self._missing.items():
+            for name in names:
+                self._checks.setdefault(name, []).append(held)
+        self._kept: dict[str, torch.Tensor] = {}
+        self._found: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """The bytes of ``name`` that were sent; they must not change until the checks that need them are done."""
+        if name not in self._checks:
+            return
+        self._kept[name] = tensor
+        ready = []
+        for held in self._checks[name]:
+            self._missing[held].discard(name)
+            if not self._missing[held]:
+                ready.append(held)
+        self._found |= hashing.expected(self._kept, ready, self._dtype, self._kind)
+        for held in ready:
+            del self._missing[held]
+            for used in _names(held):
+                self._checks[used].remove(held)
+                if not self._checks[used]:
+                    del self._kept[used], self._checks[used]
+
+    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Every tensor of a staging."""
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+
+    def finish(self) -> dict[str, str]:
+        """Checksum by `transfer.Held.key`.
+
+        Raises:
+            TrainerError: a check waits for a tensor that was not sent.
+        """
+        for held, missing in self._missing.items():
+            raise TrainerError(
+                f"{min(missing)} was not sent, and the engine's {held.key} is made of it",
+                where="WeightRoute.checks",
+                why="the trainer's model and the engine's are not the same",
+            )
+        return self._found
+
+
+def _names(held: Held) -> set[str]:
+    """Tensors of which it is made; pieces without a name are zeros."""
+    return {piece.name for piece in held.pieces if piece.name}

@@ -1,0 +1,190 @@
+"""CUDA IPC: tensors in a staging buffer of this process, which SGLang's ranks on the same machine read and copy.
+
+    float32 masters --cast kernels--> Staging (one buffer, kept) == handle ==> SGLang: views of it -> load_weights
+
+What SGLang takes is a pickle, read by an unpickler of its own that allows listed names only. That is SGLang's format
+and not ours: the bytes are written here, opcode by opcode, with no pickle module and without importing SGLang, whose
+classes are references by name. Nothing here, nor anywhere in slime, reads a pickle.
+
+The handle stays the same from one update to the next, so it is made once. Its counter of readers and its event are
+therefore of the first update; neither is needed: the buffer is let go of only when no update is under way, and `fill`
+returns when the bytes are there. On a CPU the same bytes lie in shared memory, which is how this is tested.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.errors import TrainerError
+from slime_core.weights.transports.buckets import Bucket, Staging, Stream, Tally, lay_out
+
+if TYPE_CHECKING:
+    from slime_core.transfer import WeightRoute
+    from slime_core.weights.transports.buckets import Part
+
+REDUCTIONS = "torch.multiprocessing.reductions"
+METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
+REBUILD = "sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"
+DEVICE = 6  # place of the device in rebuild_cuda_tensor's arguments
+
+
+class TensorSender:
+    """Casts weights into a buffer and tells where it lies; the buffer is made at the first update.
+
+    Example:
+        handle, fingerprints = TensorSender(device).send(parts, stream(sources), 4, route)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._staging: Staging | None = None
+        self._payloads: list[str] = []
+
+    def send(
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """``{"buckets": [{"names", "dtypes", "shapes", "handle"}]}``, and checksums of the bytes.
+
+        Raises:
+            TrainerError: TRN96 the memory does not hold the buffer; TRN00 the engine is on another GPU.
+        """
+        buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
+        if self._staging is None or self._staging.buckets != buckets:
+            self.drop()
+            self._staging = Staging(buckets, self._allocate)
+            self._payloads = [payload(bucket, flat) for bucket, flat in zip(buckets, self._staging.flats, strict=True)]
+        self._staging.fill(tensors)
+        tally = Tally(route)
+        tally.add_all(self._staging.views)
+        found = [b.described() | {"handle": p} for b, p in zip(buckets, self._payloads, strict=True)]
+        return {"buckets": found}, tally.finish()
+
+    def drop(self) -> None:
+        """Give the buffer's memory back; no update may be under way."""
+        self._staging, self._payloads = None, []
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._device.type != "cuda":
+            storage = torch.UntypedStorage._new_using_filename_cpu(size)
+            return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise TrainerError(
+                f"the GPU has no room for {size >> 20} MiB of weights on their way to the engine",
+                code="TRN96",
+                where=str(self._device),
+                why=str(error).split(". ")[0],
+                fix="give the engine less memory (sglang.mem_fraction_static), or set "
+                "rollout.update_weight_transport=disk",
+            ) from error
+
+
+def uuid(device: torch.device | int) -> str:
+    """By which processes that number GPUs differently name one of them."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def payload(bucket: Bucket, flat: torch.Tensor) -> str:
+    """What SGLang's load format ``flattened_bucket`` wants of one bucket, in base64."""
+    rows = [
+        Made(
+            *METADATA,
+            {
+                "name": slot.name,
+                "shape": torch.Size(slot.shape),
+                "dtype": slot.dtype,
+                "start_idx": slot.begin,
+                "end_idx": slot.end,
+                "numel": slot.end - slot.begin,
+            },
+        )
+        for slot in bucket.slots
+    ]
+    return base64.b64encode(dumped({"flattened_tensor": shared(flat), "metadata": rows})).decode()
+
+
+def shared(flat: torch.Tensor) -> Call:
+    """The call that gives a tensor over the same memory to another process."""
+    if flat.is_cuda:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, arguments = reduce_tensor(flat)
+        arguments = (*arguments[:DEVICE], uuid(flat.device), *arguments[DEVICE + 1 :])
+        return Call(*REBUILD, arguments)
+    untyped = flat.untyped_storage()
+    manager, name, size = untyped._share_filename_cpu_()
+    storage = Call(REDUCTIONS, "rebuild_storage_filename", (torch.UntypedStorage, manager, name, size))
+    typed = Call(REDUCTIONS, "rebuild_typed_storage", (storage, flat.dtype))
+    place = flat.storage_offset(), flat.size(), flat.stride(), False
+    return Call(REDUCTIONS, "rebuild_tensor", (torch.Tensor, typed, place))
+
+
+class Call:
+    """``module.name(*arguments)`` at the reader."""
+
+    def __init__(self, module: str, name: str, arguments: tuple[Any, ...]) -> None:
+        self.module, self.name, self.arguments = module, name, arguments
+
+
+class Made:
+    """An object of the reader's class ``module.name`` with these attributes."""
+
+    def __init__(self, module: str, name: str, attributes: Mapping[str, Any]) -> None:
+        self.module, self.name, self.attributes = module, name, dict(attributes)
+
+
+def dumped(value: Any) -> bytes:
+    """A value in the protocol 4 of Python's pickles, as bytes that need no module of the names they mention.
+
+    Raises:
+        TypeError: a type that these bytes never need.
+    """
+    return b"\x80\x04" + _written(value) + b"."
+
+
+def _written(value: Any) -> bytes:
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, int):
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return b"\x8a" + bytes([len(data)]) + data
+    if isinstance(value, str):
+        text = value.encode()
+        return b"X" + struct.pack("<I", len(text)) + text
+    if isinstance(value, (bytes, bytearray)):
+        return b"B" + struct.pack("<I", len(value)) + bytes(value)
+    if isinstance(value, torch.Size):
+        return _called("torch", "Size", (tuple(value),))
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_written, value)) + b"t"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_written, value)) + b"e"
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_written(key) + _written(item) for key, item in value.items()) + b"u"
+    if isinstance(value, torch.dtype):
+        return _named("torch", str(value).removeprefix("torch."))
+    if isinstance(value, type):
+        return _named(value.__module__, value.__qualname__)
+    if isinstance(value, Call):
+        return _called(value.module, value.name, value.arguments)
+    if isinstance(value, Made):
+        return _named(value.module, value.name) + b")\x81" + _written(value.attributes) + b"b"
+    raise TypeError(f"a {type(value).__name__} is not part of a weight update")
+
+
+def _named(module: str, name: str) -> bytes:
+    return _written(module) + _written(name) + b"\x93"
+
+
+def _called(module: str, name: str, arguments: tuple[Any, ...]) -> bytes:
+    return _named(module, name) + _written(arguments) + b"R"
