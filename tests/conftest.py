@@ -27,10 +27,11 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
             signal.signal(number, usual)
 
 UNPROVEN = "not proven"
+SERVED = ROOT / "tests" / "sglang"
 
 
 @functools.cache
-def sglang_python():
+def find_sglang():
     """The interpreter of the second environment, and why there is none where the first is empty."""
     python = os.environ.get("SLIME_SGLANG_PYTHON", "") or str(ROOT / ".venv-sglang" / "bin" / "python")
     try:
@@ -47,6 +48,8 @@ def sglang_python():
 def pytest_collection_modifyitems(items):
     """Say which tests stay together, and start with those that wait longest for something outside."""
     for item in items:
+        if SERVED in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
         if item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.xdist_group("sglang"))
         elif shares_with_its_module(item):
@@ -62,8 +65,8 @@ def shares_with_its_module(item):
 
 def pytest_runtest_setup(item):
     """Leave out what this machine cannot prove; it is named at the end."""
-    if item.get_closest_marker("sglang") and not sglang_python()[0]:
-        pytest.skip(f"{UNPROVEN}: {sglang_python()[1]}")
+    if item.get_closest_marker("sglang") and not find_sglang()[0]:
+        pytest.skip(f"{UNPROVEN}: {find_sglang()[1]}")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -74,6 +77,12 @@ def pytest_terminal_summary(terminalreporter):
     for report in left:
         why = report.longrepr[2].partition(f"{UNPROVEN}: ")[2]
         terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({why})")
+
+
+@pytest.fixture(scope="session")
+def sglang_python():
+    """The interpreter of SGLang's environment; tests with the marker `sglang` are left out where there is none."""
+    return find_sglang()[0]
 
 
 @pytest.fixture
