@@ -1,6 +1,6 @@
 """A trainer's tensors in, flat buckets of bytes in the engine's dtype out, and the checksums of exactly those bytes.
 
-    Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept between updates)
+    Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept for the next)
 
 A source may be several parts: the stacked experts of a layer are one tensor in the trainer and many in a model folder.
 """

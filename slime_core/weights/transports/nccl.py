@@ -57,6 +57,20 @@ def open_store(address: str, *, timeout: float) -> Store:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
+def told(store: Store, key: str) -> str:
+    """Why an update failed; empty while nobody says that it did, or where the store is gone."""
+    with suppress(RuntimeError):
+        if store.check([key]):
+            return str(store.get(key).decode())
+    return ""
+
+
+def tell(store: Store, key: str, why: str) -> None:
+    """Say why an update failed, unless somebody has said it before."""
+    with suppress(RuntimeError):
+        store.compare_set(key, "", why)
+
+
 @dataclass(slots=True)
 class Group:
     """A group as rank 0 holds it."""
@@ -245,10 +259,7 @@ def _watch(transfer: Transfer) -> None:
     """End a transfer that its servers gave up, or whose time is over."""
     key = failure_key(transfer.group.name, transfer.number)
     while not transfer.done.wait(POLL):
-        why = ""
-        with suppress(RuntimeError):
-            if transfer.group.store.check([key]):
-                why = transfer.group.store.get(key).decode()
+        why = told(transfer.group.store, key)
         if not why and time.monotonic() > transfer.deadline:
             why = "trainer rank 0: the servers' ranks did not take the weights in time"
         if why:
@@ -264,6 +275,4 @@ def _fail(transfer: Transfer, why: str) -> None:
     if transfer.done.is_set():
         return
     transfer.error = transfer.group.failed = why
-    key = failure_key(transfer.group.name, transfer.number)
-    with suppress(RuntimeError):
-        transfer.group.store.compare_set(key, "", why)
+    tell(transfer.group.store, failure_key(transfer.group.name, transfer.number), why)
