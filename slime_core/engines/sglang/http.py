@@ -1,0 +1,385 @@
+"""HTTP over aiohttp: one try in, a whole answer or a named fault out; and when asking again is safe.
+
+    Transport.ask (one try, deadline, size cap) -> Reply -> checked (status) -> decoded (JSON)
+    Tries.again(fault): the pause before the next try, or the fault itself where tries or time are spent
+
+Nothing here knows what is asked. No environment variable is read (proxies, .netrc), and no redirect is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import EngineError
+
+try:
+    import orjson
+except ImportError:  # slower, the same answers
+    orjson = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    import aiohttp
+
+SHOWN = 200
+"""Bytes of an answer that a message quotes."""
+CAP = 64 << 20
+"""Bytes of an answer, where nothing else is said."""
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 4.0
+"""A connection that idled longer is not used again: SGLang's server closes them after 5 s."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+LONGEST_RETRY_AFTER = 60.0
+BUSY = frozenset({429, 503})
+FAILED = frozenset({500, 502, 504})
+
+
+class ServerFault(EngineError):
+    """The server failed, not the request: another server, or this one later, may serve the same request."""
+
+    again = False  # the same server may be asked at once
+    running = False  # it may still be at work on the request
+    wait = 0.0  # seconds for which it asked
+
+
+def fault(
+    what: str, code: str, where: str, *, again: bool = False, running: bool = False, wait: float = 0.0, **parts: str
+) -> ServerFault:
+    """A ServerFault and what is known of asking again."""
+    error = ServerFault(what, code=code, where=where, **parts)
+    error.again, error.running, error.wait = again, running, wait
+    return error
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """A whole answer."""
+
+    where: str  # METHOD URL, for messages
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Tries:
+    """How often and until when something is asked again; pauses double and are drawn at random around that.
+
+    Example:
+        tries = Tries(left=3, end=time.monotonic() + 60)
+        try: ...
+        except ServerFault as error: await tries.again(error)
+    """
+
+    left: int  # after the first
+    end: float  # time.monotonic()
+    stop: asyncio.Event | None = None  # set: nobody waits any more, a pause ends at once
+    pause: float = field(default=FIRST_PAUSE)
+
+    async def again(self, error: ServerFault) -> None:
+        """Wait until the next try is due, or raise ``error``."""
+        pause = max(self.pause * random.uniform(0.5, 1.5), min(error.wait, LONGEST_RETRY_AFTER))
+        if not error.again or self.left <= 0 or time.monotonic() + pause >= self.end:
+            raise error
+        self.left -= 1
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        if self.stop is None:
+            await asyncio.sleep(pause)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self.stop.wait()
+
+
+class Transport:
+    """One service's base URL and the connections to it, made when they are first needed.
+
+    ``ca`` is a PEM file of authorities, for https; empty: those that Python trusts by itself.
+
+    Example:
+        http = Transport("http://127.0.0.1:30000", token=token)
+        reply = await http.ask("GET", "/model_info", end=time.monotonic() + 10)
+        await http.close()
+    """
+
+    def __init__(self, url: str, *, token: str = "", ca: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._token, self._ca = token, ca
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, method: str, path: str, body: bytes | None = None, *, end: float, cap: int = CAP) -> Reply:
+        """One try: send and read the whole answer before ``end`` (time.monotonic()), whatever its status.
+
+        Raises:
+            ServerFault: ENG69 no connection, ENG76 ``end`` is past, ENG77 the connection broke, ENG91 more than
+                ``cap`` bytes.
+            EngineError: ENG93 a certificate that is not trusted.
+        """
+        where = f"{method} {self.url}{path}"
+        session = self._session or self._open()
+        with _named(where):
+            async with asyncio.timeout(_left(end)):
+                async with session.request(method, self.url + path, data=body, allow_redirects=False) as response:
+                    _fits(response.content_length or 0, cap, response, where)
+                    parts, size = [], 0
+                    async for part in response.content.iter_any():
+                        parts.append(part)
+                        size += len(part)
+                        _fits(size, cap, response, where)
+                    whole = parts[0] if len(parts) == 1 else b"".join(parts)
+                    return Reply(where, response.status, response.headers, whole)
+
+    async def events(self, path: str, body: bytes, *, end: float, cap: int = CAP) -> AsyncIterator[bytes]:
+        """POST and yield the data of each server-sent event, ``cap`` bytes at most.
+
+        Raises:
+            ServerFault, EngineError: as `ask`, and as `checked` for another status than 200; ENG71 where what comes
+                are no events.
+        """
+        where = f"POST {self.url}{path}"
+        session = self._session or self._open()
+        with _named(where):
+            async with asyncio.timeout(_left(end)):
+                response = await session.post(self.url + path, data=body, allow_redirects=False)
+        try:
+            if response.status != 200:
+                with _named(where):
+                    async with asyncio.timeout(_left(end)):
+                        said = await response.content.read(CAP)
+                checked(Reply(where, response.status, response.headers, said))
+            rest = b""
+            while True:
+                with _named(where):
+                    async with asyncio.timeout(_left(end)):
+                        part = await response.content.readany()
+                if not part:
+                    break
+                *lines, rest = (rest + part).split(b"\n")
+                _fits(len(rest), cap, response, where)
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip()
+                    elif line.strip():
+                        raise stranger(where, line)
+            if rest.strip():
+                raise stranger(where, rest)
+        finally:
+            response.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        tls: ssl.SSLContext | bool = True
+        if self._ca:
+            try:
+                tls = ssl.create_default_context(cafile=self._ca)
+            except (OSError, ssl.SSLError) as error:
+                raise EngineError(
+                    "the file of certificate authorities cannot be read",
+                    code="ENG93",
+                    where=self._ca,
+                    why=str(error),
+                    fix="give a PEM file",
+                ) from error
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=tls),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+        return self._session
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """What aiohttp raises in this block leaves it as an error of ours."""
+    import aiohttp
+
+    try:
+        yield
+    except aiohttp.ClientSSLError as error:
+        raise EngineError(
+            "no secure connection to the server",
+            code="ENG93",
+            where=where,
+            why=_said(error),
+            fix="give the PEM file of the authority that signed its certificate, "
+            "or http:// where it speaks no TLS; nothing turns the check off",
+        ) from error
+    except aiohttp.InvalidURL as error:
+        raise EngineError("this is no address of a server", code="ENG69", where=where, why=_said(error)) from error
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        unknown = isinstance(error, aiohttp.ClientConnectorDNSError)
+        raise fault(
+            "the server's name is not known" if unknown else "no connection to the server",
+            "ENG69",
+            where,
+            again=True,
+            why=f"{_said(error)}; proxies that the environment names are not used",
+            fix="look at the server's log, and whether the address is right",
+        ) from error
+    except aiohttp.ClientError as error:
+        raise fault(
+            "the connection broke before the answer was whole",
+            "ENG77",
+            where,
+            again=True,
+            running=True,
+            why=_said(error),
+        ) from error
+    except TimeoutError as error:
+        raise fault(
+            "no whole answer in time",
+            "ENG76",
+            where,
+            running=True,
+            fix="raise rollout.rollout_request_timeout where answers take that long; else see the server's log",
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[: 2 * SHOWN]
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.0)
+
+
+def _fits(size: int, cap: int, response: aiohttp.ClientResponse, where: str) -> None:
+    if size <= cap:
+        return
+    response.close()
+    raise fault(
+        f"the answer is longer than {cap} bytes",
+        "ENG91",
+        where,
+        running=True,
+        why="no answer to this request can be that long; the rest was not read",
+    )
+
+
+def checked(reply: Reply) -> Reply:
+    """The reply where its status is 200.
+
+    Raises:
+        ServerFault: ENG74 it is busy, ENG75 it failed.
+        EngineError: ENG73 the token, ENG71 a service without this route, ENG78 the request is refused.
+    """
+    status, where = reply.status, reply.where
+    if status == 200:
+        return reply
+    if status in (401, 403):
+        raise EngineError(
+            f"the server refuses the token (status {status})",
+            code="ENG73",
+            where=where,
+            why=message(reply.body),
+            fix="export the token of external servers under the name that rollout.rollout_engine_token_env gives",
+        )
+    if status in BUSY:
+        wait = retry_after(reply.headers)
+        raise fault(
+            f"the server is busy (status {status})", "ENG74", where, again=True, wait=wait, why=message(reply.body)
+        )
+    if status >= 500:
+        again = status in FAILED
+        raise fault(
+            f"the server failed (status {status})",
+            "ENG75",
+            where,
+            again=again,
+            running=True,
+            why=message(reply.body),
+            fix="see the server's log",
+        )
+    if status in (404, 405) or status < 400:
+        raise stranger(where, reply.body, f"; status {status}")
+    raise EngineError(
+        f"the server refuses the request (status {status}): {message(reply.body)}", code="ENG78", where=where
+    )
+
+
+def decoded(reply: Reply) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        ServerFault: ENG71 no JSON at all (its first 200 bytes are quoted), ENG77 JSON that is cut off.
+    """
+    body = reply.body
+    try:
+        return loads(body)
+    except ValueError as error:
+        if body.lstrip()[:1] in (b"{", b"["):
+            raise fault(
+                "the answer is no whole JSON",
+                "ENG77",
+                reply.where,
+                again=True,
+                running=True,
+                why=f"{error}: {body[:SHOWN]!r}",
+            ) from None
+        raise stranger(reply.where, body) from None
+
+
+def stranger(where: str, body: bytes, more: str = "") -> ServerFault:
+    """What answers is another service."""
+    return fault(
+        "what answers there is no SGLang server" + more,
+        "ENG71",
+        where,
+        running=True,
+        why=f"it says {body[:SHOWN]!r}" if body else "its answer is empty",
+        fix="look which service has this port, and give the server's own address",
+    )
+
+
+def loads(body: bytes) -> Any:
+    """JSON to objects; NaN and Infinity, which no JSON has, are read too. Raises ValueError."""
+    if orjson is not None:
+        with suppress(ValueError):
+            return orjson.loads(body)
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def dumps(value: Any) -> bytes:
+    """Objects to JSON."""
+    return json.dumps(value).encode() if orjson is None else orjson.dumps(value)
+
+
+def message(body: bytes) -> str:
+    """What an error's body says: its message, or its first 200 bytes."""
+    try:
+        found = loads(body)
+    except ValueError:
+        found = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    text = found if isinstance(found, str) else body[:SHOWN].decode(errors="replace")
+    return text[: 5 * SHOWN]
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds of a Retry-After header; 0 where there is none, or a date."""
+    text = headers.get("Retry-After", "").strip()
+    return float(text) if text.isascii() and text.isdigit() else 0.0

@@ -1,0 +1,80 @@
+"""A completion of SGLang's in, the same out, ended where the embedded engine would have ended it.
+
+SGLang's stop strings see new tokens alone, and its ``ignore_eos`` turns stop token ids off. What was drawn after the
+end is dropped: a rule that looks at earlier tokens alone may be applied late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from slime_core.types import Completion, GenerateRequest
+
+TOKENS_A_CHARACTER, MARGIN = 4, 8
+"""How far stop strings look back, as in the embedded engine."""
+
+Decode = Callable[[Sequence[int], bool], str]
+"""Token ids, and whether special tokens are left out, to text."""
+
+
+def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, tokenizer: bool) -> Completion:
+    """End a completion (in place) at a stop token id in spite of ``ignore_eos``, and at a stop string that begins in
+    the kept tokens, or anywhere where the server has no ``tokenizer``.
+
+    Raises:
+        EngineError: ENG03 there are stop strings to look for, and nothing that decodes.
+    """
+    p = request.params
+    end = len(done.tokens)
+    if p.ignore_eos and p.stop_token_ids:
+        ends = set(p.stop_token_ids)
+        end = next((i + 1 for i, token in enumerate(done.tokens) if token in ends), end)
+        if end < len(done.tokens) or (end and done.tokens[-1] in ends):
+            done.finish = "stop"
+    if p.stop and done.tokens and (request.kept or not tokenizer):
+        if decode is None:
+            raise EngineError(
+                "stop strings look back over kept tokens, and the client has no tokenizer",
+                code="ENG03",
+                where=f"request {request.id}",
+            )
+        reach = TOKENS_A_CHARACTER * max(map(len, p.stop)) + MARGIN
+        before = request.tokens[len(request.tokens) - request.kept :][-reach:]
+        span = done.tokens[:end] if not tokenizer else done.tokens[: min(reach, end)]
+        if found := first_stop(before, span, p.stop, decode):
+            end, done.finish = found, "stop"
+    if end < len(done.tokens):
+        done.tokens, done.log_probs, done.versions = done.tokens[:end], done.log_probs[:end], done.versions[:end]
+        done.plain_log_probs = done.plain_log_probs[:end]
+        done.text = _text(done, p.stop, decode)
+    elif decode is not None and done.finish == "stop" and end and done.tokens[-1] in p.stop_token_ids:
+        done.text = _text(done, p.stop, decode)  # SGLang leaves that token's text out, special or not
+    return done
+
+
+def first_stop(before: Sequence[int], tokens: Sequence[int], stops: Sequence[str], decode: Decode) -> int:
+    """How many of ``tokens`` after ``before`` it takes until the text holds a stop string; 0 where none does."""
+
+    def stopped(count: int) -> bool:
+        text = decode([*before, *tokens[:count]], False)
+        return any(stop in text for stop in stops)
+
+    if not stopped(len(tokens)):
+        return 0
+    low, high = 1, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+    return low
+
+
+def _text(done: Completion, stops: Sequence[str], decode: Decode | None) -> str:
+    if decode is None:
+        return ""
+    text = decode(done.tokens, True)
+    found = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found and done.finish == "stop" else text
