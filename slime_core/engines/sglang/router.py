@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_core.types import Completion, GenerateRequest
 
@@ -48,9 +48,27 @@ class Lane:
     version: int = -1  # of the weights that it serves
     in_flight: int = 0
     by_rank: list[int] = field(default_factory=list)
+    fenced: EngineError | None = None  # why it is chosen no more
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the server says of itself
+    released: set[str] = field(default_factory=set)  # memory that it has given back
 
     def __post_init__(self) -> None:
         self.by_rank = [0] * self.ranks
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """One of its settings."""
+        return self.facts.get(name, default)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks of a copy of the model."""
+        return int(self.fact("tp_size", 1) or 1)
+
+    @property
+    def world(self) -> int:
+        """Processes that hold weights."""
+        inside = bool(self.fact("enable_dp_attention"))
+        return self.tp * int(self.fact("pp_size", 1) or 1) * (1 if inside else self.ranks)
 
     @property
     def key(self) -> LaneKey:
@@ -120,9 +138,12 @@ class Router:
         self._lanes[lane.number] = lane
         self._seat()
 
-    def fence(self, number: int) -> Lane | None:
+    def fence(self, number: int, error: EngineError) -> Lane | None:
         """Choose this server no more, until it is admitted again; the answer is its lane where it had one."""
-        return self._lanes.pop(number, None)
+        lane = self._lanes.pop(number, None)
+        if lane is not None:
+            lane.fenced = error
+        return lane
 
     def hold(self) -> None:
         """Give no places until :meth:`go`."""
@@ -141,18 +162,28 @@ class Router:
             if not waiter.place.done():
                 waiter.place.set_exception(error)
 
+    def take(self, request: GenerateRequest, avoid: Collection[LaneKey] = ()) -> Place | None:
+        """As :meth:`pick`, where nobody has to wait; None where somebody must."""
+        if self._lost is not None:
+            raise self._lost
+        return None if self._waiters else self._place(request, avoid)
+
     async def pick(self, request: GenerateRequest, avoid: Collection[LaneKey] = ()) -> Place:
         """A place for this request, not on ``avoid`` while another server is open; give it back with :meth:`leave`.
 
         Raises:
             EngineError: what :meth:`lost` was told.
         """
-        if self._lost is not None:
-            raise self._lost
-        if not self._waiters and (place := self._place(request, avoid)) is not None:
-            return place
-        waiter = _Waiter(request, avoid, asyncio.get_running_loop().create_future())
+        place = self.take(request, avoid)
+        while place is None or not self._open(place):
+            if place is not None:  # the router was held, or the lane fenced, between the choice and this moment
+                self.leave(place)
+            place = await self._wait(_Waiter(request, avoid, asyncio.get_running_loop().create_future()))
+        return place
+
+    async def _wait(self, waiter: _Waiter) -> Place:
         self._waiters.append(waiter)
+        self._seat()
         try:
             return await waiter.place
         except asyncio.CancelledError:
@@ -161,6 +192,9 @@ class Router:
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             raise
+
+    def _open(self, place: Place) -> bool:
+        return not self._held and self._lanes.get(place.lane.number) is place.lane
 
     def leave(self, place: Place) -> None:
         """The request of this place has ended, one way or another."""

@@ -1,0 +1,177 @@
+"""How weights reach servers, and what is compared afterwards: settings and what servers say of themselves in,
+`transfer.WeightRoute` out.
+
+    transport: update_weight_transport; auto: disk on a CPU, tensor where servers share the trainer's GPUs, else nccl
+    checks:    names of `/weights_checker` -> layout -> all, or a few in turn
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.engines.sglang import loading
+from slime_core.errors import EngineError
+from slime_core.transfer import Transport, WeightRoute
+from slime_core.weights.canary import Choice
+from slime_core.weights.layout import layout
+
+if TYPE_CHECKING:
+    from slime_core.engines.sglang.router import Lane, LaneKey
+    from slime_core.transfer import Check as WeightCheck, Checksum, Held
+    from slime_core.types import WeightUpdate
+
+NEEDS = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}  # transport -> feature
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ways:
+    """What of a run decides how weights travel."""
+
+    model: Any  # the policy's config, from transformers; None: nothing is compared
+    dtype: Literal["float32", "bfloat16"]  # of the servers' tensors
+    features: frozenset[str]  # of the installation
+    folder: Path  # of the disk transport
+    device: Literal["cpu", "cuda"] = "cpu"
+    wanted: Literal["auto", "disk", "tensor", "nccl"] = "auto"
+    shared: bool = True  # servers and trainer share their GPUs
+    buffer_bytes: int = 512 << 20
+    host: str = "127.0.0.1"  # where the trainer listens for servers that join its process group
+    timeout: float = 600.0
+    gpu: Callable[[], str] = field(default=lambda: "")  # uuid of the GPU that is shared
+
+    @property
+    def transport(self) -> Transport:
+        """The one that is used.
+
+        Raises:
+            EngineError: ENG86 the installation lacks it.
+        """
+        auto: Transport = "disk" if self.device == "cpu" else "tensor" if self.shared else "nccl"
+        found: Transport = auto if self.wanted == "auto" else self.wanted
+        if NEEDS[found] not in self.features:
+            raise EngineError(
+                f"this SGLang takes no weights by {found}",
+                code="ENG86",
+                where="rollout.update_weight_transport",
+                fix="--update-weight-transport disk   or a newer SGLang",
+            )
+        return found
+
+
+class Weights:
+    """Routes of one engine's updates. ``note`` gets sentences for people.
+
+    Example:
+        weights = Weights(Ways(model=config, dtype="bfloat16", features=features, folder=run_dir / "weights"), note)
+        route = await weights.route("rolling", lanes)
+    """
+
+    def __init__(self, ways: Ways, note: Callable[[str], None] = lambda text: None) -> None:
+        self._ways, self._note = ways, note
+        self._choice: Choice | None = None
+        self._silent = False  # nothing can be compared
+        self._group = ""  # of processes, for nccl
+        self._members: dict[LaneKey, int] = {}  # of the group, with the number of the first rank of each
+
+    async def route(self, check: WeightCheck, lanes: Sequence[Lane]) -> WeightRoute:
+        """How the next update reaches these servers.
+
+        Raises:
+            EngineError: ENG86 the installation lacks the transport, or a model whose tensors are not known.
+        """
+        ways = self._ways
+        found = WeightRoute(
+            transport=ways.transport,
+            dtype=ways.dtype,
+            buffer_bytes=ways.buffer_bytes,
+            checksum=checksum_of(ways.device),
+            checks=await self._checks(check, lanes),
+            timeout=ways.timeout,
+        )
+        if found.transport == "disk":
+            return replace(found, folder=str(ways.folder))
+        if found.transport == "tensor":
+            return replace(found, device=ways.gpu())
+        members, world = {}, 1
+        for lane in lanes:
+            members[lane.key] = world
+            world += lane.world
+        if members != self._members or not self._group:
+            self._group, self._members = f"slime-{secrets.token_hex(4)}", members
+        return replace(found, address=f"{ways.host}:0", world=world, group=self._group)
+
+    async def load(self, lane: Lane, update: WeightUpdate, *, flush: bool) -> None:
+        """Have one server take an update; raises as `loading.load`."""
+        try:
+            await loading.load(
+                lane.client,
+                update,
+                timeout=self._ways.timeout,
+                flush=flush,
+                ranks=lane.tp,
+                first_rank=self._members.get(lane.key, 1),
+            )
+        except EngineError:
+            self._group = ""  # of no use any more
+            raise
+
+    async def _checks(self, check: WeightCheck, lanes: Sequence[Lane]) -> tuple[Held, ...]:
+        if check == "none" or self._silent or not lanes:
+            return ()
+        if self._choice is None:
+            self._choice = await self._choose(lanes[0])
+        return self._choice.take(check) if self._choice is not None else ()
+
+    async def _choose(self, lane: Lane) -> Choice | None:
+        """What can be compared on servers like this one."""
+        why = ""
+        if "weights_checker" not in self._ways.features:
+            why = "this SGLang answers no checksums"
+        elif self._ways.model is None:
+            why = "nothing is known of the model's tensors"
+        elif lane.fact("enable_dp_attention"):
+            why = "ranks of data-parallel attention hold other parts than the layout knows"
+        elif lane.fact("pp_size", 1) != 1:
+            why = "pipeline stages hold a part of the layers each"
+        elif lane.fact("quantization"):
+            why = f"the servers quantize what they load ({lane.fact('quantization')})"
+        if why:
+            self._silent = True
+            self._note(f"tensors of servers are not compared with the trainer's: {why}")
+            return None
+        ranks = await lane.client.checksums()
+        return Choice(layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1)))
+
+    def all_checks(self) -> tuple[Held, ...]:
+        """Every row that can be compared; empty where none can, or none was ever asked for."""
+        return self._choice.rows if self._choice is not None else ()
+
+    def expected(self, folder: Path) -> dict[str, str]:
+        """Checksums of all rows, from the folder of an update by disk; blocks for as long as reading it takes."""
+        import torch
+
+        from slime_core.weights.hashing import expected
+        from slime_core.weights.shards import Shards
+
+        kind, dtype = checksum_of(self._ways.device), getattr(torch, self._ways.dtype)
+        return expected(Shards.open(folder), self.all_checks(), dtype, kind)
+
+
+def checksum_of(device: str) -> Checksum:
+    """The kind that SGLang computes of tensors on ``device``."""
+    return "sha256" if device == "cpu" else "murmur"
+
+
+def told(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """One server's checksums by `transfer.Held.key`, under the names of its copies of the model."""
+    found: dict[str, dict[str, str]] = {}
+    for at, tensors in enumerate(ranks):
+        copy, rank = divmod(at, max(1, lane.tp))
+        label = f"server {lane.number}" + (f" copy {copy}" if len(ranks) > lane.tp else "")
+        keys = {f"{name}@{rank}" if rank else name: value for name, value in tensors.items()}
+        found.setdefault(label, {}).update(keys)
+    return found
