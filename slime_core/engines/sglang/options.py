@@ -142,7 +142,9 @@ def arguments(
 
 
 def _unknown(name: str, options: Mapping[str, Option], version: str, place: str) -> Problem:
-    fix = SLIMES.get(name) or nearest(name, tuple(options))
+    longer = [known for known in options if known.startswith(name)]
+    near = f"did you mean '{longer[0]}'?" if len(longer) == 1 else nearest(name, tuple(options))
+    fix = SLIMES.get(name) or near
     return Problem(
         code="CFG01",
         what=f"SGLang {version} has no option '{name}'".replace("  ", " "),

@@ -1,0 +1,158 @@
+"""A run's config, an installation and a place in; how that server is started out: SGLang's arguments and variables.
+
+slime's own options, then [sglang], then a group's options; what a person writes wins where both may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime_core.engines.sglang.installation import RESERVED, Installation, arguments
+from slime_core.engines.sglang.options import Place
+from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology, parallel_size, visible
+from slime_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+ON_CPU: Mapping[str, Any] = {  # what SGLang needs where there is no GPU, and no build of its kernels for this CPU
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "sleep_on_idle": True,  # an idle scheduler would take a core for itself
+}
+SEEDS = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How one server is started; host, ports and token come from who starts it.
+
+    Example: Command(arguments=("--model-path", "/models/m"), env={"CUDA_VISIBLE_DEVICES": "0"})
+    """
+
+    arguments: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # added to ours
+
+
+def commands(
+    config: Config, installation: Installation, servers: Topology, *, where: str | Place = "sglang"
+) -> dict[int, Command]:
+    """Every server of a topology, by its number.
+
+    Args:
+        config: device and dtype settled (another ``auto`` is left to SGLang).
+        installation: that starts them.
+        servers: of :func:`slime_core.engines.sglang.topology.topology`.
+        where: places of the options of [sglang], for messages.
+
+    Raises:
+        ConfigError: of :func:`slime_core.engines.sglang.installation.arguments`; CFG04 the installation lacks what
+            the config needs of it.
+    """
+    check_features(config, installation, servers)
+    found = {}
+    for group in servers.groups:
+        for server in group.servers:
+            found[server.number] = command(config, installation, group, server, where=where)
+    return found
+
+
+def command(
+    config: Config,
+    installation: Installation,
+    group: ServerGroup,
+    server: ServerPlace,
+    *,
+    where: str | Place = "sglang",
+) -> Command:
+    """One server of a group; raises as :func:`commands`."""
+    mine = {name: value for name, value in config.sglang.items() if name not in RESERVED}
+    arguments(installation, mine, where=where)
+    arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
+    written = {**_canonical(installation, mine), **_canonical(installation, group.options)}
+    own = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
+    own = {name: value for name, value in own.items() if name in installation.options and name not in written}
+    env = {**installation.env, **group.env}
+    if config.cluster.device == "cpu":
+        env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
+    elif server.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = visible(server.gpus)
+    words = [*arguments(installation, own, own=True), *arguments(installation, written, where=where)]
+    return Command(arguments=tuple(words), env=env)
+
+
+def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size: int) -> dict[str, Any]:
+    """The options that slime sets, by SGLang's names."""
+    rollout, device = config.rollout, config.cluster.device
+    own: dict[str, Any] = {
+        "model_path": group.model,
+        "tp_size": tp_size,
+        "random_seed": (config.seed + 1_000_003 * server.number) % SEEDS,  # equal ones would draw alike
+        "trust_remote_code": rollout.trust_remote_code,
+        "enable_deterministic_inference": rollout.rollout_deterministic,
+    }
+    if device != "auto":
+        own["device"] = device
+    if device == "cpu":
+        own |= ON_CPU
+    if group.mode != "regular":
+        own["disaggregation_mode"] = group.mode
+    if group.frozen:
+        return own
+    if config.train.dtype != "auto":
+        own["dtype"] = config.train.dtype
+    if rollout.rollout_max_context_len:
+        own["context_length"] = rollout.rollout_max_context_len
+    if rollout.init_weights == "random":
+        own["load_format"] = "dummy"  # the folder may have no weights; the trainer sends them before the first token
+    own["enable_memory_saver"] = config.cluster.colocate and device == "cuda"
+    return own
+
+
+def check_features(config: Config, installation: Installation, servers: Topology) -> None:
+    """Refuse an installation that lacks what the run needs of it.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    rollout, has = config.rollout, installation.features
+    shared = config.cluster.colocate and config.cluster.device == "cuda"
+    needs = {
+        "router": (
+            rollout.rollout_router == "sglang" or servers.split,
+            "sglang-router",
+            "SGLang's router is asked for",
+        ),
+        "memory_saver": (shared, "torch_memory_saver", "servers that share the trainer's GPUs give memory back"),
+    }
+    for feature, (wanted, package, why) in needs.items():
+        if wanted and feature not in has:
+            raise ConfigError(
+                f"{package} is not installed beside SGLang {installation.version}",
+                code="CFG04",
+                where=installation.python,
+                why=why,
+                fix=f"{installation.python} -m pip install {package}",
+            )
+    updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
+    asked = rollout.update_weight_transport
+    if asked != "auto" and updates[asked] not in has:
+        raise ConfigError(
+            f"SGLang {installation.version} takes no weights by {asked}",
+            code="CFG04",
+            where="rollout.update_weight_transport",
+            fix="--update-weight-transport auto",
+        )
+
+
+def _canonical(installation: Installation, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked table by the options' first names."""
+    found = {}
+    for name, value in table.items():
+        option = installation.options[name.replace("-", "_")]
+        found[option.name] = value
+    return found
