@@ -68,7 +68,7 @@ def incomplete(config: Config) -> Iterator[Problem]:
 def notices(config: Config) -> Iterator[str]:
     """Sentences about settings that are legal and seldom meant."""
     url = config.rollout.rollout_buffer_url
-    if url.startswith("http:") and not _is_loopback(urlsplit(url).hostname or ""):
+    if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
         yield f"rollout_buffer_url = {url}: the token and the rollouts travel in clear text; put TLS before the buffer"
 
 
@@ -94,7 +94,8 @@ def _url(url: str) -> Iterator[Problem]:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own loopback."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -146,6 +146,8 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins, options: 
     else:
         for table in staged:
             _forget(table, path)
+    if path[0] == "sglang":
+        _forget_spellings(data.get("sglang"), str(path[1]))
     single: dict[str, Any] = {}
     _set(single, path, value)
     _set(data, path, _get(absolute_paths(single, Path.cwd(), options), path))
@@ -165,6 +167,13 @@ def _forget(table: dict[str, Any], path: KeyPath) -> None:
             return
         table = inner
     table.pop(str(path[-1]), None)
+
+
+def _forget_spellings(table: Any, name: str) -> None:
+    """Take a recipe's own value of an SGLang option away that is written with dashes."""
+    for written in list(table) if isinstance(table, dict) else ():
+        if written != name and written.replace("-", "_") == name:
+            del table[written]
 
 
 def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:

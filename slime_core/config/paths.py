@@ -57,7 +57,9 @@ def _key_of(path: KeyPath) -> str:
 
 
 def _kind(path: KeyPath) -> str:
-    """``data``, ``model``, ``folder``, ``function`` or nothing."""
+    """``data``, ``model``, ``folder``, ``file``, ``program``, ``function`` or nothing."""
+    if path == ("sglang", "python"):
+        return "program"
     if not path or {"plugin", "megatron", "sglang"} & set(path):
         return ""
     key = _key_of(path)
@@ -65,8 +67,10 @@ def _kind(path: KeyPath) -> str:
         return "data"
     if key in ("hf_checkpoint", "ref_load", "teacher_load", "critic_load"):
         return "model"
-    if key in ("save_debug_rollout_data", "load_debug_rollout_data"):
+    if key in ("save_debug_rollout_data", "load_debug_rollout_data", "update_weight_disk_dir"):
         return "folder"
+    if key == "engine_topology":
+        return "file"
     in_task = len(path) > 2 and isinstance(path[-2], int) and path[-3] in ("tasks", "eval_tasks")
     if (in_task and key in ("generate", "reward")) or (key.endswith("_path") and key in sections_of_keys()):
         return "function"
@@ -83,8 +87,10 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
     if kind == "data":
         plain, part = _without_slice(text)
         return f"{_join(base, plain)}{part}" if _is_local(plain, base, _FILES) else text
-    if kind == "folder":
+    if kind in ("folder", "file"):
         return _join(base, text)
+    if kind == "program":
+        return _join(base, text) if "/" in text else text
     if kind == "model":
         return _join(base, text) if _is_local(text, base) or not _HUB.fullmatch(text) else text
     return text
@@ -107,7 +113,7 @@ def _local_part(path: KeyPath, text: str) -> str:
         return found[1] if found else ""
     if kind == "data":
         return _without_slice(text)[0]
-    return text if kind == "model" or _key_of(path) == "load_debug_rollout_data" else ""
+    return text if kind in ("model", "file") or _key_of(path) == "load_debug_rollout_data" else ""
 
 
 def _is_local(text: str, base: Path, suffixes: tuple[str, ...] = ()) -> bool:

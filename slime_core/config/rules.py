@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slime_core.config import algorithm_rules, buffer_rules, debug_rules, sampling_rules
+from slime_core.config import algorithm_rules, buffer_rules, debug_rules, engine_rules, sampling_rules
 from slime_core.config.problems import Problem, conflict as _conflict
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ SFT = "sft_loss"
 
 BACKENDS: dict[tuple[str, str, str], tuple[str, str, str]] = {
     ("cluster", "cluster_backend", "ray"): ("ray", "slime_core.clusters.ray", "ray"),
-    ("rollout", "rollout_engine", "sglang"): ("sglang", "slime_core.engines.sglang.engine", "sglang"),
+    ("rollout", "rollout_engine", "sglang"): ("aiohttp", "slime_core.engines.sglang.engine", "sglang"),
     ("train", "train_backend", "megatron"): ("megatron.core", "slime_core.trainers.megatron.trainer", "megatron"),
 }
 """(section, key, value) -> (package it needs, our module, extra that brings it)."""
@@ -32,6 +32,7 @@ def conflicts(config: Config) -> list[Problem]:
         *buffer_rules.conflicts(config),
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
+        *engine_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
@@ -66,7 +67,7 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += buffer_rules.notices(config)
+    found += [*buffer_rules.notices(config), *engine_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]

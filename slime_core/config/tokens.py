@@ -3,7 +3,7 @@
     slime run recipe.toml --lr 1e-6 --no-colocate --rollout-stop "a" "b" train.clip_grad=0.5 --plugin rm_math
 
 A bare name is a core key, else an option of a named plugin, else Megatron's; two candidates in the last two are an
-error that names both full keys.
+error that names both full keys. ``--sglang-NAME`` is an option of SGLang; which there are is not known here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
+_SGLANG = re.compile(r"(no_)?sglang_(\w+)")
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 Models = Mapping[str, "type[BaseModel] | None"]
@@ -92,13 +93,15 @@ def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Ma
     plain = _name(name)
     plain = ALIASES.get(plain, plain)
     shown = f"--{name}"
+    if (option := _sglang_option(plain)) and value is None:
+        return _sglang_flag(option, shown, tokens, at)
     key = keys.get(plain.rpartition(".")[2]) if plain.count(".") < 2 and not plain.startswith(SPACES) else None
     if key is None and value is None and plain.startswith("no_"):
         following = at < len(tokens) and not _is_key(tokens[at])
         if plain[3:] in keys or not following:
             return Word(plain[3:], (), shown, negated=True), at
     if value is not None:
-        return Word(plain, (value,), shown), at
+        return Word(f"sglang.{option[1]}" if option and not option[0] else plain, (value,), shown), at
     annotation = key.info.annotation if key else None
     if key and unwrap(annotation) is bool:
         if at < len(tokens) and tokens[at].lower() in ("true", "false"):
@@ -121,6 +124,24 @@ def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Ma
             fix=f"{shown} VALUE",
         )
     return Word(plain, (), shown), at
+
+
+def _sglang_option(plain: str) -> tuple[bool, str] | None:
+    """Whether ``sglang_x`` or ``no_sglang_x`` is negated, and ``x``; None for any other name."""
+    found = _SGLANG.fullmatch(plain)
+    return (bool(found[1]), found[2]) if found else None
+
+
+def _sglang_flag(option: tuple[bool, str], shown: str, tokens: Sequence[str], at: int) -> tuple[Word, int]:
+    """An option of SGLang with what follows: nothing (true), a value, or several: only the first may be a path.
+
+    Which options are flags is known to SGLang alone, so a recipe stands before them.
+    """
+    negated, name = option
+    end = at
+    while not negated and end < len(tokens) and not _is_key(tokens[end]) and (end == at or "/" not in tokens[end]):
+        end += 1
+    return Word(f"sglang.{name}", tuple(tokens[at:end]), shown, negated=negated), end
 
 
 def _is_key(token: str) -> bool:
@@ -240,6 +261,8 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
         )
     if is_sequence(annotation) and not is_model(element(annotation)) and len(word.values) > 1:
         return [typed(value, element(annotation)) for value in word.values]
+    if len(word.values) > 1:
+        return [typed(value, annotation) for value in word.values]
     return typed(word.values[0], annotation)
 
 
