@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,6 +120,7 @@ class Calls:
         if not error.again:
             if error.running:
                 self._drop(flight)
+            flight.rid = ""
             raise error
         rid, flight.rid = flight.rid, ""
         if error.running and not await self._over(rid):
@@ -204,9 +205,9 @@ class Calls:
         self.progress.in_flight -= 1
         self._seats.give()
 
-    def _end(self, flights: Iterable[Flight]) -> list[Flight]:
-        """Mark them as asked to end; those that the server has."""
-        chosen = list(flights)
+    def _end(self, ids: Container[str] | None = None) -> list[Flight]:
+        """Mark generating requests (None: all) as asked to end; those of them that the server has."""
+        chosen = [flight for flight in self._flights if not flight.scores and (ids is None or flight.id in ids)]
         for flight in chosen:
             flight.asked = True
             flight.end()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +80,8 @@ class Client(Calls):
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries, ca=ca)
         self._vocab_size, self._context_len, self._features = vocab_size, context_len, features
         self._epoch = epoch
-        self._tokenizer_of, self._tokenizer = tokenizer, None
+        self._tokenizer_of = tokenizer
+        self._tokenizer: Any = None
 
     def version_text(self, version: int) -> str:
         """What the server is told to stamp on tokens of ``version``: ``EPOCH.VERSION``."""
@@ -99,7 +100,7 @@ class Client(Calls):
                 failing, ENG76 out of time, ENG77 lost on the way, TOK44, ENG79-ENG83 and ENG88 impossible answers,
                 ENG91 a huge one.
         """
-        limit = wire.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
+        limit = self._check(request)
         if not limit:
             return self._nothing(request, "length")
         flight = Flight(request.id)
@@ -121,13 +122,13 @@ class Client(Calls):
 
     async def stream(
         self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         """As `generate`, in growing pieces, the last of them whole; every piece but the last has finish ``abort``.
 
         Closing the iterator (``contextlib.aclosing``) ends the request on the server. It is asked again only while
         nothing has come. A piece's versions are the server's stamp when the piece came; the last one's are exact.
         """
-        limit = wire.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
+        limit = self._check(request)
         if not limit:
             yield self._nothing(request, "length")
             return
@@ -156,7 +157,7 @@ class Client(Calls):
             raise wire.too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
-        flight = Flight("score")
+        flight = Flight("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
             body = wire.score_body(tokens, start, rid=self._rid(flight), features=self._features)
@@ -187,19 +188,19 @@ class Client(Calls):
             EngineError, ServerFault: as `post`.
         """
         wanted = set(ids)
-        rids = [flight.rid for flight in self._end(flight for flight in self._flights if flight.id in wanted)]
+        rids = [flight.rid for flight in self._end(wanted)]
         for first in range(0, len(rids), ABORTS_AT_ONCE):
             await asyncio.gather(*(self._abort(rid, CONTROL_SECONDS) for rid in rids[first : first + ABORTS_AT_ONCE]))
 
     async def abort_all(self) -> None:
         """`abort` of every request that the server has, those of other clients and scores too."""
-        self._end(flight for flight in self._flights if flight.id != "score")
+        self._end()
         await self.post("/abort_request", {"rid": "", "abort_all": True}, timeout=CONTROL_SECONDS, retry=True)
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """POST /pause_generation; `abort` counts as asked for by whoever waits."""
         if mode == "abort":
-            self._end(self._flights)
+            self._end()
         await self.post("/pause_generation", {"mode": mode}, timeout=CONTROL_SECONDS, retry=True)
 
     async def resume(self) -> None:
@@ -239,6 +240,17 @@ class Client(Calls):
 
     # -- a request that generates
 
+    def _check(self, request: GenerateRequest) -> int:
+        limit = wire.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
+        if self._tokenizer_of is None and stops.needs_text(request, tokenizer=self._texts):
+            raise EngineError(
+                "stop strings are to be looked for in text that the server does not see, and there is no tokenizer",
+                code="ENG03",
+                where=f"request {request.id}",
+                why="they look back over kept tokens" if self._texts else "the server runs without a tokenizer",
+            )
+        return limit
+
     async def _streamed(
         self,
         flight: Flight,
@@ -247,7 +259,7 @@ class Client(Calls):
         dp_rank: int | None,
         low: int,
         high: Callable[[], int],
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         tries = Tries(self._retries, time.monotonic() + self._timeout, flight.stop)
         where, seen = f"request {request.id}", 0
         while True:

@@ -13,7 +13,7 @@ import json
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ class Transport:
                     whole = parts[0] if len(parts) == 1 else b"".join(parts)
                     return Reply(where, response.status, response.headers, whole)
 
-    async def events(self, path: str, body: bytes, *, end: float, cap: int = CAP) -> AsyncIterator[bytes]:
+    async def events(self, path: str, body: bytes, *, end: float, cap: int = CAP) -> AsyncGenerator[bytes, None]:
         """POST and yield the data of each server-sent event, ``cap`` bytes at most.
 
         Raises:

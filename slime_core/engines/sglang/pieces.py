@@ -23,7 +23,7 @@ class Pieces:
     def add(self, answer: Any, where: str) -> dict[str, Any]:
         """A chunk; returns the answer so far. ServerFault ENG71 or ENG79 where it fits neither way."""
         info = wire.meta(answer, where)
-        ids, rows, text = answer.get("output_ids") or [], info.get("output_token_logprobs"), answer.get("text")
+        ids, rows, text = answer["output_ids"], info.get("output_token_logprobs"), answer.get("text")
         total = info.get("completion_tokens", len(ids))
         if rows is None and not total:
             rows = []

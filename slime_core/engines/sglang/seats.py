@@ -12,6 +12,7 @@ class Flight:
     """One request on its way: what is known of it beside its content."""
 
     id: str  # the request's
+    scores: bool = False  # it generates nothing: nobody ends it
     rid: str = ""  # of the try that the server has; empty while none is there
     asked: bool = False  # somebody wants it ended
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # set with ``asked``, and when the client closes
@@ -44,7 +45,8 @@ class Seats:
         if self._free:
             self._free -= 1
             return True
-        seat = flight.seat = asyncio.get_running_loop().create_future()
+        seat: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        flight.seat = seat
         self._line.append(seat)
         try:
             return await seat

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from slime_core.errors import EngineError
-
 if TYPE_CHECKING:
     from slime_core.types import Completion, GenerateRequest
 
@@ -21,12 +19,16 @@ Decode = Callable[[Sequence[int], bool], str]
 """Token ids, and whether special tokens are left out, to text."""
 
 
+def needs_text(request: GenerateRequest, *, tokenizer: bool) -> bool:
+    """Whether stop strings are to be looked for where a server, with a ``tokenizer`` or without, looks for none."""
+    return bool(request.params.stop) and (request.kept > 0 or not tokenizer)
+
+
 def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, tokenizer: bool) -> Completion:
     """End a completion (in place) at a stop token id in spite of ``ignore_eos``, and at a stop string that begins in
     the kept tokens, or anywhere where the server has no ``tokenizer``.
 
-    Raises:
-        EngineError: ENG03 there are stop strings to look for, and nothing that decodes.
+    ``decode`` is there where `needs_text` says so.
     """
     p = request.params
     end = len(done.tokens)
@@ -35,13 +37,8 @@ def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, to
         end = next((i + 1 for i, token in enumerate(done.tokens) if token in ends), end)
         if end < len(done.tokens) or (end and done.tokens[-1] in ends):
             done.finish = "stop"
-    if p.stop and done.tokens and (request.kept or not tokenizer):
-        if decode is None:
-            raise EngineError(
-                "stop strings look back over kept tokens, and the client has no tokenizer",
-                code="ENG03",
-                where=f"request {request.id}",
-            )
+    if done.tokens and needs_text(request, tokenizer=tokenizer):
+        assert decode is not None
         reach = TOKENS_A_CHARACTER * max(map(len, p.stop)) + MARGIN
         before = request.tokens[len(request.tokens) - request.kept :][-reach:]
         span = done.tokens[:end] if not tokenizer else done.tokens[: min(reach, end)]

@@ -37,6 +37,7 @@ TOO_LONG = ("context length", "maximum allowed length", "longer than the")
 """What a refusal says where a prompt does not fit."""
 
 Finish = Literal["stop", "length", "abort"]
+ENDS: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,7 +183,7 @@ def _rank(dp_rank: int | None, features: frozenset[str]) -> dict[str, int]:
 def meta(answer: Any, where: str) -> dict[str, Any]:
     """The ``meta_info`` of an answer that has the shape of one; ServerFault ENG71 where it has not."""
     found = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(found, dict) or not isinstance(answer.get("output_ids", []), list):
+    if not isinstance(found, dict) or not isinstance(answer.get("output_ids"), list):
         raise fault(
             "the answer is none of SGLang's /generate",
             "ENG71",
@@ -206,11 +207,15 @@ def completion(answer: Any, expected: Expected, *, final: bool = True) -> Comple
     where = f"request {request.id}"
     info = meta(answer, where)
     finish = _finish(info, where) if final else "abort"
-    tokens: list[int] = answer.get("output_ids") or []
+    tokens: list[int] = answer["output_ids"]
     count = len(tokens)
     _check_counts(info, tokens, expected, where)
     values = log_probs(info.get("output_token_logprobs"), tokens, where)
     _check_outputs(tokens, expected.vocab_size, where)
+    if not count and finish == "stop":
+        raise fault("the server ended the request without a token", "ENG81", where, again=True)
+    if not count and finish == "length":
+        raise too_long(f"the server had no room for a token after {len(request.tokens)}", where)
     temperature = request.params.temperature
     greedy = temperature < GREEDY
     text = answer.get("text")
@@ -230,17 +235,17 @@ def _finish(info: Mapping[str, Any], where: str) -> Finish:
     found = info.get("finish_reason")
     reason: dict[str, Any] = found if isinstance(found, dict) else {}
     kind = reason.get("type")
-    if kind == "stop" or kind == "length":
+    if known := ENDS.get(kind):
         if reason.get("matched") == "NaN happened":  # SGLang's own words, with a token of its choice
             raise fault("the server drew a token from logits that are not finite", "ENG80", where)
-        return kind
+        return known
     if kind == "abort":
         status, said = reason.get("status_code"), str(reason.get("message") or "")
         if status == 400:
             raise refusal(f"the server refuses the request: {said}", where)
         if isinstance(status, int) and status >= 400:
             raise fault(f"the server gave the request up (status {status}): {said}", "ENG75", where, again=True)
-        return kind
+        return "abort"
     raise fault(
         f"the request ended for an unknown reason, {found!r}"[:300],
         "ENG81",
