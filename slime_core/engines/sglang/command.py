@@ -7,11 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.engines.sglang.installation import RESERVED, Installation, arguments
+from slime_core.config import engine_rules
+from slime_core.config.problems import raise_all
+from slime_core.engines.sglang.installation import (
+    RESERVED,
+    Installation,
+    arguments,
+    environment_of,
+    find_python,
+    read_installation,
+)
 from slime_core.engines.sglang.options import Place
-from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology, parallel_size, visible
+from slime_core.engines.sglang.topology import (
+    ServerGroup,
+    ServerPlace,
+    Topology,
+    parallel_size,
+    topology,
+    visible,
+)
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +45,18 @@ SEEDS = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that is needed to start a run's servers; nothing is started yet.
+
+    Example: prepare(resolve_machine(config)).commands[0].arguments
+    """
+
+    installation: Installation
+    topology: Topology
+    commands: Mapping[int, Command]  # by the server's number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """How one server is started; host, ports and token come from who starts it.
 
@@ -36,6 +65,30 @@ class Command:
 
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # added to ours
+
+
+def prepare(
+    config: Config, *, gpus: int | None = None, where: str | Place = "sglang", cache: Path | None = None
+) -> Prepared:
+    """Check all that can be checked before servers of a run start, and say how they are started.
+
+    Args:
+        config: device and dtype settled.
+        gpus: that the run sees; None where that is not known.
+        where: places of the options of [sglang], for messages.
+        cache: folder for what is read of the installation; None is the user's.
+
+    Raises:
+        ConfigError: CFG01 to CFG07: rules between keys, no SGLang, its options, the topology.
+    """
+    raise_all(list(engine_rules.conflicts(config)))
+    servers = topology(config, gpus=gpus)
+    installation = read_installation(find_python(config.sglang), environment_of(config.sglang), cache)
+    return Prepared(
+        installation=installation,
+        topology=servers,
+        commands=commands(config, installation, servers, where=where),
+    )
 
 
 def commands(
