@@ -28,8 +28,10 @@ CONFINED = {
     "megatron": ("slime_core/trainers/megatron/", "plugins/slime_models/"),
     "ray": ("slime_core/clusters/ray",),
     "wandb": ("slime_core/report/sinks.py",),
-    "sglang": (),
+    "sglang": ("slime_core/engines/sglang/launcher.py",),
 }
+ELSEWHERE = ("slime_core/engines/sglang/launcher.py", "slime_core/engines/sglang/probe.py")
+"""Run as scripts by the Python of SGLang's own environment: the only files that load it, and nobody imports them."""
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "numpy.load", "np.load"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 MAX_LINES = 400
@@ -162,6 +164,30 @@ def test_a_heavy_package_is_imported_in_its_own_file_only(package: str) -> None:
         for node, name in imports(tree)
         if name.split(".")[0] == package and not shown(path).startswith(CONFINED[package])
     ]
+    assert wrong == []
+
+
+def test_nothing_loads_sglang_in_our_process() -> None:
+    modules = {name.removesuffix(".py").replace("/", ".") for name in ELSEWHERE}
+    wrong = []
+    for path, tree in parsed(*CODE):
+        wrong += [f"{shown(path)}:{node.lineno} {name}" for node, name in imports(tree) if name in modules]
+        if shown(path) in ELSEWHERE:
+            wrong += [
+                f"{shown(path)}:{node.lineno} {name}"
+                for node, name in imports(tree)
+                if name.split(".")[0] in ("slime_core", "slime_cli")
+            ]
+            continue
+        wrong += [
+            f"{shown(path)}:{node.lineno} loads {node.args[0].value} by name"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__", "run_module")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and str(node.args[0].value).split(".")[0] == "sglang"
+        ]
     assert wrong == []
 
 

@@ -1,16 +1,36 @@
-"""Whether servers make progress: one that died or hangs is fenced, restarted, filled and let in again, or retired."""
+"""Whether servers make progress: one that died or hangs is fenced, restarted, filled and let in again, or retired.
+
+    healthy --fails--> fenced --budget left--> starting --ready, weights, canary--> healthy
+                         `--budget spent--> retired; fewer than `min_healthy` that are not: the run ends
+
+A server may answer /health while its requests stand still, so what counts is tokens: those that the engine has seen
+come back, and those that the server itself holds (`num_used_tokens` of /v1/loads, in 0.5.12 and 0.5.23 alike), which
+move with every few decode steps of requests that have not answered yet. Streaming would tell the same at the cost of
+a message a token. `Pulse` and `Ward` decide and do no I/O; `Watch` looks, and does what they decide.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
+from slime_core.engines.sglang.http import ServerFault, Transport, fault
 from slime_core.engines.sglang.server import Server
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, SlimeError
 
 State = Literal["starting", "healthy", "fenced", "retired"]
+
+ASK = 10.0
+"""Seconds for the answer to one look."""
+REFUSALS = 3
+"""Looks in a row without a connection, until a server whose process lives counts as failed."""
+LONGEST_PAUSE = 60.0
+"""Seconds before a restart; the first waits one interval, each further one twice as long."""
 
 
 class Engine(Protocol):
@@ -20,7 +40,7 @@ class Engine(Protocol):
         """Requests in flight there, and a number that rises with every token and reply that came from there."""
         ...
 
-    def fence(self, number: int, error: EngineError) -> None:
+    def fence(self, number: int, error: ServerFault) -> None:
         """The server is given up: choose it no more, and let what waits for it fail with ``error`` (retryable)."""
         ...
 
@@ -44,8 +64,105 @@ class Limits:
     min_healthy: int = 1  # min_healthy_engines
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one look at a living server found."""
+
+    at: float  # seconds, monotonic
+    in_flight: int = 0  # requests of ours
+    came: int = 0  # rises with every token and reply that came from it
+    held: tuple[int, ...] = ()  # tokens in its cache, by data-parallel rank; empty where it did not say
+    refused: bool = False  # there was no connection
+    expected: bool = True  # progress is; not while it is paused
+
+
+class Pulse:
+    """Judges one generation of a server by a series of looks; no I/O, and no clock but that of the looks.
+
+    A gap between looks that is longer than a look can take was our own (this process was suspended, or busy), and is
+    not held against the server.
+
+    Example:
+        pulse = Pulse(Limits())
+        failed = pulse.judge(Look(at=time.monotonic(), in_flight=3, came=17, held=(512,)))
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._last: Look | None = None
+        self._still = 0.0  # seconds without progress, with requests in flight
+        self._refusals = 0
+
+    def judge(self, look: Look) -> ServerFault | None:
+        """Why the server has failed, or None."""
+        last, self._last = self._last, look
+        self._refusals = self._refusals + 1 if look.refused else 0
+        if self._refusals >= REFUSALS:
+            return fault(f"refused {REFUSALS} connections in a row", "ENG69", "")
+        if last is None or not look.expected or not look.in_flight or not last.in_flight or _moved(last, look):
+            self._still = 0.0
+        else:
+            self._still += min(look.at - last.at, self._limits.interval + ASK + 1.0)
+        if not look.held:  # it did not say: compare with what it said before
+            self._last = Look(
+                at=look.at, in_flight=look.in_flight, came=look.came, held=last.held if last is not None else ()
+            )
+        if self._still < self._limits.timeout:
+            return None
+        return fault(
+            f"made no token for {self._still:.0f} s with {look.in_flight} requests in flight",
+            "ENG85",
+            "",
+            running=True,
+        )
+
+
+def _moved(last: Look, look: Look) -> bool:
+    return look.came != last.came or bool(look.held and last.held and look.held != last.held)
+
+
+class Ward:
+    """The states of one server and its budget of restarts; no I/O.
+
+    Example:
+        ward = Ward(max_restarts=3)
+        ward.fail()  # "starting" next, or "retired"
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self.state: State = "healthy"
+        self.restarts = 0
+        self._max = max_restarts
+
+    @property
+    def usable(self) -> bool:
+        """Whether it serves, or may serve again."""
+        return self.state != "retired"
+
+    def fence(self) -> None:
+        """It failed, and must not be chosen."""
+        self.state = "fenced"
+
+    def next(self) -> bool:
+        """What follows a fence: True where it is started once more, False where it is retired."""
+        if self.restarts >= self._max:
+            self.state = "retired"
+            return False
+        self.restarts += 1
+        self.state = "starting"
+        return True
+
+    def up(self) -> None:
+        """It serves, with the right weights."""
+        self.state = "healthy"
+
+    def pause(self, interval: float) -> float:
+        """Seconds to wait before the restart that is due."""
+        return min(interval * 2.0 ** (self.restarts - 1), LONGEST_PAUSE)
+
+
 class Watch:
-    """Looks at every server; enter it with ``async with`` once all servers are ready and have their weights.
+    """Looks at every server, each in a task of its own; enter it once all are ready and have their weights.
 
     Example:
         async with Watch(servers, engine, Limits(interval=5.0)) as watch:
@@ -62,34 +179,209 @@ class Watch:
         *,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        raise NotImplementedError
+        self._servers = {server.address.number: server for server in servers}
+        self._wards = {number: Ward(limits.max_restarts) for number in self._servers}
+        self._engine, self._limits, self._note = engine, limits, note
+        self._reports: dict[int, asyncio.Future[ServerFault]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._paused = 0
+        self._error: EngineError | None = None
+        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        raise NotImplementedError
+        self._tasks = [
+            asyncio.create_task(self._tend(number), name=f"slime-watch-{number}") for number in self._servers
+        ]
+        return self
 
     async def __aexit__(self, *_: object) -> None:
-        raise NotImplementedError
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def states(self) -> dict[int, State]:
         """By the server's number."""
-        raise NotImplementedError
+        return {number: ward.state for number, ward in self._wards.items()}
+
+    @property
+    def restarts(self) -> dict[int, int]:
+        """How often each server was started again, by its number."""
+        return {number: ward.restarts for number, ward in self._wards.items()}
 
     @property
     def error(self) -> EngineError | None:
         """Why the run cannot go on (ENG84, ENG89), once fewer servers than ``min_healthy`` are left."""
-        raise NotImplementedError
+        return self._error
 
     def report(self, number: int, error: EngineError) -> None:
-        """The engine found this server faulty (a failed update, wrong weights, errors without end): fence and restart."""
-        raise NotImplementedError
+        """The engine found this server faulty (a failed update, wrong weights, errors without end).
+
+        It is fenced before this returns, and then restarted. A server that is not healthy is so already.
+        """
+        report = self._reports.get(number)
+        if report is not None and not report.done() and self._wards[number].state == "healthy":
+            failed = fault(error.what, error.code, error.where, why=error.why, fix=error.fix)
+            self._fence(number, failed)
+            report.set_result(failed)
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """No progress is expected inside this block: servers are paused, or have given back their memory."""
-        raise NotImplementedError
-        yield
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
 
     async def settled(self) -> None:
         """Wait until no server is starting or fenced: all are healthy or retired."""
-        raise NotImplementedError
+        while any(state in ("starting", "fenced") for state in self.states.values()):
+            await self._changed.wait()
+
+    # -- one server's life
+
+    async def _tend(self, number: int) -> None:
+        try:
+            while True:
+                failed = await self._failed(number)
+                while not await self._restarted(number, failed):
+                    if not self._wards[number].usable:
+                        return
+        except Exception as error:  # a bug of ours must not leave the run without a watch
+            self._lose(EngineError(f"the watch over server {number} broke", code="ENG84", why=repr(error)))
+            raise
+
+    async def _failed(self, number: int) -> ServerFault:
+        """Look until the server fails; it is fenced on return."""
+        server, pulse = self._servers[number], Pulse(self._limits)
+        report: asyncio.Future[ServerFault] = asyncio.get_running_loop().create_future()
+        self._reports[number] = report
+        http = Transport(server.address.url, token=server.address.token)
+        died = asyncio.create_task(server.died())
+        try:
+            while True:
+                await asyncio.wait({report, died}, timeout=self._limits.interval, return_when="FIRST_COMPLETED")
+                if report.done():
+                    return report.result()
+                failed = (
+                    self._dead(number, died.result()) if died.done() else pulse.judge(await self._look(number, http))
+                )
+                if report.done():  # meanwhile
+                    return report.result()
+                if failed is not None:
+                    self._fence(number, failed)
+                    return failed
+        finally:
+            del self._reports[number]
+            died.cancel()
+            await http.close()
+
+    async def _look(self, number: int, http: Transport) -> Look:
+        in_flight, came = self._engine.progress(number)
+        held: tuple[int, ...] = ()
+        refused = False
+        try:
+            reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + ASK)
+            held = _held(reply.body) if reply.status == 200 else ()
+        except ServerFault as error:
+            refused = error.code == "ENG69"
+        return Look(
+            at=time.monotonic(),
+            in_flight=in_flight,
+            came=came,
+            held=held,
+            refused=refused,
+            expected=not self._paused,
+        )
+
+    async def _restarted(self, number: int, failed: ServerFault) -> bool:
+        """Start a fenced server once more; False where that failed, or where it is retired."""
+        server, ward = self._servers[number], self._wards[number]
+        tail = server.tail()
+        try:
+            if not ward.next():
+                await server.stop(grace=0)
+                self._retire(number, failed, tail)
+                return False
+            self._change(
+                f"SGLang server {number} {failed.what}; restart {ward.restarts} of {self._limits.max_restarts}"
+            )
+            await server.stop(grace=0)
+            await asyncio.sleep(ward.pause(self._limits.interval))
+            await server.start()
+            await server.ready(self._limits.start_timeout)
+            await self._bring_up(number)
+        except (SlimeError, OSError, TimeoutError) as error:
+            what = error.what if isinstance(error, SlimeError) else f"could not be restarted: {error!r}"
+            ward.fence()
+            self._change(f"SGLang server {number} did not come back: {what}")
+            return False
+        ward.up()
+        self._change(f"SGLang server {number} serves again (generation {server.address.generation})")
+        return True
+
+    async def _bring_up(self, number: int) -> None:
+        """The engine's part of a restart, with a deadline, and ended where the server dies meanwhile."""
+        filling = asyncio.create_task(self._engine.bring_up(number))
+        died = asyncio.create_task(self._servers[number].died())
+        try:
+            await asyncio.wait({filling, died}, timeout=self._limits.start_timeout, return_when="FIRST_COMPLETED")
+            if filling.done():
+                return filling.result()
+            if died.done():
+                raise self._dead(number, died.result())
+            raise TimeoutError(f"no weights within {self._limits.start_timeout:g} s")
+        finally:
+            died.cancel()
+            filling.cancel()
+            await asyncio.gather(filling, died, return_exceptions=True)
+
+    # -- what follows
+
+    def _dead(self, number: int, how: str) -> ServerFault:
+        return fault(f"SGLang server {number} {how}", "ENG84", "")
+
+    def _fence(self, number: int, failed: ServerFault) -> None:
+        server = self._servers[number]
+        self._wards[number].fence()
+        failed.where = failed.where or str(server.log or server.address.url)
+        failed.why = failed.why or server.tail()
+        self._engine.fence(number, failed)
+        self._change("")
+
+    def _retire(self, number: int, failed: ServerFault, tail: str) -> None:
+        server, ward = self._servers[number], self._wards[number]
+        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
+        left = sum(ward.usable for ward in self._wards.values())
+        if left >= self._limits.min_healthy:
+            return
+        self._lose(
+            EngineError(
+                f"{left} of {len(self._wards)} SGLang servers are left, and rollout.min_healthy_engines is "
+                f"{self._limits.min_healthy}",
+                code="ENG89" if ward.restarts else "ENG84",
+                where=str(server.log or server.address.url),
+                why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
+                fix="see the log's end; what was finished is in the ledger: slime run --resume RUN_DIR",
+            )
+        )
+
+    def _lose(self, error: EngineError) -> None:
+        if self._error is None:
+            self._error = error
+            self._engine.lost(error)
+
+    def _change(self, text: str) -> None:
+        if text:
+            self._note(text)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _held(body: bytes) -> tuple[int, ...]:
+    """Tokens that the server holds, by data-parallel rank; empty where the answer is not /v1/loads' own."""
+    try:
+        return tuple(int(load["num_used_tokens"]) for load in json.loads(body)["loads"])
+    except (ValueError, TypeError, KeyError):
+        return ()

@@ -1,13 +1,46 @@
-"""One SGLang server: started and stopped by us, or another's that runs already."""
+"""One SGLang server: started and stopped by us, or another's that runs already.
+
+    Launch --start--> launcher.py (own session, log, held ports) --ready--> Address --stop or death--> nothing left
+
+Every start is a new generation with ports of its own, so an answer of an old one can be told by its address. The token
+goes to nobody but a process of ours: before it is sent, the listener on the port is looked up.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.address import Address
+from slime_core.engines.sglang.handshake import handshake
+from slime_core.errors import EngineError
+
+EXTERNAL = "rollout.rollout_external_engine_addrs"
+LAUNCHER = Path(__file__).with_name("launcher.py")
+
+GRACE = 15.0
+"""Seconds from SIGTERM to SIGKILL; the launcher, which is told first, gives the server 10 of them."""
+
+POLL = 0.2  # seconds between looks while a server starts
+ASK = 30.0  # seconds for one answer while it starts: SGLang's /health makes a token when it is idle
+PORT_TRIES = 4  # starts on other ports where somebody took the one that was held
+TAIL_BYTES, TAIL_LINES, TAIL_WIDTH = 64 << 10, 30, 300
+ATTENTION_PORTS = 16  # that SGLang counts upwards from --dist-init-addr with data-parallel attention
+
+CHILD = re.compile(r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)")
+IN_USE = re.compile(r"address already in use", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +56,7 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)  # added to ours
     host: str = "127.0.0.1"
     threads: int = 1  # OMP_NUM_THREADS where ``env`` has none
+    launcher: Path = LAUNCHER
 
 
 class Server:
@@ -36,28 +70,38 @@ class Server:
         await server.stop()
     """
 
-    address: Address  # of its present generation: every start has its own port and the next generation
-    log: Path | None
+    def __init__(self, address: Address, launch: Launch | None) -> None:
+        self.address = address  # of its present generation
+        self.log = launch.log if launch is not None else None
+        self._launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: asyncio.Task[str] | None = None
+        self._holds: list[ports.Hold] = []
+        self._last = ""  # why it was not ready at the last look
+        self._from = 0  # where the present generation's part of the log begins
 
     @classmethod
     def launch(cls, launch: Launch, *, number: int = 0, group: str = "rollout") -> Self:
         """A server of ours, not started; its token is drawn here."""
-        raise NotImplementedError
+        token = secrets.token_urlsafe(32)
+        return cls(Address(url="", token=token, number=number, group=group, generation=0), launch)
 
     @classmethod
     def attach(cls, url: str, *, token: str = "", number: int = 0, group: str = "rollout") -> Self:
         """A server that somebody else runs: never started and never stopped by us."""
-        raise NotImplementedError
+        return cls(Address(url=url.rstrip("/"), token=token, number=number, group=group), None)
 
     @property
     def owned(self) -> bool:
         """Whether we started it, and may stop it."""
-        raise NotImplementedError
+        return self._launch is not None
 
     @property
     def pid(self) -> int:
-        """Of the launcher; 0 where nothing of ours runs."""
-        raise NotImplementedError
+        """Of the launcher, which leads the session of all its processes; 0 where none runs."""
+        return self._process.pid if self._process is not None else 0
+
+    # -- start and end
 
     async def start(self) -> None:
         """Start the process, a new generation of ``address``; a no-op for another's server.
@@ -65,25 +109,243 @@ class Server:
         Raises:
             EngineError: ENG69 where no process can be started.
         """
-        raise NotImplementedError
+        if self._launch is None:
+            return
+        await self.stop()
+        launch = self._launch
+        try:
+            port, further = self._hold_ports(launch)
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+            with launch.log.open("ab") as out:
+                self._from = out.tell()
+                self._process = subprocess.Popen(
+                    [launch.python, str(launch.launcher)],
+                    stdin=subprocess.PIPE,  # open as long as we live: the launcher ends with us
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(launch),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._let_go()
+            raise EngineError(
+                f"SGLang server {self.address.number} cannot be started: {error}",
+                code="ENG69",
+                where=str(launch.log),
+                fix="sglang.python names the python of an environment that has sglang",
+            ) from None
+        host = f"[{launch.host}]" if ":" in launch.host else launch.host
+        generation = self.address.generation + 1
+        self.address = replace(self.address, url=f"http://{host}:{port}", generation=generation)
+        self._end = asyncio.create_task(self._bury(self._process), name=f"slime-sglang-{self.address.number}")
+        arguments = [*launch.arguments, "--host", launch.host, "--port", str(port), *further]
+        asked = json.dumps({"arguments": arguments, "token": self.address.token})
+        assert self._process.stdin is not None
+        with suppress(OSError):  # where it is gone, `ready` says so
+            self._process.stdin.write(f"{asked}\n".encode())
+            self._process.stdin.flush()
 
-    async def ready(self, timeout: float) -> None:
-        """Wait until it serves.
+    def _hold_ports(self, launch: Launch) -> tuple[int, list[str]]:
+        """The port of HTTP, and arguments for the further ports of SGLang that it would only guess."""
+        self._holds = [ports.hold(launch.host)]
+        further: list[str] = []
+        if _option(launch.arguments, "--nnodes", "1") != "1":
+            return self._holds[0].port, further  # the user names the rendezvous of several machines
+        attention = "--enable-dp-attention" in launch.arguments
+        if attention and not _option(launch.arguments, "--dist-init-addr"):
+            self._holds.append(ports.hold(count=ATTENTION_PORTS))
+            further += ["--dist-init-addr", f"127.0.0.1:{self._holds[-1].port}"]
+        # data-parallel workers without common attention take one port each, and refuse a common one
+        ranks = _option(launch.arguments, "--dp-size", _option(launch.arguments, "--data-parallel-size", "1"))
+        if (attention or ranks == "1") and not _option(launch.arguments, "--nccl-port"):
+            self._holds.append(ports.hold())
+            further += ["--nccl-port", str(self._holds[-1].port)]
+        return self._holds[0].port, further
 
-        Raises:
-            EngineError: ENG69 it does not answer in ``timeout`` seconds, or ended; ENG71 another service answers there;
-                ENG73 it refuses the token.
-        """
-        raise NotImplementedError
+    def _let_go(self) -> None:
+        for held in self._holds:
+            held.close()
+        self._holds = []
+
+    async def _bury(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for the launcher's end, kill what is left of its session, and say how it ended."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        watched = os.pidfd_open(process.pid)
+        loop.add_reader(watched, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(watched)
+            os.close(watched)
+        await _kill_session(process.pid)  # before it is reaped: its number is nobody else's yet
+        code = process.wait()
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        self._let_go()
+        return self._how(code)
+
+    def _how(self, code: int) -> str:
+        said = f"was killed by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        if child := CHILD.search(self._written()):
+            name, pid, ended = child.groups()
+            why = f"was killed by {_signal(-int(ended))}" if int(ended) < 0 else f"ended with exit code {ended}"
+            said += f" after its process {name} ({pid}) {why}"
+        return said
 
     async def died(self) -> str:
         """Wait until its process ends, and say how, as the end of a sentence; for another's server, wait forever."""
-        raise NotImplementedError
+        if self._end is None:
+            if self._launch is None:
+                await asyncio.Event().wait()
+            return "was stopped"
+        return await asyncio.shield(self._end)
 
-    async def stop(self) -> None:
+    @property
+    def running(self) -> bool:
+        """Whether its process lives; always, as far as we know, for another's."""
+        return self._launch is None or (self._end is not None and not self._end.done())
+
+    async def stop(self, grace: float = GRACE) -> None:
         """End all its processes and wait until none is left; a no-op where none runs, and for another's server."""
-        raise NotImplementedError
+        process, end = self._process, self._end
+        if process is None or end is None:
+            return
+        try:
+            if grace > 0 and not end.done():
+                process.terminate()
+                await asyncio.wait({end}, timeout=grace)
+        finally:  # also where the caller is cancelled while it waits
+            if not end.done():
+                _kill(process.pid)
+                process.kill()
+        await asyncio.shield(end)
+        self._process = self._end = None
+
+    # -- readiness
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until it serves, at most ``timeout`` seconds; a port that somebody took is left for another one.
+
+        Raises:
+            EngineError: ENG69 it does not answer in time, or ended; ENG71, ENG73, ENG93 as `handshake`.
+        """
+        deadline = time.monotonic() + timeout
+        for _ in range(PORT_TRIES):
+            state = await self._wait(deadline)
+            if state == "ready":
+                return
+            if state == "late":
+                raise self._silent(f"did not answer in {timeout:g} s")
+            await self.start()
+        raise self._silent(f"found its port taken {PORT_TRIES} times")
+
+    async def _wait(self, deadline: float) -> str:
+        """``ready``; ``taken``: somebody else listens on the port; ``late``."""
+        self._last = "nobody listens there yet"
+        where = str(self.log) if self.owned else EXTERNAL
+        while (left := deadline - time.monotonic()) > 0:
+            if not self.running:
+                if IN_USE.search(self._written()):
+                    return "taken"
+                raise self._silent(await self.died())
+            found = self._listener()
+            if found == "other":
+                return "taken"
+            if found == "ours":
+                self._last = await handshake(self.address, owned=self.owned, where=where, timeout=min(ASK, left))
+                if not self._last:
+                    return "ready"
+            await asyncio.sleep(min(POLL, left))
+        return "late"
+
+    def _listener(self) -> str:
+        """Who listens on the port: ``ours``, ``other``, or ``nobody``; another's server is taken as it is."""
+        if self._launch is None:
+            return "ours"
+        found = ports.listeners(int(self.address.url.rpartition(":")[2]))
+        if not found:
+            return "nobody"
+        return "ours" if ports.holds(ports.members(self.pid), found) else "other"
+
+    # -- what it says
+
+    def _silent(self, how: str) -> EngineError:
+        what = f"SGLang server {self.address.number} at {self.address.url} {how}"
+        if not self.owned:
+            return EngineError(
+                what,
+                code="ENG69",
+                where=EXTERNAL,
+                why=self._last,
+                fix="start it, or correct its address; rollout.rollout_start_timeout is how long a run waits",
+            )
+        return EngineError(
+            what,
+            code="ENG69",
+            where=str(self.log),
+            why=f"{self._last}; its log ends\n{self.tail()}",
+            fix="the log's end says why; a large model may need a larger rollout.rollout_start_timeout",
+        )
+
+    def _written(self) -> str:
+        """The end of what this generation wrote into its log."""
+        if self.log is None:
+            return ""
+        try:
+            with self.log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._from, end - TAIL_BYTES))
+                return self._redacted(file.read().decode(errors="replace"))
+        except OSError:
+            return ""
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self.address.token, "***") if self.address.token else text
 
     def tail(self) -> str:
-        """The last lines of its log, without the token and without lines of more than a few hundred characters."""
-        raise NotImplementedError
+        """The last lines of its log, without the token, each cut to a few hundred characters."""
+        if self.log is None:
+            return "its log is not ours"
+        lines = [line.rstrip() for line in self._written().splitlines() if line.strip()][-TAIL_LINES:]
+        cut = [line if len(line) <= TAIL_WIDTH else f"{line[:TAIL_WIDTH]} ..." for line in lines]
+        return "\n".join(cut) or "its log is empty"
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    env = {**os.environ, **launch.env}
+    if "OMP_NUM_THREADS" not in launch.env:
+        env["OMP_NUM_THREADS"] = str(launch.threads)
+    return env
+
+
+def _option(arguments: tuple[str, ...], name: str, default: str = "") -> str:
+    """The value of an option in SGLang's command line, as ``NAME VALUE`` or ``NAME=VALUE``."""
+    for at, argument in enumerate(arguments):
+        if argument == name and at + 1 < len(arguments):
+            return arguments[at + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return default
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _kill(session: int) -> list[int]:
+    """Kill what is alive of a session; those that were."""
+    alive = ports.members(session)
+    for pid in alive:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return alive
+
+
+async def _kill_session(session: int) -> None:
+    while _kill(session):
+        await asyncio.sleep(0.01)

@@ -1,0 +1,232 @@
+"""Starts SGLang: the one file of ours that runs in SGLang's environment, with the stdlib and sglang alone.
+
+    driver --one JSON line, then silence--> supervisor (stdin) --the same line--> server (stdin) --spawn--> schedulers
+
+Nobody of ours imports it: `server.Server` runs the file with SGLang's python. The supervisor leads a session of its
+own. The pipe on its stdin is its lifeline: when the driver ends, however it ends, the pipe closes and every process of
+the session is killed, their files in /dev/shm and their temporary folder too. It does the same when the server ends
+(and then ends the same way), and on SIGTERM after a grace. It is a process of its own and tiny, so that neither a busy
+interpreter nor a crash of the server keeps it from that.
+
+The token comes in the pipe, so no list of processes shows it, and SGLang's dump of its arguments shows ``***``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]  # the modules beside this file are called server, client, ...: nobody may import them by accident
+
+import ctypes
+import getpass
+import json
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+
+GRACE = 10.0  # seconds that a server has to end by itself after SIGTERM
+LOOK = 5.0  # seconds between looks at the files that the session has in shared memory
+SHARED = "/dev/shm/"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Token(str):
+    """A string that shows in no dump of an object that holds it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+# -- the server
+
+
+def serve() -> None:
+    """Become the server: arguments and token come on stdin; the supervisor's end is ours."""
+    supervisor = os.getppid()
+    asked = json.loads(sys.stdin.buffer.readline())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.setpgid(0, 0)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    server_args = prepare_server_args(asked["arguments"])
+    if asked["token"]:
+        server_args.api_key = Token(asked["token"])
+    code = 1
+    try:
+        run_server(server_args)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary end would wait for SGLang's processes; the supervisor ends them
+
+
+# -- the supervisor
+
+
+class Supervisor:
+    """Lives as long as the server does, and not longer than the driver."""
+
+    def __init__(self) -> None:
+        self.driver, self.session = os.getppid(), os.getsid(0)
+        self.shared: set[str] = set()
+        self.folder = tempfile.mkdtemp(prefix="slime-sglang-")
+        self.wake, poke = os.pipe()
+        os.set_blocking(poke, False)
+        signal.set_wakeup_fd(poke)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes ours, and is reaped
+
+    def run(self) -> int:
+        """Start the server, wait for the end of it or of the driver, and return how the server ended."""
+        asked = _line(0)
+        if not asked:
+            return 1  # the driver went before it had asked
+        server = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "serve"], stdin=subprocess.PIPE, env=self.environment()
+        )
+        assert server.stdin is not None
+        with suppress(OSError):
+            server.stdin.write(asked)
+            server.stdin.close()
+        self.watch(server)
+        self.end()
+        code = server.wait()
+        with suppress(ChildProcessError):
+            while True:
+                os.wait()  # processes of the server that became ours: no zombie stays
+        return code
+
+    def environment(self) -> dict[str, str]:
+        """Temporary files go to a folder that goes with us; caches that are worth keeping stay where they were."""
+        user = getpass.getuser()
+        env = dict(os.environ)  # new names go last: setproctitle finds nothing where the first one is set anew
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
+        env["TMPDIR"] = self.folder
+        return env
+
+    def watch(self, server: subprocess.Popen[bytes]) -> None:
+        """Return when the session is to be killed."""
+        deadline = float("inf")
+        while True:
+            readable, _, _ = select.select([0, self.wake], [], [], max(0.0, min(LOOK, deadline - time.monotonic())))
+            if self.wake in readable:
+                for number in os.read(self.wake, 1024):
+                    if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and deadline == float("inf"):
+                        self.look()
+                        deadline = time.monotonic() + GRACE
+                        server.terminate()
+            if (0 in readable and not os.read(0, 1024)) or os.getppid() != self.driver:
+                return self.say("the process that started this server is gone")
+            if server.poll() is not None:
+                return self.say(f"the server's process {server.pid} {_end_of(server.returncode)}")
+            if time.monotonic() >= deadline:
+                return self.say(f"the server did not end within {GRACE:g} s of SIGTERM")
+            self.look()
+
+    def say(self, text: str) -> None:
+        """A line of ours in the server's log."""
+        with suppress(OSError):
+            os.write(2, f"[slime] {text}\n".encode())
+
+    def look(self) -> None:
+        """Remember what the session has in shared memory."""
+        for pid in self.others():
+            self.shared |= _mapped(pid)
+
+    def others(self) -> list[int]:
+        """Every other process of the session."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != os.getpid():
+                with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                    if int(fields[3]) == self.session and fields[0] not in "ZX":
+                        found.append(int(name))
+        return found
+
+    def end(self) -> None:
+        """Kill every other process of the session, wait for them, and remove what they have left."""
+        self.look()
+        while alive := self.others():
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        used = {path for name in os.listdir("/proc") if name.isdigit() for path in _mapped(int(name))}
+        for path in self.shared - used:
+            with suppress(OSError):
+                os.unlink(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _mapped(pid: int) -> set[str]:
+    """Files of shared memory that a process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            lines = [line.rstrip("\n") for line in file if SHARED in line]
+    except OSError:
+        return set()
+    return {line[line.index(SHARED) :] for line in lines if not line.endswith("(deleted)")}
+
+
+def _line(source: int) -> bytes:
+    """One line of a pipe, and not a byte of what comes after it; empty where it closes before."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        byte = os.read(source, 1)
+        if not byte:
+            return b""
+        found += byte
+    return bytes(found)
+
+
+def _end_of(code: int) -> str:
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def supervise() -> int:
+    """Run the supervisor; its end is the server's own, signal and all."""
+    supervisor = Supervisor()
+    try:
+        code = supervisor.run()
+    finally:
+        supervisor.end()
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server wrote its core, if it was to write one
+        with suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":  # SGLang's processes are spawned, and read this file again
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(supervise())
