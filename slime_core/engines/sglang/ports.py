@@ -93,9 +93,9 @@ def holds(pids: Iterable[int], sockets: frozenset[str]) -> bool:
     names = {f"socket:[{number}]" for number in sockets}
     for pid in pids:
         with suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+            for name in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    if os.readlink(entry.path) in names:
+                    if os.readlink(f"/proc/{pid}/fd/{name}") in names:
                         return True
     return False
 
