@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from slime_core.engines.sglang.http import ServerFault, Transport, fault
 from slime_core.engines.sglang.server import Server
@@ -261,7 +261,8 @@ class Watch:
         died = asyncio.create_task(server.died())
         try:
             while True:
-                await asyncio.wait({report, died}, timeout=self._limits.interval, return_when="FIRST_COMPLETED")
+                either: list[asyncio.Future[Any]] = [report, died]
+                await asyncio.wait(either, timeout=self._limits.interval, return_when=asyncio.FIRST_COMPLETED)
                 if report.done():
                     return report.result()
                 failed = (
@@ -326,7 +327,8 @@ class Watch:
         filling = asyncio.create_task(self._engine.bring_up(number))
         died = asyncio.create_task(self._servers[number].died())
         try:
-            await asyncio.wait({filling, died}, timeout=self._limits.start_timeout, return_when="FIRST_COMPLETED")
+            either: list[asyncio.Future[Any]] = [filling, died]
+            await asyncio.wait(either, timeout=self._limits.start_timeout, return_when=asyncio.FIRST_COMPLETED)
             if filling.done():
                 return filling.result()
             if died.done():

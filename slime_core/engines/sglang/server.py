@@ -39,6 +39,7 @@ PORT_TRIES = 4  # starts on other ports where somebody took the one that was hel
 TAIL_BYTES, TAIL_LINES, TAIL_WIDTH = 64 << 10, 30, 300
 ATTENTION_PORTS = 16  # that SGLang counts upwards from --dist-init-addr with data-parallel attention
 
+ACCESS = re.compile(r'"(GET|POST) \S+ HTTP/[0-9.]+" 200')  # requests that were served say nothing of an end
 CHILD = re.compile(r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)")
 IN_USE = re.compile(r"address already in use", re.IGNORECASE)
 
@@ -305,11 +306,11 @@ class Server:
         return text.replace(self.address.token, "***") if self.address.token else text
 
     def tail(self) -> str:
-        """The last lines of its log, without the token, each cut to a few hundred characters."""
+        """The last lines of its log but those of served requests, no token, each cut to a few hundred characters."""
         if self.log is None:
             return "its log is not ours"
-        lines = [line.rstrip() for line in self._written().splitlines() if line.strip()][-TAIL_LINES:]
-        cut = [line if len(line) <= TAIL_WIDTH else f"{line[:TAIL_WIDTH]} ..." for line in lines]
+        lines = [line.rstrip() for line in self._written().splitlines() if line.strip() and not ACCESS.search(line)]
+        cut = [line if len(line) <= TAIL_WIDTH else f"{line[:TAIL_WIDTH]} ..." for line in lines[-TAIL_LINES:]]
         return "\n".join(cut) or "its log is empty"
 
 
