@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from raw_server import RawServer, start
+from raw_server import ENVIRONMENT, Loop, RawServer, start, words
+
+from slime_core.engines.sglang.server import Launch
 
 RM_MATH = Path(__file__).parents[2] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
 CONTEXT = 1024
@@ -43,15 +45,30 @@ def make_model(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    sglang_python: str, served_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartServer]:
+def loop() -> Iterator[Loop]:
+    """Where servers and engines of these tests live."""
+    with Loop() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def launch(sglang_python: str, served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launch]:
+    """How a server is started, with more words for its command line."""
+
+    def of(*more: str, model: Path = served_model) -> Launch:
+        log = tmp_path_factory.mktemp("server") / "log.txt"
+        return Launch(python=sglang_python, arguments=words(model, *more), env=ENVIRONMENT, log=log)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def start_server(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Iterator[StartServer]:
     """Start a server of one's own, with more words for its command line; it is stopped at the end at the latest."""
     started: list[RawServer] = []
 
     def one_more(*more: str, model: Path = served_model) -> RawServer:
-        log = tmp_path_factory.mktemp("server") / "log.txt"
-        started.append(start(sglang_python, model, log, *more))
+        started.append(start(loop, launch(*more, model=model), model))
         return started[-1]
 
     yield one_more
@@ -61,7 +78,7 @@ def start_server(
 
 @pytest.fixture(scope="session")
 def shared_server(start_server: StartServer) -> RawServer:
-    """The server that all tests share; take ``server``."""
+    """The server that all tests share; take ``server``. `test_kill_and_recover.py` has it last, and kills it."""
     return start_server()
 
 
@@ -70,3 +87,9 @@ def server(shared_server: RawServer) -> Iterator[RawServer]:
     """The shared server; afterwards nothing is paused there and nothing runs."""
     yield shared_server
     shared_server.settle()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that kill the shared server are the last that have it."""
+    items.sort(key=lambda item: item.path.name == "test_kill_and_recover.py")

@@ -1,24 +1,24 @@
-"""A real SGLang server on this CPU, spoken to without any code of slime: what the facts of `test_facts.py` are about."""
+"""A real SGLang server on this CPU, started by slime and spoken to over plain HTTP: what `test_facts.py` is about."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from slime_core.engines.sglang.address import Address
+from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.server import Launch, Server
 
+T = TypeVar("T")
 STUBS = Path(__file__).with_name("stubs")
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(STUBS), "OMP_NUM_THREADS": "1"}
 """What a server on a CPU has in its environment; ours gets none of it."""
@@ -34,18 +34,41 @@ OPTIONS = {
     "sleep-on-idle": True,
 }
 """SGLang's own options that make it serve on a CPU; the last one lets the other worker of the suite have the cores."""
-START_TIMEOUT = 240.0
+START_TIMEOUT = 280.0
 """Seconds: 24 on an idle machine with two cores, three to four times that beside other work."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def words(options: dict[str, Any] = OPTIONS) -> tuple[str, ...]:
-    """Options as SGLang's command line has them."""
-    return tuple(
-        word
-        for name, value in options.items()
-        for word in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
-    )
+def words(model: Path, *more: str) -> tuple[str, ...]:
+    """SGLang's command line for a model."""
+    found = ["--model-path", str(model)]
+    for name, value in OPTIONS.items():
+        found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return (*found, *more)
+
+
+class Loop:
+    """An event loop in a thread of its own, where servers are watched between the tests; a context manager."""
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = START_TIMEOUT) -> T:
+        """Run a coroutine there and wait for what it returns."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
 
 
 @dataclass(slots=True)
@@ -60,10 +83,9 @@ class Answer:
 class RawServer:
     """A server that runs. ``pool`` makes calls in the background: `server.pool.submit(server.generate, ...)`."""
 
-    address: Address
+    server: Server
     model: Path
-    log: Path
-    process: subprocess.Popen[bytes]
+    loop: Loop
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
     def call(self, path: str, body: object = None, *, token: str | None = None, timeout: float = 60.0) -> Answer:
@@ -80,8 +102,8 @@ class RawServer:
             return Answer(status, raw.decode(errors="replace"))
 
     def _request(self, path: str, body: object = None, token: str | None = None) -> urllib.request.Request:
-        request = urllib.request.Request(self.address.url + path)
-        token = self.address.token if token is None else token
+        request = urllib.request.Request(self.server.address.url + path)
+        token = self.server.address.token if token is None else token
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         if body is not None:
@@ -135,9 +157,18 @@ class RawServer:
             assert time.monotonic() < deadline, f"{seconds} s, and not: {what}"
             time.sleep(0.01)
 
-    def processes(self) -> list[int]:
-        """The server's process and those that it started, those of its session that live."""
-        return [pid for pid, session, state in sessions() if session == self.process.pid and state != "Z"]
+    def processes(self) -> dict[int, str]:
+        """Its processes that live, and what they call themselves; the first is the launcher."""
+        found = {}
+        for pid in ports.members(self.server.pid):
+            with suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        return found
+
+    def scheduler(self) -> int:
+        """The process that computes."""
+        (found,) = [pid for pid, name in self.processes().items() if name.startswith("sglang::scheduler")]
+        return found
 
     def settle(self) -> None:
         """Nothing is paused and nothing runs, as a test found it."""
@@ -146,68 +177,21 @@ class RawServer:
 
     def stop(self) -> None:
         """End all its processes."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.loop.run(self.server.stop())
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def sessions() -> Iterator[tuple[int, int, str]]:
-    """Every process of this machine: pid, session, state."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            yield int(entry.name), int(fields[3]), fields[0]
-
-
-@contextmanager
-def held_port() -> Iterator[int]:
-    """A port that nobody else gets meanwhile."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
-def start(python: str, model: Path, log: Path, *more: str, token: str = "facts-token") -> RawServer:
+def start(loop: Loop, launch: Launch, model: Path) -> RawServer:
     """Start a server and wait until it serves."""
-    with held_port() as port:
-        pass
-    address = Address(url=f"http://127.0.0.1:{port}", token=token)
-    command = [
-        python,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model),
-        "--port",
-        str(port),
-        "--api-key",
-        token,
-    ]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *words(), *more],
-            env={**os.environ, **ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    server = RawServer(address, model, log, process)
 
-    def up() -> bool:
-        assert process.poll() is None, f"the server ended:\n{log.read_text(errors='replace')[-3000:]}"
+    async def up() -> Server:
+        server = Server.launch(launch)
         try:
-            return server.call("/health", timeout=5).status == 200
-        except OSError:
-            return False
+            await server.start()
+            await server.ready(START_TIMEOUT)
+        except BaseException:
+            await server.stop()
+            raise
+        return server
 
-    try:
-        server.until(up, "the server serves", START_TIMEOUT)
-    except BaseException:
-        server.stop()
-        raise
-    return server
+    return RawServer(loop.run(up(), START_TIMEOUT + 20), model, loop)
