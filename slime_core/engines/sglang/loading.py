@@ -1,4 +1,4 @@
-"""One server takes one update: the calls that the engine's side of each transport makes, and what may go wrong in them.
+"""One server takes one update: the calls that the engine's side of each transport makes, and what may go wrong.
 
     disk    the folder is looked through here first (a server that fails to read it rolls back to it, and dies)
     tensor  one call with the handles, the same for each tensor-parallel rank
@@ -135,7 +135,7 @@ async def _from_disk(to: Target) -> None:
         await asyncio.to_thread(Shards.open, Path(folder))
     except (SlimeError, OSError) as error:
         raise to.refused(f"{folder} cannot be read: {error}") from error
-    await to.post("/update_weights_from_disk", {"model_path": folder}, last=True)
+    await to.post("/update_weights_from_disk", {"model_path": folder, "load_format": "auto"}, last=True)
 
 
 async def _from_tensor(to: Target) -> None:
@@ -217,10 +217,10 @@ async def _watched(to: Target) -> None:
         own = work.exception() if work.done() else None
         why = watch.result() if watch.done() else ""
         if not why:
-            why = f"{to.name}: {own}" if own is not None else f"{to.name}: it did not take the weights in time"
+            why = f"{to.name}: {_reason(own)}" if own else f"{to.name}: it did not take the weights in time"
             await asyncio.to_thread(nccl.tell, store, key, why)
-        if own is not None and not isinstance(own, EngineError):
-            raise own
+            if own is not None:
+                raise own
         raise to.refused(why) from own
     finally:
         for task in (work, watch):
@@ -237,3 +237,7 @@ async def _told(store: Any, key: str) -> str:
         if why:
             return why
         await asyncio.sleep(POLL)
+
+
+def _reason(error: BaseException) -> str:
+    return (error.why or error.what) if isinstance(error, SlimeError) else f"{type(error).__name__}: {error}"

@@ -19,21 +19,21 @@ from slime_core.trainers.fsdp.frozen import Frozen
 from slime_core.trainers.fsdp.learner import Learner
 from slime_core.trainers.fsdp.passes import Sums, backward, forward
 from slime_core.trainers.fsdp.policy import Policy
+from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.schedule import Schedule
-from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
+from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
 from slime_core.trainers.fsdp.short import told_of_memory
 from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
-from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
     from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, MicroBatch
+    from slime_core.types import Batch, Columns, MicroBatch, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,6 +68,7 @@ class Worker:
         self.frozen = Frozen(folder, self.mesh, self.dtype, self.device)
         self.critic: Critic | None = None
         self.staging = Staging(self.device)
+        self.publisher = Publisher(self)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -289,13 +290,9 @@ class Worker:
         checks.check_batch(batch, self.folder.vocab_size)
 
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        if self.world == 1:
-            shared = "shared" if self.dtype == torch.float32 else "tensors"
-            tensors = {name: local(tensor.detach()) for name, tensor in self.policy.hf.state_dict().items()}
-            return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
-        return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self._whole())
+        return self.publisher.publish(version, route)
 
-    def _whole(self) -> Tensors:
+    def whole(self) -> Tensors:
         """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
         owners = {name: id(p) for name, p in self.policy.hf.named_parameters(remove_duplicate=False)}
         gathered: dict[Any, torch.Tensor] = {}
@@ -324,13 +321,15 @@ class Worker:
         self._barrier()
 
     def export(self, path: Path) -> None:
-        whole = self._whole()
+        whole = self.whole()
         if self.rank == 0:
             files.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
         self._barrier()
 
     def release(self, what: set[str]) -> None:
         self._forget()
+        if "parameters" in what:
+            self.publisher.drop()
         if self.device.type != "cpu":
             self._move("cpu", what)
         if self.device.type == "cuda":

@@ -82,13 +82,8 @@ class DiskSender:
         return {"folder": str(final)}, fingerprints
 
     def drop(self) -> None:
-        """Folders stay: they are no memory."""
-        while True:
-            try:
-                self._buffers.get_nowait()
-            except queue.Empty:
-                break
-        self._reserved = False
+        """Give locked host memory back; folders stay."""
+        self._buffers, self._reserved = queue.SimpleQueue(), False
 
     def _clear(self, folder: Path) -> None:
         """Leave the newest folder of this process and nothing else, so that with the next there are two."""
@@ -129,11 +124,14 @@ class DiskSender:
                     self._submit(jobs, fd, first + slot.begin, sent)
                     _wait(jobs, route.buffer_bytes)
             _wait(jobs, 0)
-        finally:
-            for _, job in jobs:  # after an error: nothing may be written into a file that is closed
+        except BaseException:  # nothing may be written into a file that is closed
+            for _, job in jobs:
                 job.cancel()
                 with suppress(BaseException):
                     job.result()
+            self.drop()
+            raise
+        finally:
             for fd in files:
                 os.close(fd)
         self._describe(aside, names, shards)

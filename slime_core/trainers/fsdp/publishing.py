@@ -1,0 +1,174 @@
+"""A worker's parameters on their way to engines: gathered one at a time, in the names of the model folder, by a route.
+
+    no route     one float32 rank: its live storage; else whole tensors
+    disk         rank 0 writes a folder          `weights.transports.disk`
+    tensor       rank 0 casts into a buffer      `weights.transports.tensor`
+    nccl         rank 0 broadcasts to servers    `weights.transports.nccl`
+
+Every rank goes through all gathers, also where rank 0 has failed, so that no rank waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from slime_core.errors import TrainerError
+from slime_core.trainers.fsdp.sharding import full, local, reshard
+from slime_core.types import WeightUpdate
+from slime_core.weights.transports.buckets import Part, Source, Stream, stream
+
+if TYPE_CHECKING:
+    from slime_core.trainers.fsdp.worker import Worker
+    from slime_core.transfer import WeightRoute
+
+STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
+
+
+class Sender(Protocol):
+    """One transport at rank 0."""
+
+    def send(
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The update's handle, and checksums of what was sent by `transfer.Held.key`."""
+        ...
+
+    def drop(self) -> None:
+        """Give memory back."""
+        ...
+
+
+class Publisher:
+    """Keeps what one update after another can use again: buffers, handles, process groups.
+
+    Example:
+        update = Publisher(worker).publish(4, route)
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._senders: dict[str, Sender] = {}
+
+    @torch.no_grad()
+    def publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
+        """See `protocols.Trainer`; a collective. With a route, what was sent is at its place or on its way.
+
+        Raises:
+            TrainerError: a tensor that no engine knows a name for; TRN96 no memory for a copy; a broken group.
+            StorageError: the folder cannot be written.
+        """
+        worker = self._worker
+        if route is None:
+            if worker.world > 1:
+                return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=worker.whole())
+            shared = "shared" if worker.dtype == torch.float32 else "tensors"
+            tensors = {name: local(tensor.detach()) for name, tensor in worker.policy.hf.state_dict().items()}
+            return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
+        reshard(worker.policy)
+        sources = self.sources()
+        update = WeightUpdate(version=version, epoch=0, transport=route.transport)
+        tensors_ = stream(sources)
+        try:
+            if worker.rank == 0:
+                parts = [part for source in sources for part in source.parts]
+                update.handle, update.fingerprints = self._sender(route).send(parts, tensors_, version, route)
+        finally:
+            for _ in tensors_:
+                pass
+        return update
+
+    def drop(self) -> None:
+        """Give the memory of transports back; the next update makes it anew."""
+        for sender in self._senders.values():
+            sender.drop()
+
+    def sources(self) -> list[Source]:
+        """All parameters and stored buffers, tied ones once, in the model's order.
+
+        Raises:
+            TrainerError: a tensor whose name in a model folder is not known here.
+        """
+        worker = self._worker
+        named: dict[str, torch.Tensor] = dict(worker.parameters())
+        stored = _stored_buffers(worker.policy.hf)
+        found = []
+        for name, tensor in (named | stored).items():
+            if not tensor.is_floating_point():
+                raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
+            gather = partial(full if worker.world > 1 else local, tensor.detach())
+            found.append(Source(parts_of(name, tensor.shape), gather))
+        return found
+
+    def _sender(self, route: WeightRoute) -> Sender:
+        if route.transport not in self._senders:
+            self._senders[route.transport] = self._open(route)
+        return self._senders[route.transport]
+
+    def _open(self, route: WeightRoute) -> Sender:
+        worker = self._worker
+        if route.transport == "disk":
+            from slime_core.weights.transports.disk import DiskSender
+
+            config = json.loads((worker.folder.path / "config.json").read_bytes())
+            config.pop("torch_dtype", None)
+            config["dtype"] = route.dtype
+            return DiskSender(worker.device, {"config.json": json.dumps(config, indent=2) + "\n"})
+        if route.transport == "tensor":
+            from slime_core.weights.transports.tensor import TensorSender
+
+            return TensorSender(worker.device)
+        from slime_core.weights.transports.nccl import BroadcastSender
+
+        return BroadcastSender(worker.device)
+
+
+def parts_of(name: str, shape: torch.Size) -> tuple[Part, ...]:
+    """What a parameter is called in a model folder: itself, or each expert's matrices.
+
+    Raises:
+        TrainerError: a stack of matrices of another layout.
+    """
+    if len(shape) < 3:
+        return (Part(name, tuple(shape), _whole),)
+    prefix, _, last = name.rpartition(".")
+    if not name.endswith(STACKED):
+        raise TrainerError(
+            f"{name} of shape {list(shape)} has no known form in an engine",
+            why=f"of stacked matrices {' and '.join(STACKED)} are known",
+            fix="use rollout_engine=local for this model",
+        )
+    experts, rows, columns = shape
+    if last == "down_proj":
+        return tuple(
+            Part(f"{prefix}.{number}.down_proj.weight", (rows, columns), partial(_rows, number, 0, rows))
+            for number in range(experts)
+        )
+    half = rows // 2
+    return tuple(
+        Part(f"{prefix}.{number}.{which}_proj.weight", (half, columns), partial(_rows, number, begin, begin + half))
+        for number in range(experts)
+        for which, begin in (("gate", 0), ("up", half))
+    )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[number, begin:end]
+
+
+def _stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that a model folder holds."""
+    found = {}
+    for prefix, module in hf.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

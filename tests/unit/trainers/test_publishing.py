@@ -1,0 +1,136 @@
+"""What a trainer publishes by a route: names, dtypes and bytes of the model folder, from one rank and from two."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from slime_core.errors import TrainerError
+from slime_core.testing import tiny_model
+from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.transfer import Held, Piece, WeightRoute
+from slime_core.weights import hashing
+
+pytestmark = pytest.mark.unit
+
+HERE = Path(__file__).parent
+
+
+def route(folder, **more):
+    return WeightRoute(**{"transport": "disk", "dtype": "bfloat16", "folder": str(folder), **more})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_has_the_names_of_the_model_folder_and_the_trained_values_cast(bench, tmp_path, tied, dtype):
+    one = bench(tied=tied)
+    with torch.no_grad():
+        for parameter in one.worker.locals().values():
+            parameter.add_(torch.randn_like(parameter) * 1e-3)
+    update = asyncio.run(one.trainer.publish(3, route(tmp_path / "w", dtype=dtype)))
+    assert (update.version, update.transport, dict(update.tensors)) == (3, "disk", {})
+    folder = Path(update.handle["folder"])
+    stored = load_file(str(folder / "model.safetensors"))
+    original = load_file(str(one.folder.path / "model.safetensors"))
+    assert stored.keys() == original.keys() - ({"lm_head.weight"} if tied else set())
+    for name, tensor in one.worker.locals().items():
+        assert torch.equal(stored[name], tensor.to(getattr(torch, dtype)))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["dtype"], config["model_type"], config["tie_word_embeddings"]) == (dtype, "qwen3", tied)
+
+
+def test_an_update_carries_the_checksums_of_what_it_sent(bench, tmp_path):
+    one = bench()
+    q, k, v = (f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkv")
+    held = Held(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=n) for n in (q, k, v)))
+    for transport in ("disk", "tensor"):
+        update = asyncio.run(one.trainer.publish(3, route(tmp_path, transport=transport, checks=(held,))))
+        tensors = one.worker.locals()
+        fused = torch.cat([tensors[name].bfloat16() for name in (q, k, v)])
+        assert update.fingerprints == {held.key: hashing.checksum(fused, "sha256")}
+
+
+def test_without_a_route_the_engine_reads_the_live_tensors(bench):
+    update = asyncio.run(bench().trainer.publish(3))
+    assert (update.transport, update.handle, update.fingerprints) == ("shared", None, {})
+
+
+def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again(bench, tmp_path):
+    one = bench()
+    first = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
+    asyncio.run(one.trainer.release({"gradients", "optimizer"}))
+    assert asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle == first
+    asyncio.run(one.trainer.release({"parameters"}))
+    assert one.worker.publisher._senders["tensor"]._staging is None
+    asyncio.run(one.trainer.reacquire({"parameters"}))
+    again = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
+    assert [bucket["names"] for bucket in again["buckets"]] == [bucket["names"] for bucket in first["buckets"]]
+
+
+def test_stacked_experts_leave_under_the_names_of_a_saved_folder(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(str(tmp_path))
+    saved = load_file(str(tmp_path / "model.safetensors"))
+    cut = {
+        part.name: part.cut(parameter.detach())
+        for name, parameter in model.named_parameters()
+        for part in parts_of(name, parameter.shape)
+    }
+    assert cut.keys() == saved.keys()
+    assert len(cut) == 2 + 1 + 2 * (4 + 2 + 2 + 1 + 4 * 3)
+    for name, parameter in model.named_parameters():
+        for part in parts_of(name, parameter.shape):
+            assert part.shape == tuple(saved[part.name].shape)
+            assert torch.equal(cut[part.name], saved[part.name])
+
+
+def test_a_stack_of_matrices_of_another_layout_is_refused_by_name():
+    with pytest.raises(TrainerError, match=r"model\.layers\.0\.experts\.w1 of shape \[4, 8, 8\]"):
+        parts_of("model.layers.0.experts.w1", torch.Size([4, 8, 8]))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A model folder, and what two ranks wrote."""
+    folder = tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
+    out = tmp_path_factory.mktemp("two")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    commands = [[sys.executable, str(HERE / "publish_main.py"), folder, out, str(r), "2"] for r in range(2)]
+    ranks = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return folder, out
+
+
+@pytest.mark.integration
+def test_two_ranks_publish_whole_tensors_and_rank_0_answers(two):
+    folder, out = two
+    original = load_file(str(folder / "model.safetensors"))
+    for file in (out / "weights" / "v-4" / "model.safetensors", out / "staged.safetensors"):
+        found = load_file(str(file))
+        assert found.keys() == original.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, original[name].bfloat16())
+    answers = [json.loads((out / f"answers-{rank}.json").read_text()) for rank in range(2)]
+    assert answers[0]["disk"] == {"folder": str(out / "weights" / "v-4")}
+    assert answers[0]["tensor"] == 1
+    assert (answers[1]["disk"], answers[1]["tensor"]) == (None, None)
+
+
+@pytest.mark.integration
+def test_a_rank_0_that_cannot_write_leaves_no_other_rank_waiting(two):
+    _, out = two
+    answers = [json.loads((out / f"answers-{rank}.json").read_text()) for rank in range(2)]
+    assert answers[0]["error"].startswith("STO00 ")
+    assert answers[1]["error"] == ""

@@ -1,0 +1,293 @@
+"""What leaves the trainer: buckets and their checksums, folders that appear whole, handles that another process reads."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime_core.errors import StorageError, TrainerError
+from slime_core.transfer import Held, Piece, WeightRoute
+from slime_core.weights import hashing
+from slime_core.weights.shards import Shards
+from slime_core.weights.transports import disk, tensor
+from slime_core.weights.transports.buckets import Part, Source, Staging, Tally, lay_out, stream
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+
+
+def tensors_of(seed=0, factor=1.0):
+    """Tensors of odd sizes, in float32, whose values bfloat16 has to round."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (33, 8), "a.q.weight": (8, 8), "a.k.weight": (4, 8), "a.norm": (7,), "b.weight": (65, 9)}
+    return {name: torch.randn(shape, generator=draw) * factor for name, shape in shapes.items()}
+
+
+def sources_of(tensors):
+    return [Source((Part(name, tuple(t.shape), lambda whole: whole),), lambda t=t: t) for name, t in tensors.items()]
+
+
+def sent(sender, tensors, route, version=4):
+    sources = sources_of(tensors)
+    return sender.send([part for source in sources for part in source.parts], stream(sources), version, route)
+
+
+def disk_route(folder, **more):
+    return WeightRoute(**{"transport": "disk", "dtype": "bfloat16", "folder": str(folder), **more})
+
+
+QK = Held(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))
+TOP = Held(name="embed.weight", rank=1, pieces=(Piece(name="embed.weight", start=17),))
+
+
+# -- buckets
+
+
+def test_buckets_hold_what_fits_and_a_larger_tensor_has_one_of_its_own():
+    parts = [part for source in sources_of(tensors_of()) for part in source.parts]
+    found = lay_out(parts, "float32", most=1100)
+    assert [[slot.name for slot in bucket.slots] for bucket in found] == [
+        ["embed.weight"],
+        ["a.q.weight", "a.k.weight", "a.norm"],
+        ["b.weight"],
+    ]
+    assert [bucket.size for bucket in found] == [33 * 8 * 4, (64 + 32 + 7) * 4, 65 * 9 * 4]
+    for bucket in found:
+        ends = [0] + [slot.end for slot in bucket.slots]
+        assert [slot.begin for slot in bucket.slots] == ends[:-1]
+    assert [bucket.size for bucket in lay_out(parts, "bfloat16")] == [2 * (264 + 64 + 32 + 7 + 585)]
+
+
+def test_a_name_that_comes_twice_and_an_unknown_dtype_are_errors():
+    part = Part("x", (2,), lambda whole: whole)
+    with pytest.raises(TrainerError, match="x would be sent twice"):
+        lay_out([part, part], "float32")
+    with pytest.raises(TrainerError, match="not as float16"):
+        lay_out([part], "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_staging_holds_the_cast_bytes_at_addresses_that_stay(dtype, monkeypatch):
+    monkeypatch.setattr("slime_core.weights.transports.buckets.AT_ONCE", 300)  # several casts an update
+    tensors = tensors_of()
+    parts = [part for source in sources_of(tensors) for part in source.parts]
+    staging = Staging(lay_out(parts, dtype, 600), lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    where = {name: view.data_ptr() for name, view in staging.views.items()}
+    for seed in (0, 1):
+        tensors = tensors_of(seed)
+        staging.fill(stream(sources_of(tensors)))
+        for name, view in staging.views.items():
+            assert torch.equal(view, tensors[name].to(getattr(torch, dtype)))
+    assert where == {name: view.data_ptr() for name, view in staging.views.items()}
+
+
+def test_a_tally_gives_the_checksums_of_the_bytes_and_keeps_no_tensor_longer_than_needed():
+    tensors = {name: t.bfloat16() for name, t in tensors_of().items()}
+    route = WeightRoute(transport="disk", dtype="bfloat16", checks=(QK, TOP))
+    tally = Tally(route)
+    for name, value in tensors.items():
+        tally.add(name, value)
+        assert set(tally._kept) <= {"a.q.weight"}
+    assert tally.finish() == hashing.expected(tensors, (QK, TOP), torch.bfloat16, "sha256")
+    joined = torch.cat([tensors["a.q.weight"], tensors["a.k.weight"]])
+    assert tally.finish() == {
+        "a.qk.weight": hashing.checksum(joined, "sha256"),
+        "embed.weight@1": hashing.checksum(tensors["embed.weight"][17:].contiguous(), "sha256"),
+    }
+
+
+def test_a_check_of_a_tensor_that_is_not_sent_is_an_error_that_names_both():
+    head = Held(name="lm_head.weight", pieces=(Piece(name="lm_head.weight"),))
+    tally = Tally(WeightRoute(transport="disk", dtype="bfloat16", checks=(head,)))
+    tally.add_all({name: t.bfloat16() for name, t in tensors_of().items()})
+    with pytest.raises(TrainerError, match=r"lm_head\.weight was not sent, and the engine's lm_head\.weight"):
+        tally.finish()
+
+
+# -- disk
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", [4 << 30, 1100], ids=["one_file", "shards"])
+def test_a_folder_holds_the_cast_bytes_config_and_index(tmp_path, monkeypatch, dtype, shard):
+    monkeypatch.setattr(disk, "SHARD", shard)
+    monkeypatch.setattr(disk, "PIECE", 96)  # several writers a tensor
+    tensors, route = tensors_of(), disk_route(tmp_path / "w", dtype=dtype, checks=(QK, TOP))
+    handle, fingerprints = sent(disk.DiskSender(CPU, {"config.json": "{}"}), tensors, route)
+    folder = tmp_path / "w" / "v-4"
+    assert handle == {"folder": str(folder)}
+    cast = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == (1 if shard > 1100 else 3 if dtype == "float32" else 2)
+    stored = {name: t for file in files for name, t in load_file(str(file)).items()}
+    assert stored.keys() == cast.keys()
+    for name, value in Shards.open(folder).items():
+        assert torch.equal(value, cast[name])
+        assert torch.equal(stored[name], cast[name])
+    assert (folder / "config.json").read_text() == "{}"
+    if len(files) > 1:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in cast.values())
+    assert fingerprints == hashing.expected(cast, (QK, TOP), getattr(torch, dtype), "sha256")
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["v-4"]
+
+
+def test_the_newest_two_folders_stay_and_leftovers_of_another_process_go(tmp_path):
+    """Also of a run that was killed while it wrote (case 44: such a folder never has its final name)."""
+    for name in ("v-7", "v-8", ".v-9.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "mine.txt").write_text("keep")
+    sender = disk.DiskSender(CPU, {})
+    seen = []
+    for version in (5, 6, 6, 7):
+        handle, _ = sent(sender, tensors_of(version), disk_route(tmp_path), version)
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        assert handle["folder"] == str(tmp_path / {3: "v-6.2"}.get(len(seen), f"v-{version}"))
+    assert seen == [
+        ["mine.txt", "v-5"],
+        ["mine.txt", "v-5", "v-6"],
+        ["mine.txt", "v-6", "v-6.2"],
+        ["mine.txt", "v-6.2", "v-7"],
+    ]
+
+
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
+    """Case 44: whoever looks while it is written finds nothing to read."""
+    tensors = tensors_of()
+    sources = sources_of(tensors)
+
+    def looking():
+        for item in stream(sources):
+            assert [path.name for path in tmp_path.iterdir()] == [".v-4.tmp"]
+            yield item
+
+    sender = disk.DiskSender(CPU, {})
+    sender.send([part for source in sources for part in source.parts], looking(), 4, disk_route(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["v-4"]
+
+
+def test_a_write_that_breaks_off_leaves_nothing_and_the_next_one_works(tmp_path):
+    tensors = tensors_of()
+    sources = sources_of(tensors)
+    parts = [part for source in sources for part in source.parts]
+
+    def breaking():
+        yield from list(stream(sources))[:2]
+        raise ValueError("a gather failed")
+
+    sender = disk.DiskSender(CPU, {})
+    with pytest.raises(ValueError, match="a gather failed"):
+        sender.send(parts, breaking(), 4, disk_route(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert sent(sender, tensors, disk_route(tmp_path))[0] == {"folder": str(tmp_path / "v-4")}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, "STO109"), (errno.EROFS, "STO110"), (errno.EIO, "STO121")]
+)
+def test_a_disk_that_fails_is_told_by_its_code_and_leaves_nothing(tmp_path, monkeypatch, number, code):
+    write, calls = os.pwrite, []
+
+    def failing(fd, data, place):
+        calls.append(place)
+        if len(calls) == 4:
+            raise OSError(number, os.strerror(number))
+        return write(fd, data, place)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(StorageError) as error:
+        sent(disk.DiskSender(CPU, {}), tensors_of(), disk_route(tmp_path))
+    assert error.value.code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- tensor
+
+
+class Reader(pickle.Unpickler):
+    """Stands where SGLang's unpickler stands: its classes by name, torch's as they are."""
+
+    def find_class(self, module, name):
+        if module.startswith("sglang"):
+            return type(name, (), {"__module__": module})
+        return super().find_class(module, name)
+
+
+def read(data):
+    return Reader(io.BytesIO(data)).load()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, False, 0, -1, 127, 128, 255, 256, -129, 1 << 40, -(1 << 63), "", "Größe \u2603", b"", b"\x00\xff",
+     (), (1, "a"), [], [[1], [None]], {}, {"a": (1, {"b": []})}, torch.bfloat16, torch.uint8, torch.Size([3, 4]),
+     torch.Tensor, torch.UntypedStorage],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_written_by_opcode_is_read_as_it_was(value):
+    found = read(tensor.dumped({"value": value}))["value"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_an_object_of_another_installation_is_written_by_name_and_others_are_refused():
+    found = read(tensor.dumped([tensor.Made("sglang.srt.weight_sync.tensor_bucket", "Row", {"name": "x", "n": 3})]))
+    assert (type(found[0]).__module__, type(found[0]).__name__) == ("sglang.srt.weight_sync.tensor_bucket", "Row")
+    assert vars(found[0]) == {"name": "x", "n": 3}
+    with pytest.raises(TypeError, match="a set is not part"):
+        tensor.dumped({1, 2})
+
+
+OTHER = """
+import base64, pickle, io, sys, torch
+class Row: pass
+class Reader(pickle.Unpickler):
+    def find_class(self, module, name):
+        return Row if name == "FlattenedTensorMetadata" else super().find_class(module, name)
+torch.multiprocessing.set_sharing_strategy("file_system")
+for line in sys.stdin:
+    got = Reader(io.BytesIO(base64.b64decode(line))).load()
+    for row in got["metadata"]:
+        assert row.end_idx - row.start_idx == row.numel
+        view = got["flattened_tensor"][row.start_idx : row.end_idx].view(row.dtype).reshape(row.shape)
+        print(row.name, view.float().flatten().tolist(), flush=True)
+    print("end", flush=True)
+"""
+
+
+def test_another_process_reads_each_update_through_the_same_handle():
+    """The memory is shared, so the second update is there without a new handle."""
+    other = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    sender, handles = tensor.TensorSender(CPU), []
+    route = WeightRoute(transport="tensor", dtype="bfloat16", checks=(QK,))
+    try:
+        for seed in (0, 1):
+            tensors = tensors_of(seed)
+            handle, fingerprints = sent(sender, tensors, route)
+            (bucket,) = handle["buckets"]
+            handles.append(bucket["handle"])
+            print(bucket["handle"], file=other.stdin, flush=True)
+            lines = dict(line.split(" ", 1) for line in iter(other.stdout.readline, "end\n"))
+            cast = {name: t.bfloat16() for name, t in tensors.items()}
+            assert {n: json.loads(v) for n, v in lines.items()} == {
+                n: t.float().flatten().tolist() for n, t in cast.items()
+            }
+            assert fingerprints == hashing.expected(cast, (QK,), torch.bfloat16, "sha256")
+            assert bucket["names"] == list(tensors)
+            assert bucket["dtypes"] == ["bfloat16"] * 5
+            assert bucket["shapes"] == [list(t.shape) for t in tensors.values()]
+        assert handles[0] == handles[1]
+        sender.drop()
+        assert sent(sender, tensors, route)[0]["buckets"][0]["handle"] != handles[0]
+    finally:
+        other.communicate(timeout=60)
+    assert other.returncode == 0
