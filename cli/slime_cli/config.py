@@ -82,13 +82,19 @@ def card_comments(config: Config) -> str:
 @command.command("keys")
 @click.argument("prefix", default="", metavar="[SECTION or part of a name]")
 @click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
+@click.option("--sglang", "of_sglang", is_flag=True, help="Only the options of SGLang that is installed.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.option("--markdown", is_flag=True, help="As the tables of docs/config.md.")
-def keys(prefix: str, plugins: tuple[str, ...], as_json: bool, markdown: bool) -> None:
+def keys(prefix: str, plugins: tuple[str, ...], of_sglang: bool, as_json: bool, markdown: bool) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
     from slime_core.errors import ConfigError, nearest
 
-    rows = [*core_rows(), *(plugin_rows(plugins) if plugins else [])]
+    if of_sglang:
+        from slime_cli.servers import option_rows
+
+        rows = option_rows()
+    else:
+        rows = [*core_rows(), *(plugin_rows(plugins) if plugins else [])]
     chosen = [row for row in rows if _matches(row["key"], prefix)]
     if not chosen:
         raise ConfigError(
@@ -123,12 +129,14 @@ def keys(prefix: str, plugins: tuple[str, ...], as_json: bool, markdown: bool) -
 @click.pass_obj
 def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
     """Check keys, values, files, rules between keys, plugins and their routes; the exit code says where it failed."""
+    from slime_cli.servers import check_servers
     from slime_cli.settings import load_settings
     from slime_core.config.dump import fingerprint
     from slime_core.config.load import stage_name, stages
 
     settings = load_settings(words, session)
     settings.plugins.close()
+    servers = check_servers(settings)
     recipe = settings.loaded.recipe
     answer: dict[str, Any] = {
         "ok": True,
@@ -137,6 +145,7 @@ def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
         "plugins": list(settings.plugins.names),
         "notices": list(settings.loaded.notices),
         "fingerprint": fingerprint(settings.config),
+        **({"servers": servers} if servers else {}),
     }
     if as_json:
         click.echo(json.dumps(answer, indent=1, sort_keys=True))

@@ -21,6 +21,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     Raises:
         SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
     """
+    from slime_cli.servers import check_servers
     from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
@@ -29,6 +30,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     config = resolve_machine(settings.config)
     if run_dir is not None:
         check_free(run_dir)
+    servers = check_servers(settings, config)
     folder = open_folder(config)
     tokenizer = folder.tokenizer()
     limit = context_len(config, folder)
@@ -52,6 +54,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
             "rollout_engine": config.rollout.rollout_engine,
             "train_backend": config.train.train_backend,
         },
+        **({"servers": servers} if servers else {}),
         "plugins": list(settings.plugins.names),
         "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
         "routing": settings.plugins.routing(),
@@ -108,6 +111,8 @@ def stage_context(config: Config, tokenizer: Any) -> Context:
 
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as tables on stdout."""
+    from slime_cli.servers import lines
+
     model, machine = plan["model"], plan["machine"]
     heading("plan (nothing was started)")
     print_pairs(
@@ -120,6 +125,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"vocabulary {model['vocab_size']}, context {model['context_len']})",
             "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
             f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
+            **(lines(plan["servers"]) if "servers" in plan else {}),
         }
     )
     columns = {

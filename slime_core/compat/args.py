@@ -101,12 +101,11 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seed": config.seed,
         "rollout_seed": config.seed,
-        "sglang_server_concurrency": config.rollout.rollout_slots,
+        **_servers(config),
         "rollout_skip_special_tokens": False,
         "context_parallel_size": 1,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "rollout_num_gpus_per_engine": 1,
         "rm_url": None,
         "eval_reward_key": found["reward_key"],
         "calculate_per_token_loss": config.train.loss_aggregation == "token_mean",
@@ -116,6 +115,27 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "use_tis": config.train.use_tis or bool(config.train.custom_tis_function_path),
         "fully_async": config.rollout.max_staleness > 0,
         "ci_test": False,
+    }
+
+
+def _servers(config: Config) -> dict[str, Any]:
+    """slime's names for what concerns SGLang: an option X of [sglang] is ``sglang_X``; so are some keys of ours."""
+    rollout = config.rollout
+    served = rollout.rollout_engine == "sglang"
+    options = {name.replace("-", "_"): value for name, value in config.sglang.items() if name not in ("python", "env")}
+    return {
+        "sglang_dp_size": 1,
+        "sglang_pp_size": 1,
+        "sglang_speculative_algorithm": None,
+        **{f"sglang_{name}": value for name, value in options.items()},
+        "sglang_tp_size": rollout.rollout_num_gpus_per_engine,
+        "sglang_server_concurrency": rollout.server_concurrency if served else rollout.rollout_slots,
+        "sglang_router_request_timeout_secs": rollout.rollout_request_timeout,
+        "sglang_enable_deterministic_inference": rollout.rollout_deterministic,
+        "sglang_config": rollout.engine_topology or None,
+        "rollout_external": bool(rollout.rollout_external_engine_addrs),
+        "use_fault_tolerance": served and rollout.rollout_max_restarts > 0,
+        "num_gpus_per_node": config.cluster.actor_num_gpus_per_node,
     }
 
 

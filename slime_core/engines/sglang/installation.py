@@ -120,7 +120,7 @@ def find_python(table: Mapping[str, Any]) -> str:
         return _program(named, "sglang.python")
     if is_here():
         return sys.executable
-    if named := os.environ.get(PYTHON_ENV, ""):
+    if named := named_here():
         return _program(named, PYTHON_ENV)
     raise ConfigError(
         "SGLang is not found",
@@ -138,6 +138,11 @@ def is_here() -> bool:
     except (ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None
+
+
+def named_here() -> str:
+    """The Python that SLIME_SGLANG_PYTHON names; empty where it is not set."""
+    return os.environ.get(PYTHON_ENV, "")
 
 
 def environment_of(table: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,142 @@
+"""SGLang for the commands: a run's servers checked before any starts, the list of options, the row of `doctor`."""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+from typing import TYPE_CHECKING, Any
+
+from slime_core.protocols import CheckResult
+
+if TYPE_CHECKING:
+    from slime_cli.settings import Settings
+    from slime_core.config.schema import Config
+    from slime_core.engines.sglang.command import Prepared
+
+EXTRA = 'pip install "slime-rl[sglang]"'
+
+
+def check_servers(settings: Settings, config: Config | None = None) -> dict[str, Any] | None:
+    """The servers of a run, JSON-ready, everything about them checked; None where SGLang serves nothing.
+
+    Args:
+        settings: with the places of options.
+        config: with the machine settled; None settles it.
+
+    Raises:
+        ConfigError: rules between keys, no usable SGLang, its options, the topology.
+    """
+    if not serves(settings.config):
+        return None
+    from slime_core.clusters.machine import resolve_machine
+    from slime_core.config import engine_rules
+    from slime_core.config.problems import raise_all
+    from slime_core.engines.sglang.command import prepare
+
+    config = config if config is not None else resolve_machine(settings.config)
+    places = settings.loaded.origins
+    addresses = config.rollout.rollout_external_engine_addrs
+    if addresses:
+        raise_all([places.place(problem) for problem in engine_rules.conflicts(config)])
+        return {"external": list(addresses)}
+
+    def where(name: str) -> str:
+        return places.of(("sglang", name)) or f"sglang.{name}"
+
+    return described(prepare(config, gpus=_gpus(config), where=where))
+
+
+def serves(config: Config) -> bool:
+    """Whether SGLang serves anything in this run."""
+    rollout = config.rollout
+    return rollout.rollout_engine == "sglang" and not rollout.debug_train_only
+
+
+def described(prepared: Prepared) -> dict[str, Any]:
+    """Version, Python and groups of servers."""
+    found = prepared.installation
+    return {
+        "version": found.version,
+        "python": found.python,
+        "groups": [
+            {
+                "name": group.name,
+                "role": group.role,
+                "mode": group.mode,
+                "model": group.model,
+                "servers": [list(server.gpus) for server in group.servers],
+                "arguments": list(prepared.commands[group.servers[0].number].arguments),
+            }
+            for group in prepared.topology.groups
+        ],
+    }
+
+
+def lines(servers: dict[str, Any]) -> dict[str, str]:
+    """The same for a table of two columns."""
+    if "external" in servers:
+        return {"servers": f"{len(servers['external'])} that run already: {', '.join(servers['external'])}"}
+    rows = {"sglang": f"{servers['version']} of {servers['python']}"}
+    for group in servers["groups"]:
+        gpus = "; ".join(",".join(map(str, gpus)) for gpus in group["servers"] if gpus)
+        kind = "" if group["mode"] == "regular" else f" {group['mode']}"
+        rows[f"servers {group['name']}"] = f"{len(group['servers'])}{kind} of {group['role']}, {group['model']}" + (
+            f", GPUs {gpus}" if gpus else ""
+        )
+    return rows
+
+
+def _gpus(config: Config) -> int | None:
+    if config.cluster.device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def option_rows() -> list[dict[str, str]]:
+    """Every option of the SGLang of this environment, or of the one that SLIME_SGLANG_PYTHON names.
+
+    Raises:
+        ConfigError: there is none, or it does not work.
+    """
+    from slime_core.config.values import show
+    from slime_core.engines.sglang.installation import find_python, read_installation
+    from slime_core.engines.sglang.options import OWN, describe
+
+    found = read_installation(find_python({}), {})
+    rows = []
+    for option in {option.name: option for option in found.options.values()}.values():
+        own = OWN.get(option.name)
+        text = f"Set by slime: {own}" if own else option.help
+        rows.append(
+            {
+                "section": "sglang",
+                "key": f"sglang.{option.name}",
+                "flag": f"--sglang-{option.name.replace('_', '-')}",
+                "type": describe(option),
+                "default": "" if option.default is None else show(option.default),
+                "text": text,
+            }
+        )
+    return rows
+
+
+def sglang() -> CheckResult:
+    """SGLang: where it is, its version and what it can do. A run with the embedded engine needs none."""
+    from slime_core.engines.sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_installation
+
+    if not is_here() and not named_here():
+        found = f"none in this environment, and {PYTHON_ENV} is not set; only rollout_engine = sglang needs it"
+        return CheckResult(status="ok", found=found)
+    read = read_installation(find_python({}), {})
+    count = len({option.name for option in read.options.values()})
+    found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features))}"
+    if read.torch and util.find_spec("torch") is not None and _minor(read.torch) != _minor(metadata.version("torch")):
+        found += f"; its torch is {read.torch}: weights cannot travel by tensor"
+    if util.find_spec("aiohttp") is None:
+        return CheckResult(status="warn", found=f"{found}; aiohttp, which asks its servers, is missing", fix=EXTRA)
+    return CheckResult(status="ok", found=found)
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
