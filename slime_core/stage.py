@@ -19,7 +19,7 @@ from slime_core.rollout.dump import Dump
 from slime_core.rollout.dumped import DumpedGroups
 from slime_core.rollout.sampling import training_params
 from slime_core.types import Group, StepReport
-from slime_core.weights.update import sync_weights
+from slime_core.weights.update import Canary, sync_weights
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -44,18 +44,27 @@ class Stage:
     source: DataSource | None
     evaluator: Evaluator
     collector: Supply
+    canary: Canary
+    last: int  # version that its last step makes
 
     def served(self, version: int) -> int:
         """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
         return served(self.config, version)
 
     async def sync(self, version: int, *, first: bool = False) -> None:
-        """Bring the trainer's weights to the engine; ``first`` is before the first step."""
+        """Bring the trainer's weights to the engine and compare; ``first`` is before the first step.
+
+        Raises:
+            EngineError: ENG83, the engine serves something else (`weights.update`).
+        """
         rollout = self.config.rollout
         if rollout.debug_train_only or (rollout.debug_rollout_only and not first):
             return
+        check = self.canary.check(version, first=first, last=version == self.last)
+        trainer, engines, served = self.parts.trainer, self.parts.engines, self.served(version)
         async with self.parts.turns.syncing():
-            await sync_weights(self.parts.trainer, self.parts.engines, self.served(version))
+            await sync_weights(trainer, engines, served, canary=self.canary, check=check)
+        await self.canary.compare_log_probs(engines)
 
     async def drained(self, stop: Stop) -> bool:
         """In lockstep, wait for what the old weights generate; False where the run was asked to stop first."""
@@ -79,7 +88,7 @@ class Stage:
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
         metrics |= ledger_metrics(await self.parts.ledger.counts()) | self.plugins.pop_metrics()
-        metrics |= self.parts.turns.metrics
+        metrics |= self.parts.turns.metrics | self.canary.pop_metrics()
         self.report.samples(progress.version, groups)
         done = StepReport(
             version=progress.version,
@@ -143,4 +152,6 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
         source=source,
         evaluator=evaluator,
         collector=collector,
+        canary=Canary(config=config, vocab_size=parts.vocab_size),
+        last=progress.version + config.rollout.num_rollout - progress.step,
     )

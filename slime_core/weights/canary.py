@@ -203,7 +203,7 @@ class _Look:
         return ""
 
     def _run(self) -> str:
-        """``FIRST to LAST``, where the wrong tensors are neighbours among what the engine holds that did not change."""
+        """``FIRST to LAST``, where the wrong tensors are neighbours, up to what did not change either."""
         names = list(dict.fromkeys(key.partition("@")[0] for key in self.served))
         places = sorted({names.index(row.name) for row in self.wrong})
         asked, wrong = {row.name for row in self.rows}, {row.name for row in self.wrong}

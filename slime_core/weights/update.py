@@ -1,24 +1,129 @@
-"""One weight update: the trainer publishes, the engines load, and what they then serve is checked."""
+"""One weight update: the trainer publishes, the engines load, and what they then serve is compared.
+
+Engine.route -> Trainer.publish -> Engine.load -> version -> checksums -> Trainer.score     inside turns.syncing
+                                                  Engine.score                  after it, when the engines serve
+"""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.errors import EngineError
+from slime_core.notices import NOTICES
+from slime_core.weights.canary import compare
+from slime_core.weights.plain import LENGTH, Band, Plain, probe
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.protocols import Engine, Trainer
+    from slime_core.transfer import Check, WeightRoute
+    from slime_core.types import WeightUpdate
 
 
-async def sync_weights(trainer: Trainer, engine: Engine, version: int) -> None:
-    """Bring ``version`` from the trainer to the engine.
+@dataclass(slots=True, kw_only=True)
+class Canary:
+    """What is compared after each update of a stage, and what came of the last one.
 
-    Where the trainer sends checksums, every tensor of the engine is compared with them.
+    Example:
+        canary = Canary(config=config, vocab_size=151936)
+        async with turns.syncing():
+            await sync_weights(trainer, engine, 4, canary=canary, check=canary.check(4))
+        await canary.compare_log_probs(engine)
+    """
+
+    config: Config
+    vocab_size: int  # rows of the embedding
+    metrics: dict[str, float] = field(default_factory=dict)
+    _served: dict[str, str] = field(default_factory=dict)  # checksums, when they were last asked
+    _plain: Plain | None = None
+
+    def check(self, version: int, *, first: bool = False, last: bool = False) -> Check:
+        """Which tensors are compared: all at the start, at a checkpoint and at the end, else a few in turn."""
+        how, interval = self.config.rollout.check_weights, self.config.report.save_interval
+        if how == "off":
+            return "none"
+        due = first or last or bool(interval and version % interval == 0)
+        return "all" if due or how == "all" else "rolling"
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Figures of the last update, once."""
+        found, self.metrics = self.metrics, {}
+        return found
+
+    async def compare_tensors(self, engine: Engine, route: WeightRoute, update: WeightUpdate) -> None:
+        """The exact half, when the engine has loaded.
+
+        Raises:
+            EngineError: ENG83, see `canary.compare`.
+        """
+        if not route.checks:
+            off = self.config.rollout.check_weights == "off"
+            why = "check_weights is off" if off else "they give no checksums of their tensors"
+            return NOTICES.say("canary", f"weights of the servers are not compared byte by byte: {why}")
+        served = await engine.fingerprints()
+        count = compare(route.checks, update.fingerprints, served, update.version, self._served)
+        self._served = served
+        self.metrics["canary/tensors"] = float(count)
+
+    async def ask_trainer(self, trainer: Trainer, engine: Engine, route: WeightRoute) -> None:
+        """Take the trainer's log-probs of fixed prompts, where the engine can be asked for its own."""
+        if "score" not in engine.abilities:
+            return NOTICES.say("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
+        if self._plain is None:
+            low = "bfloat16" in (route.dtype, self.config.train.dtype)
+            length = self.config.rollout.rollout_max_context_len or LENGTH
+            prompts = probe(self.config.seed, self.vocab_size, length)
+            band = Band("bfloat16" if low else "float32", self.config.rollout.canary_band)
+            self._plain = Plain(prompts, band)
+        await self._plain.ask(trainer)
+
+    async def compare_log_probs(self, engine: Engine) -> None:
+        """The statistical half, when the engine serves; nothing where the trainer was not asked.
+
+        Raises:
+            EngineError: ENG83, see `plain.Plain.compare`.
+        """
+        if self._plain is None or self._plain.theirs is None:
+            return
+        with _Clock(self.metrics):
+            self.metrics |= await self._plain.compare(engine, engine.version)
+        NOTICES.say(
+            "canary figures",
+            f"canary at version {engine.version}: {self.metrics.get('canary/tensors', 0):.0f} tensors are the "
+            f"trainer's, log-probs differ by {self.metrics['canary/logprob_diff_mean']:.2g} on average "
+            f"(band {self.metrics['canary/band']:.2g})",
+        )
+
+
+class _Clock:
+    """Adds a block's wall time to ``canary/seconds``."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self._metrics, self._start = metrics, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.monotonic() - self._start
+        self._metrics["canary/seconds"] = self._metrics.get("canary/seconds", 0.0) + taken
+
+
+async def sync_weights(
+    trainer: Trainer, engine: Engine, version: int, *, canary: Canary, check: Check = "all"
+) -> None:
+    """Bring ``version`` from the trainer to the engine, and compare what it then holds with the trainer's checksums.
+
+    An engine with a route is compared on the tensors of ``check``, and the trainer is asked for the log-probs that
+    `Canary.compare_log_probs` needs; another one on all that the trainer sent checksums of.
 
     Raises:
         EngineError: ENG83 the engine serves another version, or a tensor that differs (named).
     """
-    update = await trainer.publish(version)
+    route = await engine.route(check)
+    update = await trainer.publish(version, route)
     await engine.load(update)
     if engine.version != version:
         raise EngineError(
@@ -26,13 +131,23 @@ async def sync_weights(trainer: Trainer, engine: Engine, version: int) -> None:
             code="ENG83",
             why="weights did not reach the sampler",
         )
+    canary.metrics.clear()
+    if route is None:
+        return await _compare_named(engine, update)
+    with _Clock(canary.metrics):
+        await canary.compare_tensors(engine, route, update)
+        await canary.ask_trainer(trainer, engine, route)
+
+
+async def _compare_named(engine: Engine, update: WeightUpdate) -> None:
+    """Checksums by Hugging Face name, of an engine that takes tensors as they are."""
     if not update.fingerprints:
         return
     served = await engine.fingerprints()
     wrong = sorted(name for name, checksum in update.fingerprints.items() if served.get(name) != checksum)
     if wrong:
         raise EngineError(
-            f"{len(wrong)} tensors of the engine differ from the trainer's after version {version}: {wrong[:5]}",
+            f"{len(wrong)} tensors of the engine differ from the trainer's version {update.version}: {wrong[:5]}",
             code="ENG83",
             why="weights did not reach the sampler whole",
         )
