@@ -22,7 +22,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -40,7 +39,6 @@ POLICY = "policy"
 KEY = "rollout.engine_topology"
 Mode = Literal["regular", "prefill", "decode"]
 Options = Mapping[str, Any]
-NOTHING: Options = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class ServerGroup:
     model: str  # folder
     servers: tuple[ServerPlace, ...]
     mode: Mode = "regular"
-    options: Options = NOTHING  # of SGLang, laid over [sglang]
+    options: Options = field(default_factory=dict)  # of SGLang, laid over [sglang]
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # laid over [sglang.env]
     where: str = "rollout"  # for messages: file and line, or the section
 
@@ -312,7 +310,7 @@ def _placed(groups: Sequence[tuple[GroupTable, str]], policy: str, first: int, o
                 model=os.path.expanduser(group.model) or policy,
                 servers=tuple(servers),
                 mode=group.mode,
-                options=MappingProxyType(dict(group.options)),
+                options=dict(group.options),
                 env=dict(group.env),
                 where=where,
             )
