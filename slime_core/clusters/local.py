@@ -1,14 +1,15 @@
-"""This machine as a cluster: the embedded engine and an FSDP2 trainer, in this process or in processes of their own.
+"""This machine as a cluster: an engine and an FSDP2 trainer, in this process or in processes of their own.
 
-On-policy the engine shares the trainer's process and takes turns with it. Where a stage runs ahead (``max_staleness``
-above 0) the engine has its own process, and generates while the trainer trains.
+On-policy the embedded engine shares the trainer's process and takes turns with it. Where a stage runs ahead
+(``max_staleness`` above 0) it has its own process, and generates while the trainer trains. SGLang's servers are
+started before the trainer, which then finds the memory that they leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
@@ -16,7 +17,8 @@ from slime_core.clusters.embedded import context_len, embedded_engine, open_fold
 from slime_core.clusters.machine import engine_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
-from slime_core.clusters.turns import FreeTurns, QuietTurns
+from slime_core.clusters.republish import Republish
+from slime_core.clusters.turns import FreeTurns, QuietTurns, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.protocols import Parts, Serving
@@ -47,33 +49,23 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
     async with AsyncExitStack() as stack:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
-        trainer: Trainer
-        if config.rollout.debug_rollout_only:
-            trainer = IdleTrainer(config, folder, thread)
-        elif world == 1:
-            trainer = FsdpTrainer(
-                config,
-                plugins,
-                folder,
-                thread=thread,
-                device=config.cluster.device,
-                errors=run_dir / "errors",
-                epoch=epoch,
-            )
-        else:
-            ranks = RankTrainer(
-                config,
-                plugins,
-                world=world,
-                device=config.cluster.device,
-                cpu_threads=config.cluster.cpu_threads,
-                run_dir=run_dir,
-                epoch=epoch,
-            )
-            trainer = await stack.enter_async_context(ranks)
-        engine: Engine
+        engine: Any = None
+        roles: dict[str, Engine] = {}
+        absent = config.rollout.debug_train_only
+        if config.rollout.rollout_engine == "sglang" and not absent:
+            from slime_core.clusters.sglang import sglang_engines
+
+            served = await stack.enter_async_context(sglang_engines(config, folder, run_dir, epoch, report.note))
+            engine, roles = served.engine, served.roles
+            if gives_memory(config, engine):
+                await engine.pause("retract")
+                await engine.release({"kv", "weights"})
+        trainer = await _trainer(config, plugins, report, folder, thread, stack)
         turns: Turns
-        if config.rollout.debug_train_only:
+        if engine is not None:
+            turns = again = Republish(server_turns(config, engine, trainer), trainer, engine)
+            engine.source = again.source
+        elif absent:
             engine, turns = AbsentEngine(), FreeTurns()
         elif engine_apart(config):
             apart = EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread)
@@ -82,8 +74,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
-        roles: dict[str, Engine] = {}
-        if (teacher := teacher_of(config)) and not config.rollout.debug_train_only:
+        if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(_teacher(config, teacher, folder, thread))
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
         ledger = SqliteLedger(run_dir, config.report.ledger_dir)
@@ -99,10 +90,45 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         )
 
 
+async def _trainer(
+    config: Config,
+    plugins: Plugins,
+    report: Report,
+    folder: ModelFolder,
+    thread: TorchThread,
+    stack: AsyncExitStack,
+) -> Trainer:
+    """In this process where there is one rank, else ranks in processes of their own."""
+    run_dir, epoch = report.run_dir.path, report.run_dir.epoch
+    cluster = config.cluster
+    world = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if config.rollout.debug_rollout_only:
+        return IdleTrainer(config, folder, thread)
+    if world == 1:
+        errors = run_dir / "errors"
+        return FsdpTrainer(config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch)
+    ranks = RankTrainer(
+        config,
+        plugins,
+        world=world,
+        device=cluster.device,
+        cpu_threads=cluster.cpu_threads,
+        run_dir=run_dir,
+        epoch=epoch,
+    )
+    return await stack.enter_async_context(ranks)
+
+
 @asynccontextmanager
 async def local_serving(config: Config) -> AsyncIterator[Serving]:
-    """The embedded engine alone, with the folder's weights."""
+    """An engine alone, with the folder's weights."""
     folder = open_folder(config)
+    if config.rollout.rollout_engine == "sglang":
+        from slime_core.clusters.sglang import sglang_serving
+
+        async with sglang_serving(config, folder) as serving:
+            yield serving
+        return
     async with AsyncExitStack() as stack:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)

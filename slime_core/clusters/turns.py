@@ -14,8 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+from slime_core.config.load import stages
+
 if TYPE_CHECKING:
-    from slime_core.protocols import Engine, Trainer
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Engine, Trainer, Turns
 
 STATE = frozenset({"gradients", "optimizer", "parameters"})  # what a trainer can give back
 
@@ -145,3 +148,21 @@ class SwappingTurns:
         if self._free is not None:
             found["swap/total_bytes"] = sum(value for name, value in found.items() if name.endswith("_bytes"))
         self.metrics = found
+
+
+def gives_memory(config: Config, engine: Engine) -> bool:
+    """Whether servers and trainer share GPUs, and servers can give their memory back."""
+    return config.cluster.device == "cuda" and config.cluster.colocate and "release" in engine.abilities
+
+
+def server_turns(config: Config, engine: Engine, trainer: Trainer) -> Turns:
+    """Turns of servers in processes of their own; those that give memory have given it before the trainer was made.
+
+    Where they share processors or GPUs and nothing runs ahead, they are quiet while the trainer trains.
+    """
+    if gives_memory(config, engine):
+        from torch.cuda import mem_get_info
+
+        return SwappingTurns(engine, trainer, given=True, free=lambda: int(mem_get_info()[0]))
+    ahead = any(stage.rollout.max_staleness for stage in stages(config))
+    return QuietTurns(engine) if config.cluster.colocate and not ahead else FreeTurns()

@@ -89,7 +89,7 @@ RULES = (
         "other samples",
         "rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_max_context_len rollout_temperature "
         "rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids rollout_engine rollout_function_path "
-        "rollout_deterministic pause_generation_mode "
+        "rollout_deterministic pause_generation_mode rollout_middleware_paths "
         "custom_generate_function_path rollout_sample_hook_path custom_config_path",
     ),
     _rule(

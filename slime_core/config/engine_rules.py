@@ -20,6 +20,7 @@ SERVER_KEYS = (
     "rollout_engine_token_env",
     "engine_topology",
     "rollout_router",
+    "rollout_middleware_paths",
     "server_concurrency",
     "rollout_start_timeout",
     "rollout_request_timeout",

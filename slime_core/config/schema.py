@@ -97,6 +97,9 @@ class RolloutSection(Section):
     rollout_router: Literal["auto", "builtin", "sglang"] = Field(
         "auto", description="Who spreads requests over servers: slime, or SGLang's router; auto takes it if installed."
     )
+    rollout_middleware_paths: tuple[str, ...] = Field(
+        (), description="Functions by path around every request to servers: async (request, next) -> Completion."
+    )
     server_concurrency: int = Field(512, ge=1, description="Requests in flight a server; others wait here.")
     rollout_start_timeout: float = Field(900.0, gt=0, description="Seconds until a server must answer.")
     rollout_request_timeout: float = Field(1800.0, gt=0, description="Seconds for one request, its retries included.")

@@ -9,21 +9,17 @@ A server serves once it has weights: what it started with is never sampled. A fe
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from slime_core.engines.sglang.client import Client
+from slime_core.engines.sglang.fleet import Fleet, ServerMode, Settings
 from slime_core.engines.sglang.requests import Requests
 from slime_core.engines.sglang.router import Lane, Middleware, Router, chained
-from slime_core.engines.sglang.weights import Weights, told
+from slime_core.engines.sglang.weights import Weights
 from slime_core.errors import EngineError
-from slime_core.protocols import Ability, PauseMode
+from slime_core.protocols import PauseMode
 from slime_core.types import GenerateRequest, SamplingParams
-from slime_core.weights.canary import compare, merged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,58 +29,24 @@ if TYPE_CHECKING:
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Completion, WeightUpdate
 
+__all__ = ["Settings", "SglangEngine"]
+
 MEMORY = frozenset({"kv", "weights"})
 TAGS = {"kv": ("kv_cache", "cuda_graph"), "weights": ("weights",)}
 CONTROL = 120.0  # seconds for a call that moves memory
 
-ServerMode = Literal["abort", "retract", "in_place"]
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Settings:
-    """What of a run the engine goes by."""
-
-    vocab_size: int
-    context_len: int
-    features: frozenset[str]  # of the installation
-    epoch: int = 0
-    pause_mode: ServerMode = "retract"  # of requests that run while weights change
-    deterministic: bool = False
-    memory_saver: bool = False
-    concurrency: int = 512  # requests in flight a server
-    timeout: float = 1800.0  # seconds of one request
-    retries: int = 3
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """See `protocols.Ability`."""
-        found: set[Ability] = {"score"}
-        if self.deterministic:
-            found.add("per_sample_seed")
-        if self.memory_saver:
-            found.add("release")
-        if "version_spans" in self.features and "pause_modes" in self.features and self.pause_mode != "abort":
-            found.add("live_load")
-        return frozenset(found)
-
 
 class SglangEngine:
-    """Implements `protocols.Engine`, and `health.Engine` for the watch over its servers.
-
-    ``source`` publishes the trainer's weights once more, for a server that was restarted; without it such a server
-    reads the last folder of the disk transport.
+    """Implements `protocols.Engine`; its ``fleet`` is what a `health.Watch` watches.
 
     Example:
         engine = SglangEngine(servers, Settings(...), weights=Weights(...), tokenizer=tokenizer)
         await engine.open()  # the servers are ready
-        async with Watch(servers, engine, limits) as engine.watch:
+        async with Watch(servers, engine.fleet, limits) as engine.watch:
             await engine.load(await trainer.publish(0, await engine.route("all")))
             done = await engine.generate(request)
         await engine.close()
     """
-
-    version: int
-    epoch: int
 
     def __init__(
         self,
@@ -95,34 +57,50 @@ class SglangEngine:
         tokenizer: Any = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
-        self.version, self.epoch = -1, settings.epoch
-        self.abilities = settings.abilities
-        self.watch: Watch | None = None
-        self.source: Callable[[WeightRoute], Awaitable[WeightUpdate]] | None = None
+        self.epoch, self.abilities = settings.epoch, settings.abilities
         self.router = Router()
+        self.fleet = Fleet(servers, settings, weights=weights, tokenizer=tokenizer, router=self.router)
         self.requests = Requests(
             self.router,
             tokenizer=tokenizer,
-            fault=self._fault,
-            high=lambda: max(self.version, self._newest),
+            fault=self.fleet.fault,
+            high=lambda: max(self.fleet.version, self.fleet.newest),
             attempts=settings.retries + 1,
         )
-        self._servers = {server.address.number: server for server in servers}
-        self._settings, self._weights, self._tokenizer = settings, weights, tokenizer
+        self._settings = settings
         self._chain = chained(middleware, self.requests.generate)
-        self._clients: dict[int, Client] = {}
-        self._newest = -1  # version that some server may have already
-        self._update: WeightUpdate | None = None  # the last that was loaded
-        self._updating = asyncio.Lock()  # servers take weights, or come back
         self._depth = 0  # of pauses
         self._halted: dict[Lane, ServerMode] = {}  # servers that hold requests themselves
         self._hold: ExitStack | None = None  # the watch expects no progress
         self._released: set[str] = set()
-        self._filling = asyncio.Event()  # the memory of weights is not given back
-        self._filling.set()
         self._scores = 0
-        self._closing: set[asyncio.Task[None]] = set()  # clients of fenced servers
-        self._over: EngineError | None = None  # why nothing can be asked any more
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all servers have; -1 before the first load."""
+        return self.fleet.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.fleet.version = value
+
+    @property
+    def watch(self) -> Watch | None:
+        """Who restarts servers; None: a server that fails is gone."""
+        return self.fleet.watch
+
+    @watch.setter
+    def watch(self, value: Watch | None) -> None:
+        self.fleet.watch = value
+
+    @property
+    def source(self) -> Callable[[WeightRoute], Awaitable[WeightUpdate]] | None:
+        """Publishes the trainer's weights once more, for a server that was restarted; not asked with ``disk``."""
+        return self.fleet.source
+
+    @source.setter
+    def source(self, value: Callable[[WeightRoute], Awaitable[WeightUpdate]] | None) -> None:
+        self.fleet.source = value
 
     async def open(self, *, version: int = -1) -> None:
         """Meet all servers, which are ready. ``version`` is of the weights that they started with and may serve.
@@ -130,19 +108,12 @@ class SglangEngine:
         Raises:
             EngineError: a server that does not fit the run.
         """
-        lanes = await asyncio.gather(*(self._meet(number) for number in self._servers))
-        self.version = self._newest = version
-        for lane in lanes:
-            lane.version = version
-            self.router.admit(lane)
+        await self.fleet.open(version)
 
     async def close(self) -> None:
         """Fail what waits with ENG84 and close all connections; servers are stopped by whoever started them."""
-        if self._over is None or self._over.code != "ENG84":
-            self._over = EngineError("the engine was closed", code="ENG84")
-        self.router.lost(self._over)
         self._release_watch()
-        await asyncio.gather(*(client.close() for client in self._clients.values()), *self._closing)
+        await self.fleet.close()
 
     # -- requests
 
@@ -226,19 +197,18 @@ class SglangEngine:
             return
         lanes = self.router.lanes
         self._halted = dict.fromkeys(lanes, mode)
-        await self._each(lanes, lambda lane: lane.client.pause(mode))
+        await self.fleet.each(lanes, lambda lane: lane.client.pause(mode))
 
     async def _go_on(self) -> None:
         """Let servers compute what they hold."""
         lanes, self._halted = list(self._halted), {}
-        await self._each([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
+        await self.fleet.each([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
 
     # -- weights
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
         """How the next weights come, and which tensors are compared."""
-        self._require_open()
-        return await self._weights.route(check, self.router.lanes)
+        return await self.fleet.route(check)
 
     async def load(self, update: WeightUpdate) -> None:
         """Take an update on all servers, and serve it; requests that run are held meanwhile, or continued after it.
@@ -248,19 +218,10 @@ class SglangEngine:
         Raises:
             EngineError: ENG06 weights' memory was given back; what a server said where none of them came back.
         """
-        self._require_open()
+        self.fleet.require_open()
         if "weights" in self._released:
             raise EngineError("weights were loaded while their memory was released", code="ENG06")
-        async with self._updating:
-            self._newest = update.version
-            async with self._quiet() as flush:
-                lanes = self.router.lanes
-                failures = await self._each(lanes, lambda lane: self._take(lane, update, flush=flush))
-                self._update = update
-                if len(failures) < len(lanes):
-                    self.version = update.version
-        if self.version != update.version:
-            await self._revived(update.version, failures)
+        await self.fleet.load(update, self._quiet)
 
     @asynccontextmanager
     async def _quiet(self) -> AsyncIterator[bool]:
@@ -280,31 +241,9 @@ class SglangEngine:
             return
         await self.resume()
 
-    async def _take(self, lane: Lane, update: WeightUpdate, *, flush: bool) -> None:
-        await self._weights.load(lane, update, flush=flush)
-        lane.version = update.version
-
-    async def _revived(self, version: int, failures: Sequence[EngineError]) -> None:
-        """Wait for servers that come back with ``version``; the first failure where none does."""
-        if self.watch is not None:
-            await self.watch.settled()
-        if self.version == version:
-            return
-        gone = self._over or next(iter(failures), None)
-        raise gone or EngineError(f"no server is left to take version {version}", code="ENG86")
-
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor by `transfer.Held.key`; where servers differ, words that name the server."""
-        self._require_open()
-        found: dict[str, dict[str, str]] = {}
-
-        async def ask(lane: Lane) -> None:
-            found.update(told(lane, await lane.client.checksums()))
-
-        failures = await self._each(self.router.lanes, ask)
-        if failures and not found:
-            raise failures[0]
-        return merged(dict(sorted(found.items())))
+        """Checksum of every tensor by `transfer.Held.key`; where servers differ, each server's, with its name."""
+        return await self.fleet.fingerprints()
 
     # -- memory
 
@@ -326,18 +265,18 @@ class SglangEngine:
         self.router.hold()
         if self.requests.served:
             await self.requests.recall()
-        async with self._updating:  # no server is just coming back
+        async with self.fleet.updating:  # no server is just coming back
             self._released |= what & MEMORY
             if "weights" in what:
-                self._filling.clear()
-            await self._each(self.router.lanes, lambda lane: self._give(lane, what))
+                self.fleet.filling.clear()
+            await self.fleet.each(self.router.lanes, lambda lane: self._give(lane, what))
 
     async def reacquire(self, what: set[str]) -> None:
         """Take memory back; weights come with the next :meth:`load`."""
-        await self._each(self.router.lanes, lambda lane: self._get(lane, what))
+        await self.fleet.each(self.router.lanes, lambda lane: self._get(lane, what))
         self._released -= what
         if "weights" in what:
-            self._filling.set()
+            self.fleet.filling.set()
         if not self._released and not self._depth:
             await self.resume()
 
@@ -357,126 +296,7 @@ class SglangEngine:
         tags = [tag for name in names for tag in TAGS[name]]
         await lane.client.post(path, {"tags": tags}, timeout=CONTROL)
 
-    # -- servers that fail and come back
-
-    def progress(self, number: int) -> tuple[int, int]:
-        """See `health.Engine`."""
-        client = self._clients.get(number)
-        if client is None:
-            return 0, 0
-        return client.progress.in_flight, client.progress.tokens + client.progress.replies
-
-    def fence(self, number: int, error: EngineError) -> None:
-        """See `health.Engine`: its requests go to other servers with what they have."""
-        lane = self.router.fence(number, error)
-        if lane is not None:
-            self._halted.pop(lane, None)
-            task = asyncio.get_running_loop().create_task(lane.client.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def bring_up(self, number: int) -> None:
-        """See `health.Engine`.
-
-        Raises:
-            EngineError: ENG83 a tensor differs after the load (named); what the server or the trainer said.
-        """
-        while True:
-            await self._filling.wait()
-            async with self._updating:
-                if self._filling.is_set():
-                    return await self._bring_up(number)
-
-    async def _bring_up(self, number: int) -> None:
-        lane = await self._meet(number)
-        try:
-            await self._fill(lane)
-            self._require_open()
-        except BaseException:
-            await lane.client.close()
-            raise
-        self.router.admit(lane)
-
-    async def _fill(self, lane: Lane) -> None:
-        """Give a server that has just started the weights of the others, and compare every tensor."""
-        last = self._update
-        if last is None:
-            lane.version = self.version
-            return
-        checks = self._weights.all_checks()
-        if last.transport == "disk" or self.source is None:
-            update = last
-            expected = await asyncio.to_thread(self._weights.expected, Path(last.handle["folder"])) if checks else {}
-        else:
-            route = await self._weights.route("all", [lane])
-            update = await self.source(route)
-            checks, expected = route.checks, update.fingerprints
-        await self._take(lane, update, flush=True)
-        if checks:
-            served = merged(told(lane, await lane.client.checksums()))
-            compare(checks, expected, served, update.version)
-        self.version = self._newest = max(self.version, update.version)
-
-    def lost(self, error: EngineError) -> None:
-        """See `health.Engine`."""
-        self._over = self._over or error
-        self.router.lost(error)
-
-    async def _meet(self, number: int) -> Lane:
-        """A lane to a server that is ready."""
-        server, settings = self._servers[number], self._settings
-        client = Client(
-            server.address,
-            vocab_size=settings.vocab_size,
-            context_len=settings.context_len,
-            features=settings.features,
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            epoch=self.epoch,
-            tokenizer=(lambda: self._tokenizer) if self._tokenizer is not None else None,
-        )
-        try:
-            facts = await client.server_info()
-        except BaseException:
-            await client.close()
-            raise
-        self._clients[number] = client
-        return Lane(
-            client=client,
-            number=number,
-            room=settings.concurrency,
-            generation=server.address.generation,
-            ranks=max(1, int(facts.get("dp_size") or 1)),
-            facts=facts,
-        )
-
-    async def _each(self, lanes: Sequence[Lane], call: Callable[[Lane], Awaitable[Any]]) -> list[EngineError]:
-        """Call all lanes at once. Those that fail are fenced, with the errors as the answer; others' errors rise."""
-        results = await asyncio.gather(*(call(lane) for lane in lanes), return_exceptions=True)
-        failures: list[EngineError] = []
-        for lane, result in zip(lanes, results, strict=True):
-            if isinstance(result, EngineError):
-                failures.append(result)
-                self._fault(lane, result)
-            elif isinstance(result, BaseException):
-                raise result
-        return failures
-
-    def _fault(self, lane: Lane, error: EngineError) -> None:
-        """Fence a server that failed, and have it restarted; once a generation."""
-        if lane.fenced is None:
-            self.fence(lane.number, error)
-            if self.watch is not None:
-                self.watch.report(lane.number, error)
-            elif not self.router.lanes:
-                self.lost(error)
-
-    def _require_open(self) -> None:
-        if self._over is not None:
-            raise self._over
-
     def _require_weights(self, where: str) -> None:
-        self._require_open()
+        self.fleet.require_open()
         if self.version < 0:
             raise EngineError("no weights are loaded yet", code="ENG83", where=where, fix="call load first")

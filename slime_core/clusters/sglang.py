@@ -1,0 +1,315 @@
+"""A config in, running SGLang servers out: the policy's behind one Engine, frozen models by role.
+
+    [sglang] -> installation -> topology -> a command a server -> all started at once -> engine, watch -> Served
+    rollout_external_engine_addrs -> servers that others run ------------------------------^
+
+Logs are RUN/log/engine-N.log. What the policy's servers start with is never sampled: they serve from the first `load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.clusters.embedded import context_len
+from slime_core.compat.locate import locate
+from slime_core.engines.sglang import external
+from slime_core.engines.sglang.command import Command, commands
+from slime_core.engines.sglang.engine import Settings, SglangEngine
+from slime_core.engines.sglang.health import Limits, Watch
+from slime_core.engines.sglang.installation import Installation, environment_of, find_python, read_installation
+from slime_core.engines.sglang.router import Middleware
+from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
+from slime_core.engines.sglang.weights import Ways, Weights
+from slime_core.notices import NOTICES
+from slime_core.protocols import Serving
+from slime_core.types import WeightUpdate
+from slime_core.weights.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Engine
+
+Note = Callable[[str], None]
+MIDDLEWARE = "rollout.rollout_middleware_paths"
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """What runs."""
+
+    engine: SglangEngine  # the policy's
+    roles: dict[str, Engine] = field(default_factory=dict)  # frozen models, by role
+    logs: tuple[Path, ...] = ()
+
+
+@asynccontextmanager
+async def sglang_engines(
+    config: Config, folder: ModelFolder, run_dir: Path, epoch: int, note: Note, *, fixed: bool = False
+) -> AsyncIterator[Served]:
+    """Start all servers of a run, or meet those that run elsewhere; take ours down at the end, whatever happened.
+
+    With ``fixed`` the policy's servers serve the weights of ``folder``, as version 0; no trainer sends others.
+
+    Raises:
+        ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
+        EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
+    """
+    async with AsyncExitStack() as stack:
+        if config.rollout.rollout_external_engine_addrs:
+            found = attached(config)
+        else:
+            found = await launched(config, run_dir, epoch, fixed=fixed)
+        for part in found:
+            for server in part.servers:
+                stack.push_async_callback(server.stop)
+        await _start(found, config.rollout.rollout_start_timeout)
+        served: dict[str, SglangEngine] = {}
+        for part in found:
+            serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
+            version = 0 if fixed or part.role != POLICY else -1
+            engine = await _engine(config, serves, run_dir, epoch, note, part, version)
+            stack.push_async_callback(engine.close)
+            engine.watch = await stack.enter_async_context(
+                Watch(part.servers, engine.fleet, limits(config), note=note)
+            )
+            served[part.role] = engine
+        for text in told(config, found):
+            note(text)
+        policy = served.pop(POLICY)
+        logs = tuple(server.log for part in found for server in part.servers if server.log is not None)
+        yield Served(engine=policy, roles=dict(served), logs=logs)
+
+
+@asynccontextmanager
+async def sglang_serving(config: Config, folder: ModelFolder) -> AsyncIterator[Serving]:
+    """The policy's servers alone, with the folder's weights; logs go into a folder that is removed at the end."""
+    with TemporaryDirectory(prefix="slime-sglang-") as name:
+        run_dir, drawn = Path(name), folder.init_weights == "random"
+        async with sglang_engines(
+            config, folder, run_dir, 0, lambda text: NOTICES.say(text, text), fixed=not drawn
+        ) as served:
+            if drawn:
+                weights = await asyncio.to_thread(_drawn, config, folder, run_dir / "drawn")
+                handle = {"folder": str(weights)}
+                await served.engine.load(WeightUpdate(version=0, epoch=0, transport="disk", handle=handle))
+            yield Serving(
+                engines=served.engine,
+                tokenizer=folder.tokenizer(),
+                vocab_size=folder.vocab_size,
+                roles=served.roles,
+            )
+
+
+def _say(text: str) -> None:
+    NOTICES.say(text, text)
+
+
+def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
+    """A folder of the weights that are drawn from the seed."""
+    model: Any = folder.build_model("float32", seed=config.seed)
+    model.save_pretrained(str(path))
+    return path
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Part:
+    """The servers of one model."""
+
+    role: str
+    model: str  # folder
+    servers: tuple[Server, ...]
+    features: frozenset[str]  # of the installation; empty: they are asked
+    version: str = ""  # of SGLang
+
+
+def attached(config: Config) -> list[Part]:
+    """Servers that others run: all of them serve the policy."""
+    rollout = config.rollout
+    token = os.environ.get(rollout.rollout_engine_token_env, "")
+    servers = [
+        Server.attach(url, token=token, number=number)
+        for number, url in enumerate(rollout.rollout_external_engine_addrs)
+    ]
+    return [Part(role=POLICY, model=rollout.hf_checkpoint, servers=tuple(servers), features=frozenset())]
+
+
+async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) -> list[Part]:
+    """Servers of ours, not started yet.
+
+    Raises:
+        ConfigError: see `sglang_engines`.
+    """
+    python, env = find_python(config.sglang), environment_of(config.sglang)
+    installation = await asyncio.to_thread(read_installation, python, env)
+    placed = topology(config, gpus=_gpus(config))
+    how = commands(config, installation, placed)
+    return [
+        Part(
+            role=role,
+            model=placed.of(role)[0].model,
+            servers=tuple(
+                _server(config, installation, group, number, how[number], run_dir, _stamp(group, epoch, fixed))
+                for group in placed.of(role)
+                for number in (server.number for server in group.servers)
+            ),
+            features=installation.features,
+            version=installation.version,
+        )
+        for role in (POLICY, *placed.roles)
+    ]
+
+
+def _stamp(group: ServerGroup, epoch: int, fixed: bool) -> tuple[str, ...]:
+    """Frozen weights are version 0 of this process."""
+    return ("--weight-version", f"{epoch}.0") if group.frozen or fixed else ()
+
+
+def _server(
+    config: Config,
+    installation: Installation,
+    group: ServerGroup,
+    number: int,
+    how: Command,
+    run_dir: Path,
+    more: Sequence[str],
+) -> Server:
+    launch = Launch(
+        python=installation.python,
+        arguments=(*how.arguments, *more),
+        env=how.env,
+        log=run_dir / "log" / f"engine-{number}.log",
+        threads=config.cluster.cpu_threads,
+    )
+    return Server.launch(launch, number=number, group=group.name)
+
+
+async def _start(parts: Sequence[Part], timeout: float) -> None:
+    """All servers at once; the first that fails ends the start."""
+
+    async def up(server: Server) -> None:
+        await server.start()
+        await server.ready(timeout)
+
+    async with asyncio.TaskGroup() as group:
+        for part in parts:
+            for server in part.servers:
+                group.create_task(up(server))
+
+
+async def _engine(
+    config: Config, folder: ModelFolder, run_dir: Path, epoch: int, note: Note, part: Part, version: int
+) -> SglangEngine:
+    """An engine over servers that are ready."""
+    rollout, frozen = config.rollout, part.role != POLICY
+    facts = await external.facts(part.servers[0].address)
+    features = part.features or external.features(str(facts.get("version", "")))
+    device: Literal["cpu", "cuda"] = "cpu" if facts.get("device", config.cluster.device) == "cpu" else "cuda"
+    ways = Ways(
+        model=folder.config,
+        dtype=external.dtype(facts, config.train.dtype, folder.config),
+        features=features,
+        folder=Path(rollout.update_weight_disk_dir or run_dir / "weights"),
+        device=device,
+        wanted=rollout.update_weight_transport,
+        shared=config.cluster.colocate and part.servers[0].owned,
+        buffer_bytes=rollout.update_weight_buffer_size,
+        timeout=rollout.rollout_start_timeout,
+        gpu=_gpu,
+    )
+    settings = Settings(
+        vocab_size=folder.vocab_size,
+        context_len=folder.context_len if frozen else context_len(config, folder),
+        features=features,
+        epoch=epoch,
+        pause_mode=rollout.pause_generation_mode,
+        deterministic=bool(facts.get("enable_deterministic_inference", rollout.rollout_deterministic)),
+        memory_saver=bool(facts.get("enable_memory_saver")),
+        concurrency=rollout.server_concurrency,
+        timeout=rollout.rollout_request_timeout,
+        retries=rollout.rollout_max_retries,
+    )
+    engine = SglangEngine(
+        part.servers,
+        settings,
+        weights=Weights(ways, note),
+        tokenizer=folder.tokenizer(),
+        middleware=() if frozen else middleware(config),
+    )
+    try:
+        await engine.open(version=version)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def middleware(config: Config) -> list[Middleware]:
+    """The functions that stand around every request.
+
+    Raises:
+        PluginError: PLG50, PLG51 one that cannot be found.
+    """
+    return [locate(path, MIDDLEWARE) for path in config.rollout.rollout_middleware_paths]
+
+
+def limits(config: Config) -> Limits:
+    """What the watch goes by."""
+    rollout = config.rollout
+    return Limits(
+        interval=rollout.rollout_health_check_interval,
+        timeout=rollout.rollout_health_check_timeout,
+        start_timeout=rollout.rollout_start_timeout,
+        max_restarts=rollout.rollout_max_restarts,
+        min_healthy=rollout.min_healthy_engines,
+    )
+
+
+def told(config: Config, parts: Sequence[Part]) -> list[str]:
+    """What a person should know of these servers."""
+    found = []
+    for part in parts:
+        what = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
+        logs = [str(server.log) for server in part.servers if server.log is not None]
+        urls = [server.address.url for server in part.servers]
+        count = f"{len(urls)} server{'s' if len(urls) > 1 else ''}"
+        where = f"logs: {', '.join(logs)}" if logs else f"at {', '.join(urls)}"
+        found.append(f"{what}: {count}, {where}")
+    rollout = config.rollout
+    if not rollout.rollout_deterministic:
+        found.append("draws of SGLang do not follow the run's seed: a second run differs (rollout_deterministic)")
+    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
+        found.append(
+            "SGLang's log-probs are those before top-p and top-k: of the distribution drawn from they are not known"
+        )
+    if rollout.rollout_temperature not in (0, 1):
+        found.append(
+            f"SGLang's log-probs are at temperature {rollout.rollout_temperature:g}: plain ones of drawn tokens are "
+            "not known"
+        )
+    return found
+
+
+def _gpus(config: Config) -> int | None:
+    """GPUs that this process sees."""
+    if config.cluster.device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpu() -> str:
+    """The GPU of the trainer in this process."""
+    import torch
+
+    from slime_core.weights.transports.tensor import uuid
+
+    return uuid(torch.cuda.current_device())

@@ -1,0 +1,79 @@
+"""What a server that runs says of itself: which SGLang it is, and what that one can do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.engines.sglang.client import Client
+from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from slime_core.engines.sglang.address import Address
+
+OLDEST, SPANS = (0, 5, 12), (0, 5, 23)
+CONTROL = ("pause_modes", "memory_tags", "sampling_seed", "weights_checker", "abort")
+OLD = frozenset((*CONTROL, "disk_update", "tensor_update", "nccl_update"))
+NEW = OLD | {"version_spans", "routed_dp_rank", "update_brackets"}
+
+
+async def facts(address: Address) -> dict[str, Any]:
+    """The settings of a server that is ready, and its version."""
+    client = Client(
+        address,
+        vocab_size=1,
+        context_len=1,
+        features=frozenset(),
+        concurrency=1,
+        timeout=60.0,
+        retries=3,
+        epoch=0,
+    )
+    try:
+        return await client.server_info()
+    finally:
+        await client.close()
+
+
+def features(version: str) -> frozenset[str]:
+    """What a server of that version can do, where its installation cannot be looked at.
+
+    Raises:
+        EngineError: ENG71 it is too old, or names none.
+    """
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    if numbers < OLDEST:
+        raise EngineError(
+            f"the external server is SGLang {version or '(it names no version)'}",
+            code="ENG71",
+            where="rollout.rollout_external_engine_addrs",
+            why=f"slime knows SGLang from {'.'.join(map(str, OLDEST))} on",
+            fix="update it",
+        )
+    return NEW if numbers >= SPANS else OLD
+
+
+def dtype(facts: Mapping[str, Any], wanted: str, model: Any) -> Literal["float32", "bfloat16"]:
+    """Of a server's tensors: what it was started with, for ``auto`` what the model's config names.
+
+    Raises:
+        EngineError: ENG86 another one than float32 and bfloat16.
+    """
+    found = str(facts.get("dtype") or wanted)
+    if found == "auto":
+        found = str(getattr(model, "dtype", None) or wanted).removeprefix("torch.")
+        found = "bfloat16" if found == "float32" and facts.get("device") != "cpu" else found
+    found = {"float": "float32"}.get(found, found)
+    if found == "float32":
+        return "float32"
+    if found == "bfloat16":
+        return "bfloat16"
+    raise EngineError(
+        f"the servers hold their weights as {found}",
+        code="ENG86",
+        where="sglang.dtype",
+        why="the trainer sends float32 and bfloat16",
+        fix="--dtype bfloat16",
+    )
