@@ -38,7 +38,9 @@ ONES = (1 << 64) - 1
 
 def checksum(tensor: torch.Tensor, kind: Checksum) -> str:
     """16 hex digits over the tensor's bytes, row by row."""
-    return _sums([[tensor]], tensor.dtype, kind)[0]
+    sums = Sums(tensor.dtype, kind)
+    sums.add_row("", [tensor.detach()])
+    return sums.finish()[""]
 
 
 def expected(
@@ -55,8 +57,54 @@ def expected(
     Raises:
         EngineError: ENG83 where a piece's tensor is not among ``tensors`` (named).
     """
-    rows = [_parts(tensors, held) for held in checks]
-    return {held.key: found for held, found in zip(checks, _sums(rows, dtype, kind), strict=True)}
+    sums = Sums(dtype, kind)
+    sums.add(tensors, checks)
+    return sums.finish()
+
+
+class Sums:
+    """:func:`expected` of tensors that come one after another; a GPU is waited for once, at the end.
+
+    Example:
+        sums = Sums(torch.bfloat16, "murmur")
+        sums.add({"model.norm.weight": tensor}, checks)
+        update.fingerprints = sums.finish()
+    """
+
+    def __init__(self, dtype: torch.dtype, kind: Checksum) -> None:
+        self._dtype, self._kind = dtype, kind
+        self._found: dict[str, str] = {}
+        self._keys: list[str] = []
+        self._tiles: list[torch.Tensor] = []  # murmur: sums of each row's tiles, [tiles, 2] int32
+        self._counts: list[int] = []  # of words
+
+    def add(self, tensors: Mapping[str, torch.Tensor], checks: Sequence[Held]) -> None:
+        """Read the pieces of some rows; afterwards the tensors may go or change. Raises as :func:`expected`."""
+        for held in checks:
+            self.add_row(held.key, _parts(tensors, held))
+
+    def add_row(self, key: str, parts: Sequence[torch.Tensor]) -> None:
+        """Read one tensor that lies in several, end to end."""
+        if self._kind == "sha256":
+            self._found[key] = _sha256(parts, self._dtype)
+            return
+        tiles, count = _tile_sums(parts, self._dtype)
+        self._keys.append(key)
+        self._tiles.append(tiles)
+        self._counts.append(count)
+
+    def finish(self) -> dict[str, str]:
+        """Checksum of every row, by key."""
+        if self._keys:
+            device = self._tiles[0].device
+            sums = [tiles.to(device) for tiles in self._tiles]
+            totals = _totals(sums, self._counts)
+            self._found |= {
+                key: f"{_splitmix(total) if count else 0:016x}"
+                for key, total, count in zip(self._keys, totals, self._counts, strict=True)
+            }
+            self._keys, self._tiles, self._counts = [], [], []
+        return self._found
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], held: Held) -> list[torch.Tensor]:
@@ -96,13 +144,6 @@ def _zeros(before: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
     return before[-1].new_zeros(()).expand(piece.stop, *before[-1].shape[1:])
 
 
-def _sums(rows: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, kind: Checksum) -> list[str]:
-    """The checksum of each row, whose parts lie end to end."""
-    if kind == "sha256":
-        return [_sha256(parts, dtype) for parts in rows]
-    return _murmur(rows, dtype)
-
-
 def _sha256(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> str:
     import torch
 
@@ -124,25 +165,19 @@ def _blocks(part: torch.Tensor) -> Iterator[torch.Tensor]:
         yield part[start : start + many]
 
 
-def _murmur(rows: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[str]:
+def _tile_sums(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Sums of the tiles of a row, [tiles, 2] int32, and its words; nothing waits for a GPU."""
     import torch
 
-    if not rows:
-        return []
-    device = rows[0][0].device
+    device = parts[0].device
     add = _adder(device)
-    counts = [-(-sum(part.numel() for part in parts) * dtype.itemsize // 4) for parts in rows]
-    tiles = [-(-count // TILE) for count in counts]
-    sums = torch.zeros(sum(tiles), 2, dtype=torch.int32, device=device)
-    begin = 0
-    for parts, many in zip(rows, tiles, strict=True):
-        mine, place = sums[begin : begin + many], 0
-        for words in _words(parts, dtype, device):
-            add(words, place, mine)
-            place += len(words)
-        begin += many
-    totals = _totals(sums, counts, tiles)
-    return [f"{_splitmix(total) if count else 0:016x}" for total, count in zip(totals, counts, strict=True)]
+    count = -(-sum(part.numel() for part in parts) * dtype.itemsize // 4)
+    sums = torch.zeros(-(-count // TILE), 2, dtype=torch.int32, device=device)
+    place = 0
+    for words in _words(parts, dtype, device):
+        add(words, place, sums)
+        place += len(words)
+    return sums, count
 
 
 def _words(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
@@ -205,17 +240,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _totals(sums: torch.Tensor, counts: Sequence[int], tiles: Sequence[int]) -> list[int]:
+def _totals(tiles: Sequence[torch.Tensor], counts: Sequence[int]) -> list[int]:
     """The sum of each row's tiles, modulo 2^64 but signed; one copy from the device for all rows."""
     import torch
 
+    sums = torch.cat(list(tiles))
     device = sums.device
-    sizes = torch.tensor([_signed(4 * count & 0xFFFFFFFF) for count in counts], dtype=torch.int32).to(device)
-    row = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles)).to(device)
-    sums ^= sizes[row, None]
+    sizes = torch.tensor([_signed(4 * count & 0xFFFFFFFF) for count in counts], dtype=torch.int32)
+    row = torch.arange(len(tiles)).repeat_interleave(torch.tensor([len(each) for each in tiles]))
+    sums ^= sizes[row, None].to(device)
     high, low = _mix(sums).to(torch.int64).unbind(1)
     tile = (high << 32) | (low & 0xFFFFFFFF)
-    found: list[int] = torch.zeros(len(tiles), dtype=torch.int64, device=device).index_add_(0, row, tile).tolist()
+    total = torch.zeros(len(tiles), dtype=torch.int64, device=device).index_add_(0, row.to(device), tile)
+    found: list[int] = total.tolist()
     return found
 
 

@@ -162,14 +162,13 @@ class Tally:
     """
 
     def __init__(self, route: WeightRoute) -> None:
-        self._dtype, self._kind = DTYPES[route.dtype], route.checksum
         self._checks: dict[str, list[Held]] = {}  # tensor -> checks that wait for it or for others beside it
         self._missing = {held: _names(held) for held in route.checks}
         for held, names in self._missing.items():
             for name in names:
                 self._checks.setdefault(name, []).append(held)
         self._kept: dict[str, torch.Tensor] = {}
-        self._found: dict[str, str] = {}
+        self._sums = hashing.Sums(DTYPES[route.dtype], route.checksum)  # a GPU is waited for at the end
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """The bytes of ``name`` that were sent; they must not change until the checks that need them are done."""
@@ -181,7 +180,7 @@ class Tally:
             self._missing[held].discard(name)
             if not self._missing[held]:
                 ready.append(held)
-        self._found |= hashing.expected(self._kept, ready, self._dtype, self._kind)
+        self._sums.add(self._kept, ready)
         for held in ready:
             del self._missing[held]
             for used in _names(held):
@@ -206,7 +205,7 @@ class Tally:
                 where="WeightRoute.checks",
                 why="the trainer's model and the engine's are not the same",
             )
-        return self._found
+        return self._sums.finish()
 
 
 def _names(held: Held) -> set[str]:
