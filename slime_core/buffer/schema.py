@@ -16,6 +16,7 @@ from slime_core.errors import StorageError
 APPLICATION_ID = 0x534C4D31  # "SLM1"
 SCHEMA_VERSION = 2
 BUSY_MS = 10_000
+CACHE_KIB = 2000  # of the file in memory, a connection; SQLite's own default
 CHECKED_BYTES = 8 << 20  # a file up to this size is checked whole when it is opened
 REPAIR = "python -m slime_core.buffer.repair RUN_DIR puts the newest checkpoint's copy in its place"
 
@@ -151,6 +152,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
+    db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     if not tables:
         db.executescript(
             f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def machine_facts(config: Config) -> dict[str, Any]:
     return facts
 
 
+@lru_cache
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)

@@ -20,6 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from world import SCENARIOS, World, install
 
+from slime_core.buffer import schema
+
+schema.CACHE_KIB = 128  # full after a hundred steps: what still grows then is no cache
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -34,7 +34,7 @@ def check(rows, limit):
 
 @pytest.mark.integration
 def test_three_hundred_steps_leave_nothing_behind():
-    check(soak(300, 250), limit=6144)  # SQLite's cache grows to its 2 MiB in the first thousand
+    check(soak(300, 250), limit=3072)
 
 
 @pytest.mark.nightly
