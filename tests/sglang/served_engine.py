@@ -1,0 +1,100 @@
+"""slime's engine over a server of these tests, and updates for it by disk, as a trainer would have published them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from raw_server import RawServer
+from safetensors.torch import load_file
+
+from slime_core.clusters import sglang as cluster
+from slime_core.config.load import load_config
+from slime_core.engines.sglang.engine import SglangEngine
+from slime_core.engines.sglang.external import features
+from slime_core.engines.sglang.health import Limits, Watch
+from slime_core.engines.sglang.server import Server
+from slime_core.engines.sglang.topology import POLICY
+from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.weights.canary import compare
+from slime_core.weights.folder import ModelFolder
+from slime_core.weights.hashing import expected
+
+EPOCH = 7
+PROMPT = [13, 14, 15]
+VERSION = "0.5.23"  # of constraints-sglang.txt
+
+
+@asynccontextmanager
+async def serving(
+    server: Server, model: Path, folder: Path, notes: list[str], *flags: str, limits: Limits | None = None
+) -> AsyncIterator[SglangEngine]:
+    """The engine that a run would have over this server; it has no weights yet."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(f'[rollout]\nhf_checkpoint = {json.dumps(str(model))}\nrollout_engine = "sglang"\n')
+    config = load_config(recipe, ["--device", "cpu", "--dtype", "float32", *flags])
+    opened = ModelFolder.open(model)
+    part = cluster.Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
+    engine = await cluster._engine(config, opened, folder, EPOCH, notes.append, part, -1)
+    try:
+        async with Watch((server,), engine, limits or cluster.limits(config), note=notes.append) as engine.watch:
+            yield engine
+    finally:
+        await engine.close()
+
+
+async def update(engine: SglangEngine, model: Path, version: int) -> WeightUpdate:
+    """The weights of a folder as ``version``, with the checksum of every tensor."""
+    route = await engine.route("all")
+    assert route is not None
+    assert route.transport == "disk"
+    sums = expected(load_file(model / "model.safetensors"), route.checks, torch.float32, route.checksum)
+    handle = {"folder": str(model)}
+    return WeightUpdate(version=version, epoch=EPOCH, transport="disk", handle=handle, fingerprints=sums)
+
+
+async def load(engine: SglangEngine, model: Path, version: int) -> WeightUpdate:
+    """Serve the weights of a folder; every tensor is the folder's."""
+    sent = await update(engine, model, version)
+    await engine.load(sent)
+    await assert_holds(engine, sent)
+    return sent
+
+
+async def assert_holds(engine: SglangEngine, sent: WeightUpdate) -> None:
+    """The server has the bytes of an update, all 18 tensors."""
+    route = await engine.route("all")
+    assert route is not None
+    assert compare(route.checks, sent.fingerprints, await engine.fingerprints(), sent.version) == 18
+
+
+def request(name: str, count: int) -> GenerateRequest:
+    """A request for ``count`` tokens, whatever they are."""
+    return GenerateRequest(
+        id=name, tokens=list(PROMPT), params=SamplingParams(max_new_tokens=count, ignore_eos=True), seed=1
+    )
+
+
+def begin(engine: SglangEngine, names: Sequence[str], count: int) -> dict[str, asyncio.Task[Completion]]:
+    """Requests under way."""
+    return {name: asyncio.create_task(engine.generate(request(name, count))) for name in names}
+
+
+async def computing(server: RawServer, tokens: int) -> None:
+    """Wait until the server holds so many tokens: prompts and what it has made so far."""
+
+    def held() -> bool:
+        return sum(load["num_used_tokens"] for load in server.ask("/v1/loads?include=core")["loads"]) >= tokens
+
+    await asyncio.to_thread(server.until, held, f"{tokens} tokens are held")
+
+
+def whole(done: Completion, count: int) -> None:
+    """A completion whose lists fit each other."""
+    assert len(done.tokens) == len(done.log_probs) == len(done.versions) == count
+    assert done.epoch == EPOCH
+    assert done.versions == sorted(done.versions)

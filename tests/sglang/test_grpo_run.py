@@ -1,0 +1,128 @@
+"""`slime run` of rm_math's arithmetic with SGLang's servers: what it leaves, what a kill of any of its processes does.
+
+The case of a killed server with requests in flight (84) is proven for the engine in `test_kill_and_recover.py`; here
+for the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from raw_server import START_TIMEOUT, RawServer
+from served_run import STEPS, Driver, Work, is_settled, shared_memory
+
+from slime_core.testing.audit import Audit, audit
+
+pytestmark = pytest.mark.system
+
+TOKEN = "SLIME_SGLANG_TOKEN"
+
+
+@pytest.fixture
+def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
+    return Work.make(tmp_path / "work", served_model, sglang_python)
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    """Runs that were started; none outlives its test."""
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.close()
+
+
+def in_order(work: Work) -> Audit:
+    """A run that came to its end: every sample in one state, every step in the journal, every figure a number."""
+    found = audit(work.run)
+    assert found.wrong == []
+    assert sorted(found.steps) == list(range(1, STEPS + 1))
+    trained = [sample for samples in found.steps.values() for sample in samples]
+    assert len(trained) == len(set(trained)) == 2 * 16 + 4 * 16
+    steps = {line["version"]: line["metrics"] for line in work.lines()}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert [version for version, metrics in steps.items() if not math.isfinite(metrics["loss"])] == []
+    return found
+
+
+def served_samples(work: Work, versions: range) -> dict[int, set[int]]:
+    """Version of a step -> versions of the weights that made its tokens."""
+    import asyncio
+
+    from slime_core.buffer.ledger import SqliteLedger
+
+    async def read() -> dict[int, set[int]]:
+        ledger = SqliteLedger(work.run)
+        try:
+            made = {}
+            for version in versions:
+                samples = await ledger.samples(await ledger.composition(version))
+                made[version] = {one for sample in samples for one in sample.weight_versions if one >= 0}
+            return made
+        finally:
+            await ledger.close()
+
+    return asyncio.run(read())
+
+
+def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work, drivers: list[Driver]) -> None:
+    before, token = shared_memory(), server.server.address.token
+    drivers.append(
+        work.start(
+            "--rollout-external-engine-addrs", server.server.address.url, "--check-weights", "all", **{TOKEN: token}
+        )
+    )
+    ended = drivers[-1].wait(150)
+    assert ended.code == 0, ended.output[-6000:]
+    assert ended.left == {}
+    in_order(work)
+    # On-policy: the step that makes version v trains on what version v - 1 sampled.
+    assert served_samples(work, range(3, STEPS + 1)) == {version: {version - 1} for version in range(3, STEPS + 1)}
+    for line in work.lines():
+        canary = {name: value for name, value in line["metrics"].items() if name.startswith("canary/")}
+        assert canary["canary/tensors"] == 18, canary
+        assert canary["canary/logprob_diff_mean"] < canary["canary/band"]
+    assert is_settled(server)
+    assert server.ask("/model_info")["weight_version"].endswith(f".{STEPS}")
+    assert list(work.temporary.iterdir()) == []
+    assert shared_memory() - before == set()
+    assert token not in ended.output
+    assert [path for path in work.run.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.timeout(900)
+def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers: list[Driver]) -> None:
+    """Nothing lost, nothing doubled, nothing left: the servers end with a driver that is killed, and come back in one
+    that goes on (case 84, the ledger's half)."""
+    before = shared_memory()
+    drivers.append(work.start())
+    first = drivers[-1]
+    first.until(lambda: len(work.lines()) >= 3, "three steps", START_TIMEOUT + 120)
+    first.look()
+    assert first.scheduler()
+    first.process.kill()
+    ended = first.wait(30)
+    assert ended.code == -signal.SIGKILL
+    assert ended.left == {}, "processes of a server outlived the driver"
+    assert len(work.lines()) < STEPS
+    assert shared_memory() - before == set()
+
+    drivers.append(work.start())
+    second = drivers[-1]
+    done = len(work.lines())
+    second.until(lambda: len(work.lines()) > done, "a step of the resumed run", START_TIMEOUT + 120)
+    os.kill(second.scheduler(), signal.SIGKILL)
+    ended = second.wait(START_TIMEOUT + 120)
+    assert ended.code == 0, ended.output[-6000:]
+    assert ended.left == {}
+    in_order(work)
+    made = served_samples(work, range(3, STEPS + 1))
+    assert all(versions == {version - 1} for version, versions in made.items()), made
+    assert "restart 1 of 3" in ended.output
+    assert list(work.temporary.iterdir()) == []
+    assert shared_memory() - before == set()
