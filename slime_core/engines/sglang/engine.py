@@ -34,6 +34,7 @@ __all__ = ["Settings", "SglangEngine"]
 MEMORY = frozenset({"kv", "weights"})
 TAGS = {"kv": ("kv_cache", "cuda_graph"), "weights": ("weights",)}
 CONTROL = 120.0  # seconds for a call that moves memory
+IDLE = 60.0  # seconds until a server has nothing left of requests that were recalled
 
 
 class SglangEngine:
@@ -282,7 +283,8 @@ class SglangEngine:
 
     async def _give(self, lane: Lane, what: set[str]) -> None:
         names = [name for name in ("kv", "weights") if name in what - lane.released]
-        if names:
+        if names:  # while anything is left of a request, a release ends the server, and a flush only waits
+            await lane.client.post(f"/flush_cache?timeout={IDLE:g}", {}, timeout=CONTROL)
             await self._memory(lane, "/release_memory_occupation", names)
             lane.released.update(names)
 
