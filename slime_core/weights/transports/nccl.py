@@ -54,7 +54,7 @@ def open_store(address: str, *, timeout: float) -> Store:
     """
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=timeout)
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def told(store: Store, key: str) -> str:
@@ -79,6 +79,7 @@ class Group:
     world: int
     store: Store
     address: str
+    side: Store  # a connection of its own to the same store: whoever waits for a key holds the other
     process_group: Any = None  # from the first broadcast on
     updates: int = 0
     failed: str = ""
@@ -210,7 +211,7 @@ class BroadcastSender:
             torch.cuda.synchronize(self._device)
 
 
-def _listen(route: WeightRoute) -> tuple[Store, str]:
+def _listen(route: WeightRoute) -> tuple[Store, str, Store]:
     """A store on a socket that is bound to the route's address alone; port 0: a free one."""
     host, _, port = route.address.rpartition(":")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -237,7 +238,7 @@ def _listen(route: WeightRoute) -> tuple[Store, str]:
         multi_tenant=True,
         master_listen_fd=sock.detach(),
     )
-    return store, f"{host}:{held}"
+    return store, f"{host}:{held}", open_store(f"{host}:{held}", timeout=route.timeout)
 
 
 def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
@@ -259,7 +260,7 @@ def _watch(transfer: Transfer) -> None:
     """End a transfer that its servers gave up, or whose time is over."""
     key = failure_key(transfer.group.name, transfer.number)
     while not transfer.done.wait(POLL):
-        why = told(transfer.group.store, key)
+        why = told(transfer.group.side, key)
         if not why and time.monotonic() > transfer.deadline:
             why = "trainer rank 0: the servers' ranks did not take the weights in time"
         if why:
@@ -275,4 +276,4 @@ def _fail(transfer: Transfer, why: str) -> None:
     if transfer.done.is_set():
         return
     transfer.error = transfer.group.failed = why
-    tell(transfer.group.store, failure_key(transfer.group.name, transfer.number), why)
+    tell(transfer.group.side, failure_key(transfer.group.name, transfer.number), why)

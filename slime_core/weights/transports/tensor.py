@@ -51,7 +51,7 @@ class TensorSender:
         """``{"buckets": [{"names", "dtypes", "shapes", "handle"}]}``, and checksums of the bytes.
 
         Raises:
-            TrainerError: TRN96 the memory does not hold the buffer; TRN00 the engine is on another GPU.
+            TrainerError: TRN96 the memory does not hold the buffer.
         """
         buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
         if self._staging is None or self._staging.buckets != buckets:

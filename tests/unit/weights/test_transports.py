@@ -11,41 +11,22 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from travelling import QK, TOP, sent, sources_of, tensors_of
 
 from slime_core.errors import StorageError, TrainerError
 from slime_core.transfer import Held, Piece, WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports import disk, tensor
-from slime_core.weights.transports.buckets import Part, Source, Staging, Tally, lay_out, stream
+from slime_core.weights.transports.buckets import Part, Staging, Tally, lay_out, stream
 
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
 
 
-def tensors_of(seed=0, factor=1.0):
-    """Tensors of odd sizes, in float32, whose values bfloat16 has to round."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = {"embed.weight": (33, 8), "a.q.weight": (8, 8), "a.k.weight": (4, 8), "a.norm": (7,), "b.weight": (65, 9)}
-    return {name: torch.randn(shape, generator=draw) * factor for name, shape in shapes.items()}
-
-
-def sources_of(tensors):
-    return [Source((Part(name, tuple(t.shape), lambda whole: whole),), lambda t=t: t) for name, t in tensors.items()]
-
-
-def sent(sender, tensors, route, version=4):
-    sources = sources_of(tensors)
-    return sender.send([part for source in sources for part in source.parts], stream(sources), version, route)
-
-
 def disk_route(folder, **more):
     return WeightRoute(**{"transport": "disk", "dtype": "bfloat16", "folder": str(folder), **more})
-
-
-QK = Held(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))
-TOP = Held(name="embed.weight", rank=1, pieces=(Piece(name="embed.weight", start=17),))
 
 
 # -- buckets

@@ -1,0 +1,186 @@
+"""A group of the trainer and of servers' ranks, over gloo: bytes arrive whole, and a failure of one side ends both."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from travelling import QK, TOP, sent, tensors_of
+
+from slime_core.errors import TrainerError
+from slime_core.transfer import WeightRoute
+from slime_core.weights import hashing
+from slime_core.weights.transports import nccl
+
+pytestmark = pytest.mark.integration
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo")))
+
+
+class Peer:
+    """`group_peer.py` in a process of its own."""
+
+    def __init__(self):
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).with_name("group_peer.py"))]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, *call):
+        print(json.dumps(call), file=self.process.stdin, flush=True)
+
+    def answer(self):
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def peer():
+    one = Peer()
+    yield one
+    one.process.kill()
+    one.process.communicate()
+
+
+def route(group="one", world=2, timeout=PATIENCE, **more):
+    return WeightRoute(
+        transport="nccl", dtype="bfloat16", buffer_bytes=600, address="127.0.0.1:0", world=world, group=group,
+        timeout=timeout, **more,
+    )  # fmt: skip
+
+
+def ended(sender):
+    """The transfer's error, when it is over."""
+    transfer = sender._transfer
+    assert transfer.done.wait(PATIENCE)
+    return transfer.error
+
+
+def said(handle):
+    """What a server finds in the store."""
+    store = nccl.open_store(handle["address"], timeout=5)
+    return nccl.told(store, nccl.failure_key(handle["group"], handle["number"]))
+
+
+def test_ranks_that_join_as_sglang_does_receive_every_update_bit_for_bit(peer, tmp_path):
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    known = dict(dist.distributed_c10d._world.pg_names)
+    for number in (1, 2):
+        tensors = tensors_of(number)
+        handle, fingerprints = sent(sender, tensors, route(checks=(QK, TOP)), version=number)
+        assert (handle["number"], handle["join"]) == (number, number == 1)
+        assert (handle["group"], handle["world"], handle["backend"]) == ("one", 2, "gloo")
+        assert len(handle["buckets"]) == 3
+        if handle["join"]:
+            peer.tell("join", handle, 1)
+        peer.tell("take", handle, str(tmp_path))
+        assert ended(sender) == ""
+        while peer.answer() != "take":
+            pass
+        taken = load_file(str(tmp_path / f"taken-{number}.safetensors"))
+        assert taken.keys() == tensors.keys()
+        cast = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        assert all(torch.equal(taken[name], tensor) for name, tensor in cast.items())
+        assert fingerprints == hashing.expected(cast, (QK, TOP), torch.bfloat16, "sha256")
+    assert dist.distributed_c10d._world.pg_names == known  # the process's own groups know nothing of it
+
+
+def test_a_publish_returns_before_any_server_has_joined(peer, tmp_path):
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route())
+    assert not sender._transfer.done.is_set()
+    peer.tell("join", handle, 1)
+    peer.tell("take", handle, str(tmp_path))
+    assert ended(sender) == ""
+
+
+def test_a_server_that_never_joins_ends_the_transfer_at_the_deadline_with_a_word_for_the_others():
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route(timeout=0.5))
+    assert "in time" in ended(sender)
+    assert "trainer rank 0" in said(handle)
+
+
+def test_a_server_that_gives_up_ends_the_transfer_at_once():
+    """Case 86: what the server's side writes into the store is the error here."""
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route())
+    store = nccl.open_store(handle["address"], timeout=5)
+    begun = time.monotonic()
+    nccl.tell(store, nccl.failure_key(handle["group"], handle["number"]), "server 3: it refused")
+    assert ended(sender) == "server 3: it refused"
+    assert time.monotonic() - begun < PATIENCE / 2  # not the deadline
+    nccl.tell(store, nccl.failure_key(handle["group"], handle["number"]), "somebody later")
+    assert said(handle) == "server 3: it refused"
+
+
+def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_used_again(peer, tmp_path):
+    """Case 86, and a partial bucket: the first of three has arrived."""
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route())
+    peer.tell("join", handle, 1)
+    peer.tell("half", handle)
+    assert [peer.answer(), peer.answer()] == ["join", "half"]
+    assert not sender._transfer.done.is_set()
+    peer.process.kill()
+    error = ended(sender)
+    assert error.startswith("trainer rank 0: ")
+    assert said(handle) == error
+    with pytest.raises(TrainerError, match="the process group one is broken"):
+        sent(sender, tensors_of(), route())
+    again = Peer()
+    handle, _ = sent(sender, tensors_of(), route(group="two"))
+    assert (handle["join"], handle["number"]) == (True, 1)
+    again.tell("join", handle, 1)
+    again.tell("take", handle, str(tmp_path))
+    assert ended(sender) == ""
+    again.process.kill()
+    again.process.communicate()
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_it():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        sender = nccl.BroadcastSender(torch.device("cpu"))
+        with pytest.raises(TrainerError) as error:
+            sent(sender, tensors_of(), WeightRoute(transport="nccl", dtype="bfloat16", address=address, world=2))
+    assert error.value.where == address
+
+
+def test_the_store_listens_at_its_address_alone():
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route(timeout=0.2))
+    port = int(handle["address"].rpartition(":")[2])
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+    ended(sender)
+
+
+def test_no_thread_is_left_when_a_transfer_is_over(peer, tmp_path):
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    handle, _ = sent(sender, tensors_of(), route())
+    peer.tell("join", handle, 1)
+    peer.tell("take", handle, str(tmp_path))
+    assert ended(sender) == ""
+    sender.drop()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "weights"]:
+        thread.join(PATIENCE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "weights" and thread.is_alive()]
