@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.engines.local import LocalEngine
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Engine, Trainer, Turns
+    from slime_core.protocols import Engine, Trainer
     from slime_core.report import Report
     from slime_core.weights.folder import ModelFolder
 
@@ -61,10 +61,10 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
                 await engine.pause("retract")
                 await engine.release({"kv", "weights"})
         trainer = await _trainer(config, plugins, report, folder, thread, stack)
-        turns: Turns
+        turns: Any
         if engine is not None:
-            turns = again = Republish(server_turns(config, engine, trainer), trainer, engine)
-            engine.source = again.source
+            turns = Republish(server_turns(config, engine, trainer), trainer, engine)
+            engine.source = turns.source
         elif absent:
             engine, turns = AbsentEngine(), FreeTurns()
         elif engine_apart(config):

@@ -91,7 +91,7 @@ async def sglang_engines(
 @asynccontextmanager
 async def sglang_serving(config: Config, folder: ModelFolder) -> AsyncIterator[Serving]:
     """The policy's servers alone, with the folder's weights; logs go into a folder that is removed at the end."""
-    with TemporaryDirectory(prefix="slime-sglang-") as name:
+    with TemporaryDirectory(prefix="slime-eval-") as name:
         run_dir, drawn = Path(name), folder.init_weights == "random"
         async with sglang_engines(
             config, folder, run_dir, 0, lambda text: NOTICES.say(text, text), fixed=not drawn
@@ -198,10 +198,13 @@ async def _start(parts: Sequence[Part], timeout: float) -> None:
         await server.start()
         await server.ready(timeout)
 
-    async with asyncio.TaskGroup() as group:
-        for part in parts:
-            for server in part.servers:
-                group.create_task(up(server))
+    starts = [asyncio.ensure_future(up(server)) for part in parts for server in part.servers]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
 
 
 async def _engine(
