@@ -45,8 +45,9 @@ class Peer:
         return self.process.stdout.readline().strip()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def peer():
+    """A rank that joins one group after another: it takes seconds to start."""
     one = Peer()
     yield one
     one.process.kill()
@@ -86,8 +87,7 @@ def test_ranks_that_join_as_sglang_does_receive_every_update_bit_for_bit(peer, t
             peer.tell("join", handle, 1)
         peer.tell("take", handle, str(tmp_path))
         assert ended(sender) == ""
-        while peer.answer() != "take":
-            pass
+        assert [peer.answer() for _ in range(2 if handle["join"] else 1)][-1] == "take"
         taken = load_file(str(tmp_path / f"taken-{number}.safetensors"))
         assert taken.keys() == tensors.keys()
         cast = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -96,13 +96,19 @@ def test_ranks_that_join_as_sglang_does_receive_every_update_bit_for_bit(peer, t
     assert dist.distributed_c10d._world.pg_names == known  # the process's own groups know nothing of it
 
 
-def test_a_publish_returns_before_any_server_has_joined(peer, tmp_path):
+def test_a_publish_returns_before_any_server_has_joined_and_leaves_no_thread(peer, tmp_path):
+    before = set(threading.enumerate())
     sender = nccl.BroadcastSender(torch.device("cpu"))
-    handle, _ = sent(sender, tensors_of(), route())
+    handle, _ = sent(sender, tensors_of(), route(group="early"))
     assert not sender._transfer.done.is_set()
     peer.tell("join", handle, 1)
     peer.tell("take", handle, str(tmp_path))
     assert ended(sender) == ""
+    assert [peer.answer(), peer.answer()] == ["join", "take"]
+    sender.drop()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_a_server_that_never_joins_ends_the_transfer_at_the_deadline_with_a_word_for_the_others():
@@ -127,26 +133,25 @@ def test_a_server_that_gives_up_ends_the_transfer_at_once():
 
 def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_used_again(peer, tmp_path):
     """Case 86, and a partial bucket: the first of three has arrived."""
-    sender = nccl.BroadcastSender(torch.device("cpu"))
+    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
     handle, _ = sent(sender, tensors_of(), route())
-    peer.tell("join", handle, 1)
-    peer.tell("half", handle)
-    assert [peer.answer(), peer.answer()] == ["join", "half"]
+    victim.tell("join", handle, 1)
+    victim.tell("half", handle)
+    assert [victim.answer(), victim.answer()] == ["join", "half"]
     assert not sender._transfer.done.is_set()
-    peer.process.kill()
+    victim.process.kill()
+    victim.process.communicate()
     error = ended(sender)
     assert error.startswith("trainer rank 0: ")
     assert said(handle) == error
     with pytest.raises(TrainerError, match="the process group one is broken"):
         sent(sender, tensors_of(), route())
-    again = Peer()
     handle, _ = sent(sender, tensors_of(), route(group="two"))
     assert (handle["join"], handle["number"]) == (True, 1)
-    again.tell("join", handle, 1)
-    again.tell("take", handle, str(tmp_path))
+    peer.tell("join", handle, 1)
+    peer.tell("take", handle, str(tmp_path))
     assert ended(sender) == ""
-    again.process.kill()
-    again.process.communicate()
+    assert [peer.answer(), peer.answer()] == ["join", "take"]
 
 
 def test_an_address_that_is_taken_is_an_error_that_names_it():
@@ -172,15 +177,3 @@ def test_the_store_listens_at_its_address_alone():
     ]
     assert listening == [f"0100007F:{port:04X}"]
     ended(sender)
-
-
-def test_no_thread_is_left_when_a_transfer_is_over(peer, tmp_path):
-    sender = nccl.BroadcastSender(torch.device("cpu"))
-    handle, _ = sent(sender, tensors_of(), route())
-    peer.tell("join", handle, 1)
-    peer.tell("take", handle, str(tmp_path))
-    assert ended(sender) == ""
-    sender.drop()
-    for thread in [thread for thread in threading.enumerate() if thread.name == "weights"]:
-        thread.join(PATIENCE)
-    assert not [thread for thread in threading.enumerate() if thread.name == "weights" and thread.is_alive()]
