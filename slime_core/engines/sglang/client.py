@@ -79,6 +79,7 @@ class Client(Calls):
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries, ca=ca)
         self._vocab_size, self._context_len, self._features = vocab_size, context_len, features
+        self.features = features  # of the installation
         self._epoch = epoch
         self._tokenizer_of = tokenizer
         self._tokenizer: Any = None
