@@ -1,7 +1,7 @@
 """One SGLang server over HTTP: token ids in, token ids and log-probs out; checked before sending and when they return.
 
-    request -> wire.check -> a seat of `concurrency` -> [POST /generate as a new rid] -> wire.completion -> Completion
-                                                          ^--- abort the old rid --- a fault after which asking is safe
+    request -> bodies.check -> a seat of `concurrency` -> [POST /generate as a new rid] -> wire.completion
+                                                            ^--- abort the old rid --- a fault after which it is safe
 
 A token's version is checked against what the caller says may be; what is wrong with a server leaves as ServerFault,
 what is wrong with the request as another EngineError. See `calls` for tries and `http` for what a try may meet.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slime_core.engines.sglang import stops, wire
+from slime_core.engines.sglang import bodies, stops, wire
 from slime_core.engines.sglang.calls import Calls, Progress
 from slime_core.engines.sglang.http import (
     ServerFault,
@@ -151,21 +151,21 @@ class Client(Calls):
         Raises:
             EngineError, ServerFault: as `generate`; ENG03 a start outside 1..len(tokens).
         """
-        wire.check_ids(tokens, self._vocab_size, "score")
+        bodies.check_ids(tokens, self._vocab_size, "score")
         if not 1 <= start <= len(tokens):
             raise EngineError(f"start is {start} of {len(tokens)} tokens", code="ENG03", where="score")
         if len(tokens) > self._context_len:
-            raise wire.too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
+            raise bodies.too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
         flight = Flight("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
-            body = wire.score_body(tokens, start, rid=self._rid(flight), features=self._features)
+            body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self._features)
             cap = _cap(len(tokens) - start)
             answer = decoded(checked(await self._http.ask("POST", "/generate", dumps(body), end=end, cap=cap)))
             self._own(answer, flight)
-            found = wire.scores(answer, tokens, start)
+            found = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
             self._seen(0)
             self.progress.replies += 1
             flight.rid = ""
@@ -242,7 +242,7 @@ class Client(Calls):
     # -- a request that generates
 
     def _check(self, request: GenerateRequest) -> int:
-        limit = wire.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
+        limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
         if self._tokenizer_of is None and stops.needs_text(request, tokenizer=self._texts):
             raise EngineError(
                 "stop strings are to be looked for in text that the server does not see, and there is no tokenizer",
@@ -302,7 +302,7 @@ class Client(Calls):
     ) -> bytes:
         rid = self._rid(flight)
         features = self._features
-        return dumps(wire.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
+        return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
 
     def _expected(self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]) -> wire.Expected:
         return wire.Expected(
@@ -357,7 +357,7 @@ class Client(Calls):
 
     @property
     def _texts(self) -> bool:
-        return wire.NO_TOKENIZER not in self._features
+        return bodies.NO_TOKENIZER not in self._features
 
     def _decode(self) -> stops.Decode | None:
         return None if self._tokenizer_of is None else self._text

@@ -1,6 +1,6 @@
-"""SGLang's words for a request and its answer: a GenerateRequest to a JSON body, an answer to a checked Completion.
+"""SGLang's answer to a request in, a checked Completion out.
 
-    check -> body -> [HTTP] -> completion: ids, log-probs, finish, the version of every token
+    bodies.check -> bodies.body -> [HTTP] -> completion: ids, log-probs, finish, the version of every token
 
 Pure. What SGLang (0.5.12, 0.5.23) cannot be told, or tells otherwise than the embedded engine, is evened out here:
 - ``output_token_logprobs`` are of softmax(logits / temperature), before top-k and top-p. So ``plain_log_probs`` are
@@ -11,12 +11,14 @@ Pure. What SGLang (0.5.12, 0.5.23) cannot be told, or tells otherwise than the e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_core.engines.sglang.bodies import too_long
 from slime_core.engines.sglang.http import fault
 from slime_core.errors import EngineError
 from slime_core.types import Completion
@@ -31,8 +33,6 @@ GREEDY = 1e-6
 """SGLang takes a temperature below this for 0."""
 SPANS = "version_spans"
 """Feature: an answer says which version made which of its tokens."""
-NO_TOKENIZER = "skip_tokenizer_init"
-"""Feature: the server answers no text and knows no stop strings."""
 TOO_LONG = ("context length", "maximum allowed length", "longer than the")
 """What a refusal says where a prompt does not fit."""
 
@@ -54,130 +54,6 @@ class Expected:
     low: int  # versions that may have made its tokens
     high: int
     spans: bool  # the server tells the version of every token
-
-
-def check(request: GenerateRequest, *, vocab_size: int, context_len: int) -> int:
-    """How many new tokens a request may have.
-
-    Raises:
-        EngineError: ENG01 no tokens, ENG02 an id outside the vocabulary (it would end the server), ENG03 impossible
-            sampling parameters, ENG72 a prompt that leaves no room for a token.
-    """
-    where = f"request {request.id}"
-    check_ids(request.tokens, vocab_size, where)
-    p = request.params
-    faults = (
-        (p.max_new_tokens < 0, f"max_new_tokens is {p.max_new_tokens}"),
-        (not 0 <= p.temperature < float("inf"), f"temperature is {p.temperature}"),
-        (not 0 < p.top_p <= 1, f"top_p is {p.top_p}"),
-        (p.top_k < 0, f"top_k is {p.top_k}"),
-        (not 0 <= request.kept <= len(request.tokens), f"kept is {request.kept} of {len(request.tokens)} tokens"),
-        ("" in p.stop, "a stop string is empty"),
-    )
-    for wrong, text in faults:
-        if wrong:
-            raise EngineError(
-                text,
-                code="ENG03",
-                where=where,
-                why="no token can be drawn so",
-                fix="temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_new_tokens >= 0",
-            )
-    if len(request.tokens) >= context_len:
-        raise too_long(f"the prompt has {len(request.tokens)} tokens and the context {context_len}", where)
-    return min(p.max_new_tokens, context_len - len(request.tokens))
-
-
-def check_ids(tokens: Sequence[int], vocab_size: int, where: str) -> None:
-    """Raises EngineError ENG01 where there are no tokens, ENG02 where they are no ids of the vocabulary."""
-    if not len(tokens):
-        raise EngineError("a request needs at least one token", code="ENG01", where=where, fix="give a prompt")
-    ids = np.asarray(tokens)
-    fix = "encode with the tokenizer of rollout.hf_checkpoint"
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise EngineError("the tokens are no list of ids", code="ENG02", where=where, fix=fix)
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(outside):
-        at = int(outside[0])
-        raise EngineError(
-            f"token id {int(ids[at])} at position {at} is outside the vocabulary of {vocab_size}",
-            code="ENG02",
-            where=where,
-            fix=fix,
-        )
-
-
-def too_long(what: str, where: str) -> EngineError:
-    """ENG72."""
-    return EngineError(
-        what,
-        code="ENG72",
-        where=where,
-        why="there is no room for a new token",
-        fix="raise rollout.rollout_max_context_len, or set data.rollout_max_prompt_len",
-    )
-
-
-def seed(value: int) -> int:
-    """64 bits as SGLang takes them: the same bits, signed (two's complement)."""
-    bits = value & (1 << 64) - 1
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
-def body(
-    request: GenerateRequest, *, rid: str, limit: int, stream: bool, features: frozenset[str], dp_rank: int | None
-) -> dict[str, Any]:
-    """What is posted to /generate. Every parameter is named, so that no server's own preference counts."""
-    p = request.params
-    params: dict[str, Any] = {
-        "max_new_tokens": limit,
-        "temperature": p.temperature,
-        "top_p": p.top_p,
-        "top_k": p.top_k or -1,
-        "min_p": 0.0,
-        "min_new_tokens": 0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "ignore_eos": p.ignore_eos,
-        "skip_special_tokens": True,
-        "no_stop_trim": False,
-        "n": 1,
-        "sampling_seed": seed(request.seed),
-    }
-    if p.stop and NO_TOKENIZER not in features:
-        params["stop"] = list(p.stop)
-    if p.stop_token_ids:
-        params["stop_token_ids"] = list(p.stop_token_ids)
-    return {
-        "rid": rid,
-        "input_ids": request.tokens,
-        "sampling_params": params,
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "stream": stream,
-        **_rank(dp_rank, features),
-    }
-
-
-def score_body(
-    tokens: Sequence[int], start: int, *, rid: str, features: frozenset[str], dp_rank: int | None = None
-) -> dict[str, Any]:
-    """What is posted to /generate for the log-probs of ``tokens[start:]``."""
-    return {
-        "rid": rid,
-        "input_ids": list(tokens),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": start - 1,
-        **_rank(dp_rank, features),
-    }
-
-
-def _rank(dp_rank: int | None, features: frozenset[str]) -> dict[str, int]:
-    if dp_rank is None:
-        return {}
-    return {"routed_dp_rank" if "routed_dp_rank" in features else "data_parallel_rank": dp_rank}
 
 
 def meta(answer: Any, where: str) -> dict[str, Any]:
@@ -300,33 +176,41 @@ def log_probs(rows: Any, tokens: list[int], where: str) -> list[float]:
         raise fault(f"{len(tokens)} tokens came with {len(rows)} log-probs", "ENG79", where)
     try:
         values, ids = [row[0] for row in rows], [row[1] for row in rows]
-        numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, IndexError, KeyError, ValueError):
+    except (TypeError, IndexError, KeyError):
         raise fault("the log-probs are no list of numbers and ids", "ENG79", where) from None
     if ids != tokens:
         at = next(i for i, (a, b) in enumerate(zip(ids, tokens)) if a != b)
         raise fault(f"token {at} is {tokens[at]}, and its log-prob is of {ids[at]}", "ENG79", where)
-    wrong = ~((numbers <= SLACK) & (numbers > -np.inf))  # NaN compares with nothing; JSON has null for it
-    if wrong.any():
-        at = int(wrong.argmax())
-        raise fault(
-            f"log-prob {values[at]} at response token {at} of {len(values)}",
-            "ENG80",
-            where,
-            why="a log-prob is finite and not above 0; null is what SGLang sends for NaN and -inf",
-        )
-    found: list[float] = numbers.tolist()
-    return found
+    try:
+        fine = not values or (math.isfinite(sum(values)) and max(values) <= SLACK)
+    except TypeError:
+        fine = False
+    if not fine:
+        raise _impossible(values, where)
+    return values
 
 
-def _check_outputs(tokens: Sequence[int], vocab_size: int, where: str) -> None:
+def _impossible(values: list[Any], where: str) -> EngineError:
+    numeric = [isinstance(value, (int, float)) for value in values]
+    if not all(ok or value is None for ok, value in zip(numeric, values)):
+        return fault("the log-probs are no list of numbers and ids", "ENG79", where)
+    fine = (ok and math.isfinite(value) and value <= SLACK for ok, value in zip(numeric, values))
+    at = next((i for i, ok in enumerate(fine) if not ok), 0)
+    return fault(
+        f"log-prob {values[at]} at response token {at} of {len(values)}",
+        "ENG80",
+        where,
+        why="a log-prob is finite and not above 0; null is what SGLang sends for NaN and -inf",
+    )
+
+
+def _check_outputs(tokens: list[int], vocab_size: int, where: str) -> None:
     if not tokens:
         return
-    ids = np.asarray(tokens)
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+    if set(map(type, tokens)) != {int}:
         raise fault("the new tokens are no list of ids", "ENG79", where)
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        at = int(((ids < 0) | (ids >= vocab_size)).argmax())
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        at = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
         raise fault(
             f"token id {tokens[at]} at response token {at} is outside the vocabulary of {vocab_size}",
             "TOK44",
@@ -383,8 +267,10 @@ def version(stamp: Any, expected: Expected, where: str) -> int:
     )
 
 
-def scores(answer: Any, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -> NDArray[np.float32]:
     """Log-probs of ``tokens[start:]``, float32 [len(tokens) - start].
+
+    SGLang tells the last id of the vocabulary as 0 there; the log-prob is of the token that was sent.
 
     Raises:
         ServerFault: ENG71, ENG79 and ENG80, as `completion`; ENG81 the server ended it.
@@ -396,4 +282,5 @@ def scores(answer: Any, tokens: Sequence[int], start: int) -> NDArray[np.float32
     if not isinstance(rows, list) or len(rows) != len(tokens) - start + 1:
         count = len(rows) - 1 if isinstance(rows, list) else "no"
         raise fault(f"{len(tokens) - start} log-probs were asked for and {count} came", "ENG79", "score")
-    return np.asarray(log_probs(rows[1:], list(tokens[start:]), "score"), dtype=np.float32)
+    told = [0 if token == vocab_size - 1 else token for token in tokens[start:]]
+    return np.asarray(log_probs(rows[1:], told, "score"), dtype=np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from faulty import Canned
 
-from slime_core.engines.sglang import stops, wire
+from slime_core.engines.sglang import bodies, stops, wire
 from slime_core.engines.sglang.http import ServerFault
 from slime_core.engines.sglang.pieces import Pieces
 from slime_core.errors import EngineError
@@ -38,7 +38,7 @@ def body(asked, **changes):
         "features": frozenset(),
         "dp_rank": None,
     }
-    return wire.body(asked, **(words | changes))
+    return bodies.body(asked, **(words | changes))
 
 
 def expected(asked, **changes):
@@ -101,14 +101,14 @@ def test_what_is_off_is_sent_in_the_way_that_sglang_takes_it():
 
 
 def test_a_server_without_a_tokenizer_is_sent_no_stop_strings_which_would_end_it():
-    assert "stop" not in body(request(stop=("a",)), features=frozenset({wire.NO_TOKENIZER}))["sampling_params"]
+    assert "stop" not in body(request(stop=("a",)), features=frozenset({bodies.NO_TOKENIZER}))["sampling_params"]
 
 
 @pytest.mark.parametrize(
     ("given", "sent"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1), (2**64 + 5, 5)]
 )
 def test_a_seed_keeps_all_its_64_bits_as_a_signed_number(given, sent):
-    assert wire.seed(given) == sent
+    assert bodies.seed(given) == sent
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_seed_keeps_all_its_64_bits_as_a_signed_number(given, sent):
 )
 def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(asked, code):
     """A token id outside the vocabulary would end the server; case 72: a prompt that is too long."""
-    found, _ = code_of(lambda: wire.check(asked, vocab_size=VOCAB, context_len=CONTEXT))
+    found, _ = code_of(lambda: bodies.check(asked, vocab_size=VOCAB, context_len=CONTEXT))
     assert found == code
 
 
 def test_a_request_may_fill_the_context_and_no_more():
-    assert wire.check(request(range(60), max_new_tokens=100), vocab_size=VOCAB, context_len=CONTEXT) == 4
-    assert wire.check(request(range(60), max_new_tokens=3), vocab_size=VOCAB, context_len=CONTEXT) == 3
+    assert bodies.check(request(range(60), max_new_tokens=100), vocab_size=VOCAB, context_len=CONTEXT) == 4
+    assert bodies.check(request(range(60), max_new_tokens=3), vocab_size=VOCAB, context_len=CONTEXT) == 3
 
 
 def test_a_right_answer_becomes_a_completion():
@@ -386,7 +386,7 @@ def test_an_abort_because_the_server_failed_is_a_fault_of_the_server():
 
 def test_scores_are_the_log_probs_of_what_was_given():
     tokens = [3, 4, 12, 9, 5]
-    sent = wire.score_body(tokens, 2, rid="r", features=frozenset())
+    sent = bodies.score_body(tokens, 2, rid="r", features=frozenset())
     assert (sent["logprob_start_len"], sent["sampling_params"]["max_new_tokens"]) == (1, 0)
     found = wire.scores(Canned().answer(sent, 0, "length"), tokens, 2)
     assert found.dtype == np.float32
@@ -405,7 +405,7 @@ def test_scores_are_the_log_probs_of_what_was_given():
 def test_scores_that_cannot_be_are_rejected(spoil, code):
     """Cases 79 and 80, of a score."""
     tokens = [3, 4, 12, 9, 5]
-    told = Canned().answer(wire.score_body(tokens, 2, rid="r", features=frozenset()), 0, "length")
+    told = Canned().answer(bodies.score_body(tokens, 2, rid="r", features=frozenset()), 0, "length")
     spoil(told["meta_info"]["input_token_logprobs"])
     assert code_of(lambda: wire.scores(told, tokens, 2), ServerFault)[0] == code
 
