@@ -32,7 +32,7 @@ import traceback
 from contextlib import suppress
 
 GRACE = 10.0  # seconds that a server has to end by itself after SIGTERM
-LOOK = 5.0  # seconds between looks at the files that the session has in shared memory
+LOOK = 1.0  # seconds between looks at the files that the session has in shared memory
 SHARED = "/dev/shm/"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -87,8 +87,10 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.driver, self.session = os.getppid(), os.getsid(0)
-        self.shared: set[str] = set()
-        self.folder = tempfile.mkdtemp(prefix="slime-sglang-")
+        self.shared: set[str] = set()  # files there that are the session's
+        self.listed: set[str] = set()  # what lay there at the last look, and whether that was new
+        self.news = False
+        self.folder = ""  # for temporary files; it goes with us
         self.wake, poke = os.pipe()
         os.set_blocking(poke, False)
         signal.set_wakeup_fd(poke)
@@ -101,6 +103,7 @@ class Supervisor:
         asked = _line(0)
         if not asked:
             return 1  # the driver went before it had asked
+        self.folder = json.loads(asked)["folder"]
         server = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "serve"], stdin=subprocess.PIPE, env=self.environment()
         )
@@ -132,7 +135,7 @@ class Supervisor:
             if self.wake in readable:
                 for number in os.read(self.wake, 1024):
                     if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and deadline == float("inf"):
-                        self.look()
+                        self.look(always=True)
                         deadline = time.monotonic() + GRACE
                         server.terminate()
             if (0 in readable and not os.read(0, 1024)) or os.getppid() != self.driver:
@@ -148,10 +151,20 @@ class Supervisor:
         with suppress(OSError):
             os.write(2, f"[slime] {text}\n".encode())
 
-    def look(self) -> None:
-        """Remember what the session has in shared memory."""
-        for pid in self.others():
-            self.shared |= _mapped(pid)
+    def look(self, *, always: bool = False) -> None:
+        """Remember what the session has in shared memory: after it is dead, nobody could tell.
+
+        Processes are looked at when something new lies there, and once more after that: it is mapped a moment later.
+        """
+        listed = set(os.listdir(SHARED))
+        again, self.news, self.listed = self.news, bool(listed - self.listed), listed
+        if not (always or again or self.news):
+            return
+        found = {path for pid in self.others() for path in _mapped(pid)} - self.shared
+        if found:
+            self.shared |= found
+            with suppress(OSError), open(os.path.join(self.folder, "shared-memory"), "w") as file:
+                file.write("".join(f"{path}\n" for path in sorted(self.shared)))  # for the driver, should we be killed
 
     def others(self) -> list[int]:
         """Every other process of the session."""
@@ -166,7 +179,7 @@ class Supervisor:
 
     def end(self) -> None:
         """Kill every other process of the session, wait for them, and remove what they have left."""
-        self.look()
+        self.look(always=True)
         while alive := self.others():
             for pid in alive:
                 with suppress(ProcessLookupError):
@@ -176,7 +189,8 @@ class Supervisor:
         for path in self.shared - used:
             with suppress(OSError):
                 os.unlink(path)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _mapped(pid: int) -> set[str]:

@@ -56,7 +56,8 @@ def hold(host: str = "127.0.0.1", count: int = 1) -> Hold:
         sockets = [_bound(host, 0)]
         first = sockets[0].getsockname()[1]
         try:
-            sockets += [_bound(host, first + offset) for offset in range(1, count)]
+            for offset in range(1, count):
+                sockets.append(_bound(host, first + offset))
         except (OSError, OverflowError):
             for held in sockets:
                 held.close()

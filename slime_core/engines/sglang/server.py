@@ -15,6 +15,7 @@ import re
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from slime_core.engines.sglang import ports
+from slime_core.engines.sglang import leftovers, ports
 from slime_core.engines.sglang.address import Address
 from slime_core.engines.sglang.handshake import handshake
 from slime_core.errors import EngineError
@@ -32,6 +33,9 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL; the launcher, which is told first, gives the server 10 of them."""
+
+CLEANING = 10.0
+"""Seconds in which the launcher must have killed and removed what there is, before it is killed itself."""
 
 POLL = 0.2  # seconds between looks while a server starts
 ASK = 30.0  # seconds for one answer while it starts: SGLang's /health makes a token when it is idle
@@ -78,6 +82,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: asyncio.Task[str] | None = None
         self._holds: list[ports.Hold] = []
+        self._folder = Path()  # for temporary files of the present generation
         self._last = ""  # why it was not ready at the last look
         self._from = 0  # where the present generation's part of the log begins
 
@@ -116,6 +121,7 @@ class Server:
         launch = self._launch
         try:
             port, further = self._hold_ports(launch)
+            self._folder = Path(tempfile.mkdtemp(prefix="slime-sglang-"))
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             with launch.log.open("ab") as out:
                 self._from = out.tell()
@@ -129,6 +135,7 @@ class Server:
                 )
         except OSError as error:
             self._let_go()
+            leftovers.remove(self._folder)
             raise EngineError(
                 f"SGLang server {self.address.number} cannot be started: {error}",
                 code="ENG69",
@@ -140,7 +147,7 @@ class Server:
         self.address = replace(self.address, url=f"http://{host}:{port}", generation=generation)
         self._end = asyncio.create_task(self._bury(self._process), name=f"slime-sglang-{self.address.number}")
         arguments = [*launch.arguments, "--host", launch.host, "--port", str(port), *further]
-        asked = json.dumps({"arguments": arguments, "token": self.address.token})
+        asked = json.dumps({"arguments": arguments, "token": self.address.token, "folder": str(self._folder)})
         assert self._process.stdin is not None
         with suppress(OSError):  # where it is gone, `ready` says so
             self._process.stdin.write(f"{asked}\n".encode())
@@ -185,6 +192,7 @@ class Server:
         with suppress(OSError):
             process.stdin.close()
         self._let_go()
+        await asyncio.to_thread(leftovers.remove, self._folder)
         return self._how(code)
 
     def _how(self, code: int) -> str:
@@ -209,7 +217,11 @@ class Server:
         return self._launch is None or (self._end is not None and not self._end.done())
 
     async def stop(self, grace: float = GRACE) -> None:
-        """End all its processes and wait until none is left; a no-op where none runs, and for another's server."""
+        """End all its processes and wait until none is left; a no-op where none runs, and for another's server.
+
+        Without ``grace`` they are killed, and what they had in shared memory and temporary files is removed all the
+        same: the launcher does it when its lifeline is cut.
+        """
         process, end = self._process, self._end
         if process is None or end is None:
             return
@@ -218,9 +230,12 @@ class Server:
                 process.terminate()
                 await asyncio.wait({end}, timeout=grace)
         finally:  # also where the caller is cancelled while it waits
-            if not end.done():
-                _kill(process.pid)
-                process.kill()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+        await asyncio.wait({end}, timeout=CLEANING)
+        if not end.done():
+            _kill(process.pid)
         await asyncio.shield(end)
         self._process = self._end = None
 
