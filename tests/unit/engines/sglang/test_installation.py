@@ -162,12 +162,14 @@ def test_a_broken_cache_is_read_anew(make_sglang, read, tmp_path):
     another_kind["options"][0]["kind"] = "nonsense"
     tables = [another_kind, *({**json.loads(whole), "options": told} for told in (None, 5, [{"flags": []}], [{}]))]
     broken = [b"", b"[]", b"\xff\xfe", b'{"key": 1}', whole[:-20], *(json.dumps(table).encode() for table in tables)]
-    for times, text in enumerate(broken, 2):
+    key = json.loads(whole)["key"]
+    assert installation._cached(file, key) == first.options
+    for text in broken:
         file.write_bytes(text)
-        assert read(env) == first
-        assert imports(tmp_path) == times, text[:40]
-    read(env)
-    assert imports(tmp_path) == times, "it was written anew"
+        assert installation._cached(file, key) is None, text[:40]
+    assert read(env) == first
+    assert imports(tmp_path) == 2
+    assert file.read_bytes() == whole, "it was written anew"
 
 
 def test_without_a_writable_cache_folder_it_works_all_the_same(make_sglang, read, tmp_path):

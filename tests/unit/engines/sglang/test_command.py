@@ -1,0 +1,172 @@
+"""How each server of a run is started: slime's own options, [sglang], a group's, and its variables."""
+
+import pytest
+
+from slime_core.config.schema import Config
+from slime_core.engines.sglang.command import command, commands
+from slime_core.engines.sglang.installation import Installation
+from slime_core.engines.sglang.options import OWN, Option
+from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology, topology
+from slime_core.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+FLAGS = (
+    *("trust_remote_code", "enable_deterministic_inference", "enable_memory_saver", "disable_radix_cache"),
+    *("disable_overlap_schedule", "skip_server_warmup", "sleep_on_idle"),
+)
+VALUES = (
+    *("attention_backend", "sampling_backend", "load_format", "dtype", "disaggregation_mode", "model_path", "device"),
+    *("tp_size", "random_seed", "context_length", "pp_size", "mem_fraction_static"),
+)
+
+
+def installed(*features, env=None, without=()):
+    """An installation with these features, and a few options."""
+    names = [name for name in (*FLAGS, *VALUES) if name not in without]
+    options = {
+        name: Option(
+            name=name, flag=f"--{name.replace('_', '-')}", kind="flag" if name in FLAGS else "value", type="x"
+        )
+        for name in names
+    }
+    return Installation(
+        python="/sglang/bin/python",
+        env=env or {},
+        version="0.5.23",
+        options=options,
+        features=frozenset({"disk_update", "memory_saver", *features}),
+    )
+
+
+def config_of(device="cpu", sglang=None, train=None, cluster=None, seed=5, **rollout):
+    return Config.model_validate(
+        {
+            "seed": seed,
+            "cluster": {"device": device, **(cluster or {})},
+            "train": {"dtype": "float32", **(train or {})},
+            "rollout": {"hf_checkpoint": "/m", "rollout_engine": "sglang", **rollout},
+            "sglang": sglang or {},
+        }
+    )
+
+
+def words_of(config, installation=None, number=0):
+    found = commands(config, installation or installed(), topology(config))
+    return found[number].arguments
+
+
+def value(words, flag):
+    return words[words.index(flag) + 1]
+
+
+def test_a_server_on_a_cpu_gets_what_sglang_needs_there():
+    found = commands(config_of(), installed(env={"A": "1"}), topology(config_of()))[0]
+    assert found.env == {"SGLANG_USE_CPU_ENGINE": "1", "A": "1"}
+    words = found.arguments
+    assert (value(words, "--model-path"), value(words, "--tp-size"), value(words, "--device")) == ("/m", "1", "cpu")
+    assert value(words, "--attention-backend") == "torch_native"
+    assert {"--sleep-on-idle", "--skip-server-warmup"} <= set(words)
+    assert value(words, "--dtype") == "float32"
+    assert not {"--enable-memory-saver", "--trust-remote-code", "--context-length", "--load-format"} & set(words)
+
+
+def test_what_a_person_writes_wins_over_what_slime_would_choose():
+    written = {"attention-backend": "intel_amx", "dtype": "bfloat16", "sleep_on_idle": False}
+    words = words_of(config_of(sglang=written))
+    assert words.count("--attention-backend") == words.count("--dtype") == 1
+    assert (value(words, "--attention-backend"), value(words, "--dtype")) == ("intel_amx", "bfloat16")
+    assert "--sleep-on-idle" not in words
+
+
+def test_an_option_that_this_version_does_not_have_is_left_out():
+    assert "--sleep-on-idle" not in words_of(config_of(), installed(without=["sleep_on_idle"]))
+
+
+def test_keys_of_slime_become_options():
+    config = config_of(
+        device="cuda",
+        rollout_max_context_len=512,
+        rollout_deterministic=True,
+        trust_remote_code=True,
+        init_weights="random",
+    )
+    words = words_of(config)
+    assert value(words, "--context-length") == "512"
+    assert value(words, "--load-format") == "dummy"
+    assert {"--enable-deterministic-inference", "--trust-remote-code", "--enable-memory-saver"} <= set(words)
+    assert not {"--sleep-on-idle", "--attention-backend"} & set(words)
+
+
+def test_every_server_has_gpus_and_a_seed_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = config_of(device="cuda", cluster={"actor_num_gpus_per_node": 4}, rollout_num_gpus_per_engine=2)
+    found = commands(config, installed(), topology(config))
+    assert [how.env["CUDA_VISIBLE_DEVICES"] for how in found.values()] == ["4,5", "6,7"]
+    assert {value(how.arguments, "--tp-size") for how in found.values()} == {"2"}
+    assert len({value(how.arguments, "--random-seed") for how in found.values()}) == 2
+    assert found == commands(config, installed(), topology(config))
+
+
+def test_a_large_seed_of_a_run_still_fits_sglangs():
+    assert 0 <= int(value(words_of(config_of(seed=2**63 - 1)), "--random-seed")) < 2**31
+
+
+def group_of(**more):
+    kind = {"name": "g", "role": "policy", "model": "/m", "servers": (ServerPlace(number=0, gpus=(0, 1)),)}
+    return ServerGroup(**(kind | more))
+
+
+def test_a_groups_options_and_variables_lie_over_the_tables():
+    group = group_of(options={"mem-fraction-static": 0.5, "disable_radix_cache": False}, env={"A": "2"})
+    config = config_of(device="cuda", sglang={"mem_fraction_static": 0.9, "disable_radix_cache": True})
+    found = command(config, installed(env={"A": "1", "B": "1"}), group, group.servers[0])
+    assert found.arguments.count("--mem-fraction-static") == 1
+    assert value(found.arguments, "--mem-fraction-static") == "0.5"
+    assert "--disable-radix-cache" not in found.arguments
+    assert found.env == {"A": "2", "B": "1", "CUDA_VISIBLE_DEVICES": found.env["CUDA_VISIBLE_DEVICES"]}
+
+
+def test_a_frozen_group_is_never_filled_or_emptied():
+    group = group_of(role="reward", model="/judge")
+    config = config_of(device="cuda", init_weights="random", rollout_max_context_len=64)
+    words = command(config, installed(), group, group.servers[0]).arguments
+    assert value(words, "--model-path") == "/judge"
+    assert not {"--load-format", "--enable-memory-saver", "--context-length", "--dtype"} & set(words)
+
+
+def test_a_prefill_group_is_told_so():
+    group = group_of(mode="prefill")
+    words = command(config_of(device="cuda"), installed(), group, group.servers[0]).arguments
+    assert value(words, "--disaggregation-mode") == "prefill"
+
+
+def test_a_fault_in_a_groups_options_is_named_with_its_place():
+    group = group_of(options={"tp_size": 2}, where="servers.toml:7")
+    with pytest.raises(ConfigError) as caught:
+        command(config_of(), installed(), group, group.servers[0])
+    assert (caught.value.code, caught.value.where) == ("CFG04", "servers.toml:7, options.tp_size")
+    assert caught.value.fix == OWN["tp_size"]
+
+
+def test_what_the_run_needs_and_the_installation_lacks_is_refused():
+    shared = config_of(device="cuda")
+    bare = installed()
+    poor = Installation(**{**{k: getattr(bare, k) for k in bare.__slots__}, "features": frozenset({"disk_update"})})
+    with pytest.raises(ConfigError, match="torch_memory_saver is not installed") as caught:
+        commands(shared, poor, topology(shared))
+    assert caught.value.fix == "/sglang/bin/python -m pip install torch_memory_saver"
+    routed = config_of(rollout_router="sglang")
+    with pytest.raises(ConfigError, match="sglang-router is not installed"):
+        commands(routed, installed(), topology(routed))
+    assert commands(routed, installed("router"), topology(routed))
+    wired = config_of(device="cuda", cluster={"colocate": False}, rollout_num_gpus=1, update_weight_transport="nccl")
+    with pytest.raises(ConfigError, match="takes no weights by nccl"):
+        commands(wired, installed(), topology(wired))
+
+
+def test_split_groups_need_sglangs_router():
+    config = config_of(device="cuda")
+    servers = Topology(groups=(group_of(name="p", mode="prefill"), group_of(name="d", mode="decode")))
+    with pytest.raises(ConfigError, match="sglang-router"):
+        commands(config, installed(), servers)
