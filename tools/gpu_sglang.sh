@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# SGLang's part of the GPU checks and benchmarks. SGLang lies in $SGLANG_SITE; slime, its plugins and the packages of
+# gpu-sglang-requirements.txt are on PYTHONPATH. Every step is bounded, writes a log into $OUT (default /tmp/out), and
+# ends with a short table; a step that fails does not keep the next from running.
+#   tools/gpu_sglang.sh facts          seconds: what is there, where libcudart is, whether SGLang imports
+#   tools/gpu_sglang.sh functional     two server starts (0.6B shape): contract, transports, canary, determinism, swap and
+#                                      a run that repeats on one server; a whole colocated run on a server of its own
+#   tools/gpu_sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
+#   tools/gpu_sglang.sh deterministic  the same in deterministic mode, 256 in flight
+#   tools/gpu_sglang.sh sync           weight update of 4B: tensor, disk, and with offload
+#   tools/gpu_sglang.sh nccl           weight update of 4B from one GPU to the other
+#   tools/gpu_sglang.sh two            two GPUs: rollout on the first, functional on the second (at most 10 minutes)
+#   tools/gpu_sglang.sh two-more       two GPUs: sync on the first, deterministic on the second; then nccl on both
+# GPU=N puts a step on GPU N.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-/tmp/out}
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+
+step() {  # NAME SECONDS COMMAND...: bounded; its last lines are shown, and on failure the ends of servers' logs
+    local name=$1 seconds=$2 begin=$SECONDS code=0
+    shift 2
+    CUDA_VISIBLE_DEVICES=${GPU-${CUDA_VISIBLE_DEVICES-0}} timeout -k 20 "$seconds" "$@" >"$OUT/$name.log" 2>&1 || code=$?
+    echo "== $name: exit $code after $((SECONDS - begin)) s"
+    tail -n "${LINES_SHOWN:-30}" "$OUT/$name.log"
+}
+
+facts() {
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
+    python3 - <<'PY'
+import sys
+sys.path.insert(0, "tools")
+from sglang_place import Place
+place = Place.find()
+print(place and (place.device, dict(place.env)))
+PY
+    PYTHONPATH=${SGLANG_SITE:?} python3 - <<'PY'
+import glob, os, subprocess, sys
+import sglang
+from torch_memory_saver.utils import get_binary_path_from_package as library
+print("sglang", sglang.__version__)
+preload = str(library("torch_memory_saver_hook_mode_preload"))
+folders = [os.path.dirname(p) for base in sys.path for p in glob.glob(f"{base}/nvidia/*/lib/libcudart.so.*")]
+for path in ["", *dict.fromkeys(folders)]:
+    done = subprocess.run([sys.executable, "-c", "print('preloaded')"], capture_output=True, text=True,
+                          env={**os.environ, "LD_PRELOAD": preload, "LD_LIBRARY_PATH": path})
+    print("memory saver with LD_LIBRARY_PATH", path or "empty:", (done.stdout + done.stderr).strip()[-200:])
+PY
+}
+
+tests() {  # NAME SECONDS FILE...
+    local name=$1 seconds=$2
+    shift 2
+    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -q -rA --durations=8 "$@"
+}
+
+functional() { tests functional 560 tests/gpu/test_sglang_on_gpu.py tests/gpu/test_colocated_run.py; }
+rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 460; }
+deterministic() {
+    step deterministic 330 python3 tools/bench_rollout.py --deterministic --in-flight 256 --rounds 2 --limit 310
+}
+sync() { step sync 420 python3 tools/bench_weight_sync.py --transports tensor disk --offload --limit 400; }
+nccl() { GPU=0,1 step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
+
+case "${1:-}" in
+facts | functional | rollout | deterministic | sync | nccl) "$1" ;;
+two)
+    facts
+    (GPU=1 functional) >"$OUT/second.txt" 2>&1 &
+    (GPU=0 rollout) >"$OUT/first.txt" 2>&1
+    wait
+    cat "$OUT/first.txt" "$OUT/second.txt" ;;
+two-more)
+    (GPU=1 deterministic) >"$OUT/second.txt" 2>&1 &
+    (GPU=0 sync) >"$OUT/first.txt" 2>&1
+    wait
+    cat "$OUT/first.txt" "$OUT/second.txt"
+    nccl ;;
+*) sed -n 2,14p "$0"; exit 2 ;;
+esac
