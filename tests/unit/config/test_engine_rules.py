@@ -1,0 +1,264 @@
+"""Rules of rollout servers' keys: what contradicts, and what has no effect."""
+
+import pytest
+
+from slime_core.config import engine_rules
+from slime_core.config.load import read
+from slime_core.config.schema import Config, RolloutSection
+
+pytestmark = pytest.mark.unit
+
+
+def config_of(cluster=None, sglang=None, engine="sglang", **rollout):
+    tables = {"cluster": cluster or {}, "sglang": sglang or {}}
+    return Config.model_validate({**tables, "rollout": {"rollout_engine": engine, **rollout}})
+
+
+APART = {"colocate": False}
+CPU, CUDA = {"device": "cpu"}, {"device": "cuda"}
+ONE = ("http://10.0.0.1:30000",)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout", "what", "fix"),
+    [
+        pytest.param(
+            {},
+            {"rollout_external_engine_addrs": ONE, "rollout_num_gpus": 2},
+            "rollout_num_gpus and rollout_external_engine_addrs are both set",
+            "leave rollout_num_gpus out",
+            id="addresses and GPUs",
+        ),
+        pytest.param(
+            {},
+            {"rollout_external_engine_addrs": ONE, "engine_topology": "f.toml"},
+            "engine_topology and rollout_external_engine_addrs",
+            "leave engine_topology out",
+            id="addresses and a file",
+        ),
+        pytest.param(
+            {},
+            {"engine_topology": "f.toml", "rollout_num_engines": 2},
+            "rollout_num_engines and engine_topology",
+            "or the file",
+            id="a file and numbers",
+        ),
+        pytest.param(
+            {},
+            {"rollout_external_engine_addrs": ONE, "rollout_deterministic": True},
+            "rollout_deterministic with rollout_external_engine_addrs",
+            "--enable-deterministic-inference",
+            id="deterministic elsewhere",
+        ),
+        pytest.param(
+            {},
+            {"rollout_external_engine_addrs": (*ONE, "http://10.0.0.1:30000/")},
+            "stands twice",
+            "remove one",
+            id="one address twice",
+        ),
+        pytest.param(
+            APART,
+            {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+            "rollout_num_gpus = 3 does not divide into servers of rollout_num_gpus_per_engine = 2",
+            "such as 2",
+            id="GPUs do not divide",
+        ),
+        pytest.param(
+            APART,
+            {"rollout_num_gpus": 4, "rollout_num_engines": 3},
+            "rollout_num_engines = 3 servers of 1 GPUs are not rollout_num_gpus = 4",
+            "set rollout_num_gpus to 3",
+            id="two counts",
+        ),
+        pytest.param(
+            {**CUDA, "actor_num_gpus_per_node": 4},
+            {"rollout_num_gpus_per_engine": 3},
+            "the trainer's 4 GPUs do not divide",
+            "a divisor of 4",
+            id="shared GPUs do not divide",
+        ),
+        pytest.param(
+            APART,
+            {"rollout_num_gpus": 2, "min_healthy_engines": 3},
+            "min_healthy_engines = 3 is more than the 2 that there are",
+            "--min-healthy-engines 2",
+            id="more healthy ones than there are",
+        ),
+        pytest.param(
+            {},
+            {"rollout_external_engine_addrs": ONE, "min_healthy_engines": 2},
+            "more than the 1 that there are",
+            "--min-healthy-engines 1",
+            id="more healthy ones than addresses",
+        ),
+        pytest.param(
+            CPU, {"min_healthy_engines": 2}, "more than the 1 that there are", "more servers", id="one server on a CPU"
+        ),
+        pytest.param(
+            {**CUDA, "actor_num_gpus_per_node": 2},
+            {"min_healthy_engines": 3},
+            "more than the 2 that there are",
+            "--min-healthy-engines 2",
+            id="more healthy ones than shared GPUs",
+        ),
+        pytest.param(
+            CPU, {"update_weight_transport": "tensor"}, "transport = tensor with device = cpu", "disk", id="tensor"
+        ),
+        pytest.param(
+            CPU, {"update_weight_transport": "nccl"}, "transport = nccl with device = cpu", "disk", id="nccl"
+        ),
+        pytest.param(
+            APART, {"update_weight_transport": "tensor"}, "tensor with colocate = false", "nccl", id="tensor apart"
+        ),
+        pytest.param({}, {"update_weight_transport": "nccl"}, "nccl with colocate = true", "tensor", id="nccl shared"),
+        pytest.param(
+            {},
+            {"update_weight_transport": "tensor", "rollout_external_engine_addrs": ONE},
+            "tensor with rollout_external_engine_addrs",
+            "disk",
+            id="tensor elsewhere",
+        ),
+        pytest.param(
+            CPU,
+            {"rollout_deterministic": True},
+            "rollout_deterministic with device = cpu",
+            "--rollout-engine local",
+            id="deterministic on a CPU",
+        ),
+    ],
+)
+def test_each_contradiction_names_its_keys_and_the_way_out(cluster, rollout, what, fix):
+    (problem,) = engine_rules.conflicts(config_of(cluster, **rollout))
+    assert problem.code == "CFG04"
+    assert what in problem.what
+    assert fix in problem.fix
+    assert problem.keys
+    assert list(engine_rules.conflicts(config_of(cluster, engine="local", **rollout))) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout"),
+    [
+        ({}, {}),
+        (CPU, {"rollout_num_engines": 2, "min_healthy_engines": 2}),
+        (APART, {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "rollout_num_engines": 2}),
+        (APART, {"update_weight_transport": "nccl", "rollout_num_gpus": 1}),
+        (CUDA, {"update_weight_transport": "tensor", "rollout_deterministic": True}),
+        ({}, {"rollout_external_engine_addrs": ("https://a.example:443", "http://[::1]:30000/")}),
+        ({}, {"rollout_external_engine_addrs": ONE, "update_weight_transport": "nccl"}),
+        ({}, {"engine_topology": "f.toml", "min_healthy_engines": 9}),
+    ],
+)
+def test_what_holds_together_is_no_problem(cluster, rollout):
+    assert list(engine_rules.conflicts(config_of(cluster, **rollout))) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1:30000",
+        "http://10.0.0.1",
+        "http://10.0.0.1:0",
+        "http://10.0.0.1:99999",
+        "http://10.0.0.1:30000/generate",
+        "http://10.0.0.1:30000?x=1",
+        "ftp://10.0.0.1:21",
+        "http://:30000",
+        "",
+    ],
+)
+def test_what_is_no_address_of_a_server_is_refused(address):
+    (problem,) = engine_rules.conflicts(config_of(rollout_external_engine_addrs=(address,)))
+    assert problem.code == "CFG03"
+    assert "http://" in problem.fix
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown():
+    (problem,) = engine_rules.conflicts(config_of(rollout_external_engine_addrs=("http://me:hunter2@h:1",)))
+    assert "hunter2" not in str(problem)
+    assert "rollout_engine_token_env" in problem.why
+
+
+@pytest.mark.parametrize("written", ["attention_backend", "attention-backend", "decode_attention_backend"])
+def test_the_deterministic_mode_needs_an_attention_backend_that_can(written):
+    (problem,) = engine_rules.conflicts(config_of(CUDA, {written: "torch_native"}, rollout_deterministic=True))
+    assert f"sglang.{written} = torch_native" in problem.what
+    assert "fa3" in problem.why
+    assert not list(engine_rules.conflicts(config_of(CUDA, {written: "fa3"}, rollout_deterministic=True)))
+    assert not list(engine_rules.conflicts(config_of(CUDA, {written: "torch_native"})))
+
+
+def test_quantised_servers_cannot_be_compared_byte_by_byte():
+    (problem,) = engine_rules.conflicts(config_of(sglang={"quantization": "fp8"}))
+    assert "--check-weights off" in problem.fix
+    assert not list(engine_rules.conflicts(config_of(sglang={"quantization": "fp8"}, check_weights="off")))
+
+
+def test_strings_that_end_a_response_need_a_tokenizer():
+    (problem,) = engine_rules.conflicts(config_of(sglang={"skip-tokenizer-init": True}, rollout_stop=("x",)))
+    assert "rollout_stop_token_ids" in problem.fix
+
+
+# -- what has no effect
+
+
+@pytest.mark.parametrize("name", engine_rules.SERVER_KEYS)
+def test_a_key_of_servers_without_servers_is_said(name):
+    default = RolloutSection.model_fields[name].default
+    other = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}[type(default)]
+    chosen = {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
+    (notice,) = engine_rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
+    assert notice == f"{name}: no effect with rollout_engine = local; servers read them"
+
+
+def test_options_of_sglang_without_sglang_are_said():
+    (notice,) = engine_rules.notices(config_of(engine="local", sglang={"dtype": "auto"}, rollout_num_gpus=1))
+    assert notice.startswith("rollout_num_gpus, [sglang]: no effect")
+    assert list(engine_rules.notices(config_of(engine="local"))) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sglang", "said"),
+    [
+        ({"rollout_slots": 8}, {}, "rollout_slots: no effect"),
+        ({"rollout_external_engine_addrs": ONE}, {"dtype": "auto"}, "[sglang]: no effect on servers that run already"),
+        ({"rollout_external_engine_addrs": ONE, "rollout_max_restarts": 1}, {}, "rollout_max_restarts: no effect"),
+        ({"rollout_external_engine_addrs": ONE}, {}, "travel in clear text"),
+        ({"rollout_engine_token_env": "T"}, {}, "rollout_engine_token_env: no effect"),
+        (
+            {"update_weight_disk_dir": "/d", "update_weight_transport": "tensor"},
+            {},
+            "update_weight_disk_dir: no effect",
+        ),
+        ({"pause_generation_mode": "abort"}, {}, "pause_generation_mode = abort: no effect with max_staleness = 0"),
+        ({"pause_generation_mode": "in_place", "max_staleness": 1}, {}, "are of neither version"),
+        ({"rollout_top_p": 0.9}, {}, "rollout_top_p = 0.9: SGLang's log-probs are of the whole softmax"),
+        ({"rollout_top_p": 0.9, "rollout_top_k": 5}, {}, "rollout_top_p = 0.9 and rollout_top_k = 5"),
+        ({"rollout_temperature": 0.7}, {}, "rollout_temperature = 0.7: SGLang's log-probs are at this temperature"),
+        ({}, {}, "seed has no effect on the tokens"),
+        ({"max_staleness": 1}, {}, "lockstep repeats which weights made which group, not its tokens"),
+    ],
+)
+def test_what_has_another_effect_than_one_may_think_is_said(rollout, sglang, said):
+    assert [text for text in engine_rules.notices(config_of(sglang=sglang, **rollout)) if said in text]
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"rollout_deterministic": True},
+        {"rollout_deterministic": True, "pause_generation_mode": "abort", "max_staleness": 1},
+        {"rollout_deterministic": True, "pause_generation_mode": "abort", "partial_rollout": True},
+        {"rollout_deterministic": True, "rollout_external_engine_addrs": ("http://127.0.0.1:1", "https://h:1")},
+    ],
+)
+def test_nothing_is_said_where_everything_has_its_effect(rollout):
+    assert list(engine_rules.notices(config_of(**rollout))) == []
+
+
+def test_the_loader_applies_these_rules(recipe, refused):
+    path = recipe("[rollout]\nrollout_num_gpus = 3\nrollout_num_gpus_per_engine = 2\nrollout_engine = 'sglang'\n")
+    error = refused(path)
+    assert "recipe.toml:2" in error.where
+    assert any("server_concurrency: no effect" in text for text in read(None, ["--server-concurrency", "8"]).notices)
