@@ -244,6 +244,7 @@ class FaultProxy:
         self.upstream = upstream
         self.port = 0
         self.kept = deque()  # answers for `late`
+        self.ended = asyncio.Queue()  # (status, body) of requests that `begun` left alone
         self.paths = []  # of every request, in order
         self._faults, self._always = {}, {}
         self._tasks = set()
@@ -454,6 +455,24 @@ async def late(exchange):
     await reset(exchange)
 
 
+async def begun(exchange):
+    """Let the server begin and cut the connection to the client; what the server says in the end goes to `ended`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", exchange.proxy.upstream)
+    writer.write(_closing(exchange.head) + exchange.body)
+
+    async def wait():
+        try:
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            await exchange.proxy.ended.put((head.split()[1].decode(), body))
+        finally:
+            writer.close()
+
+    task = asyncio.create_task(wait())
+    exchange.proxy._tasks.add(task)
+    task.add_done_callback(exchange.proxy._tasks.discard)
+    await reset(exchange)
+
+
 async def kept(exchange):
     """Answer with what `late` kept."""
     await exchange.say(exchange.proxy.kept.popleft())
@@ -492,3 +511,42 @@ def log_prob(value, at=1):
         answer["meta_info"]["output_token_logprobs"][at][0] = value
 
     return rewrite(change)
+
+
+def emptied(answer):
+    """As if the server had ended the request by itself, before its first token."""
+    answer["output_ids"] = []
+    answer["meta_info"] |= {
+        "finish_reason": {"type": "abort", "message": "Aborted"},
+        "output_token_logprobs": [],
+        "completion_tokens": 0,
+    }
+
+
+def _one_more(answer):
+    answer["output_ids"].append(5)
+    answer["meta_info"]["output_token_logprobs"].append([-1.0, 5, None])
+
+
+def _echo(answer):
+    answer["output_ids"][:0] = [3, 4, 12]
+
+
+BROKEN = [reset, vanish, cut_body, cut_chunk, half_json, short_length, long_length, gzip_garbage]
+"""Case 77: what is lost on the way."""
+
+REJECTED = {
+    "79 fewer log-probs": (in_meta(output_token_logprobs=lambda old: old[:-1]), "ENG79"),
+    "79 no log-probs": (in_meta(output_token_logprobs=None), "ENG79"),
+    "80 NaN": (log_prob(float("nan")), "ENG80"),
+    "80 null": (log_prob(None), "ENG80"),
+    "80 above zero": (log_prob(0.25), "ENG80"),
+    "80 minus infinity": (log_prob(float("-inf")), "ENG80"),
+    "82 more tokens": (rewrite(_one_more), "ENG82"),
+    "82 prompt echoed": (rewrite(_echo), "ENG82"),
+    "83 no version": (in_meta(weight_version=None, weight_versions=None), "ENG83"),
+    "83 older": (in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
+    "83 newer": (in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
+    "83 of another epoch": (in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
+}
+"""Answers that cannot be, to a request of tokens 3, 4, 12 for 8 tokens where version 7 of epoch 3 alone may serve."""

@@ -2,7 +2,6 @@
 tests/sglang/test_client_faults.py."""
 
 import asyncio
-import math
 import socket
 import ssl
 import subprocess
@@ -12,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 import faulty
 import numpy as np
 import pytest
-from faulty import TOKEN, Canned, FaultProxy
+from faulty import BROKEN, REJECTED, TOKEN, Canned, FaultProxy
 
 from slime_core.engines.sglang import calls, client as client_module, http
 from slime_core.engines.sglang.address import Address
@@ -613,18 +612,6 @@ def test_case_76_the_deadline_is_of_the_whole_answer(spoiled):
     asyncio.run(main())
 
 
-BROKEN = [
-    faulty.reset,
-    faulty.vanish,
-    faulty.cut_body,
-    faulty.cut_chunk,
-    faulty.half_json,
-    faulty.short_length,
-    faulty.long_length,
-    faulty.gzip_garbage,
-]
-
-
 @pytest.mark.parametrize("spoiled", BROKEN, ids=lambda fault: fault.__name__)
 def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
     """Case 77: truncated JSON, chunked cut, wrong Content-Length, gzip garbage: transport errors."""
@@ -654,26 +641,6 @@ def test_case_78_an_empty_answer_is_another_service(said):
     asyncio.run(main())
 
 
-def _drop_last(rows):
-    return rows[:-1]
-
-
-REJECTED = {
-    "79 fewer log-probs": (faulty.in_meta(output_token_logprobs=_drop_last), "ENG79"),
-    "79 no log-probs": (faulty.in_meta(output_token_logprobs=None), "ENG79"),
-    "80 NaN": (faulty.log_prob(math.nan), "ENG80"),
-    "80 null": (faulty.log_prob(None), "ENG80"),
-    "80 above zero": (faulty.log_prob(0.25), "ENG80"),
-    "80 minus infinity": (faulty.log_prob(-math.inf), "ENG80"),
-    "82 more tokens": (faulty.rewrite(lambda a: (a["output_ids"].append(5), a["meta_info"]["output_token_logprobs"].append([-1, 5, None]), None)[2]), "ENG82"),
-    "82 prompt echoed": (faulty.rewrite(lambda a: a["output_ids"].__setitem__(slice(0, 0), [3, 4, 12])), "ENG82"),
-    "83 no version": (faulty.in_meta(weight_version=None, weight_versions=None), "ENG83"),
-    "83 older": (faulty.in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
-    "83 newer": (faulty.in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
-    "83 of another epoch": (faulty.in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("case", REJECTED)
 def test_cases_79_to_83_an_impossible_answer_is_rejected_and_counted(case):
     """Cases 79, 80, 82, 83: the answer is not asked for again here; the engine may go to another server."""
@@ -692,19 +659,14 @@ def test_cases_79_to_83_an_impossible_answer_is_rejected_and_counted(case):
 
 def test_case_81_an_unknown_end_and_an_abort_nobody_asked_for_are_asked_again():
     """Case 81: finish_reason unknown, abort with 0 tokens: re-queued, attempt + 1."""
-    nothing = {"type": "abort", "message": "Aborted"}
-
-    def emptied(answer):
-        answer["output_ids"] = []
-        answer["meta_info"] |= {"finish_reason": nothing, "output_token_logprobs": [], "completion_tokens": 0}
 
     async def main():
         async with both() as (client, proxy, server):
-            proxy.add(faulty.in_meta(finish_reason={"type": "tired"}), faulty.rewrite(emptied))
+            proxy.add(faulty.in_meta(finish_reason={"type": "tired"}), faulty.rewrite(faulty.emptied))
             assert right(await ask(client))
             assert len({body["rid"] for body in server.bodies}) == 3
             assert (client.progress.rejected, client.progress.retries) == (2, 2)
-            proxy.always(faulty.rewrite(emptied))
+            proxy.always(faulty.rewrite(faulty.emptied))
             assert (await error_of(ask(client), ServerFault)).code == "ENG81"
             assert len(server.bodies) == 3 + 4
 
