@@ -67,6 +67,25 @@ def test_scoring_gives_the_log_probs_of_generating(server: RawServer) -> None:
     np.testing.assert_allclose([entry[0] for entry in scored[1:]], sampled, atol=2e-5)
 
 
+def test_scores_tell_the_last_id_of_the_vocabulary_as_0_with_the_log_prob_of_the_last(server: RawServer) -> None:
+    params = {"max_new_tokens": 0, "temperature": 1.0}
+    for last in (98, 0):
+        body = {
+            "input_ids": [*PROMPT, last],
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": 2,
+        }
+        row = server.ask("/generate", body)["meta_info"]["input_token_logprobs"][-1]
+        assert row[1] == 0
+        made = server.ask(
+            "/generate",
+            {**body, "input_ids": PROMPT, "top_logprobs_num": 99, "sampling_params": {**params, "max_new_tokens": 1}},
+        )
+        plain = {entry[1]: entry[0] for entry in made["meta_info"]["output_top_logprobs"][0]}
+        assert row[0] == pytest.approx(plain[last], abs=2e-5)
+
+
 def test_log_probs_are_of_the_logits_divided_by_the_temperature(server: RawServer) -> None:
     """At another temperature than 1 the plain log-probs are not told: those of temperature 1 differ."""
     made = server.generate(PROMPT, 1, temperature=2.0)

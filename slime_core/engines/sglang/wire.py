@@ -282,5 +282,9 @@ def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -
     if not isinstance(rows, list) or len(rows) != len(tokens) - start + 1:
         count = len(rows) - 1 if isinstance(rows, list) else "no"
         raise fault(f"{len(tokens) - start} log-probs were asked for and {count} came", "ENG79", "score")
-    told = [0 if token == vocab_size - 1 else token for token in tokens[start:]]
+    last = vocab_size - 1
+    told = [
+        0 if token == last and isinstance(row, list) and row[1:2] == [0] else token
+        for token, row in zip(tokens[start:], rows[1:], strict=True)
+    ]
     return np.asarray(log_probs(rows[1:], told, "score"), dtype=np.float32)
