@@ -137,15 +137,15 @@ class Sizes:
             *(f"mlp.experts.{expert}.{part}" for expert in range(self.experts) for part in parts),
         ]
 
-    def share(self, name: str, rows: int, rank: int, parts: int, dim: int = 0) -> Piece:
-        """Part ``rank`` of ``parts`` equal ones of a tensor's ``rows`` rows (or columns)."""
-        if rows % parts:
+    def share(self, name: str, count: int, rank: int, parts: int, *, dim: int = 0, rows: int = 1) -> Piece:
+        """Part ``rank`` of ``parts`` equal ones of a tensor of ``count`` times ``rows`` rows (or columns)."""
+        if count % parts:
             raise _error(
-                f"{rows} rows of {name} do not divide by {parts} ranks", fix="change rollout_num_gpus_per_engine"
+                f"{count} parts of {name} do not divide by {parts} ranks", fix="change the tensor-parallel size"
             )
         if parts == 1:
             return Piece(name=name, dim=dim)
-        each = rows // parts
+        each = count // parts * rows
         return Piece(name=name, dim=dim, start=rank * each, stop=(rank + 1) * each)
 
 
@@ -190,8 +190,8 @@ def _qkv(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
         raise _error(f"{sizes.kv_heads} key and value heads cannot be spread over {sizes.tp} ranks")
     own = rank * parts // sizes.tp  # ranks that share a head stand beside each other
     return (
-        sizes.share(names["q"], sizes.heads * each, rank, sizes.tp),
-        *(sizes.share(names[which], sizes.kv_heads * each, own, parts) for which in "kv"),
+        sizes.share(names["q"], sizes.heads, rank, sizes.tp, rows=each),
+        *(sizes.share(names[which], sizes.kv_heads, own, parts, rows=each) for which in "kv"),
     )
 
 
@@ -204,7 +204,7 @@ def _down(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
 
 
 def _output(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
-    return (sizes.share(prefix + part, sizes.heads * sizes.head_dim, rank, sizes.tp, dim=1),)
+    return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, dim=1, rows=sizes.head_dim),)
 
 
 def _experts(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
@@ -216,7 +216,7 @@ def _experts(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
     each = sizes.experts // sizes.ep
     names, dim = (("gate", "up"), 0) if "w13" in part else (("down",), 1)
     return tuple(
-        sizes.share(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", sizes.expert_inner, place, inside, dim)
+        sizes.share(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", sizes.expert_inner, place, inside, dim=dim)
         for expert in range(group * each, (group + 1) * each)
         for name in names
     )
