@@ -286,7 +286,7 @@ class Completion:
     id: str
     tokens: list[int]
     log_probs: list[float]  # under the distribution drawn from: temperature, top-p and top-k applied
-    plain_log_probs: list[float]  # under the plain softmax, temperature 1
+    plain_log_probs: list[float]  # under the plain softmax, temperature 1; empty where the engine cannot tell
     finish: Literal["stop", "length", "abort"]
     versions: list[int]  # weights that made each token
     epoch: int = 0  # process start of the engine
