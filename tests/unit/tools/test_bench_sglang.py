@@ -1,0 +1,97 @@
+"""The benchmarks of SGLang: the same load on both sides, ratios of pairs, stages that add up, and every wait bounded."""
+
+import asyncio
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+TOOLS = Path(__file__).parents[3] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """Import a tool by name, with what it imports from beside it."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+    def load(name):
+        module = importlib.import_module(name)
+        for known in ("sglang_place", name):
+            monkeypatch.setitem(sys.modules, known, sys.modules[known])
+        return module
+
+    return load
+
+
+def test_the_loop_keeps_so_many_in_flight_and_asks_each_once(tool):
+    bench, running, most, asked = tool("bench_rollout"), 0, 0, []
+
+    async def ask(index):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        asked.append(index)
+        await asyncio.sleep(0)
+        running -= 1
+
+    seconds = asyncio.run(bench.closed_loop(50, 8, ask))
+    assert seconds > 0
+    assert most == 8
+    assert sorted(asked) == list(range(50))
+
+
+def test_both_sides_send_the_same_prompts_and_ask_for_the_same_tokens(tool):
+    bench = tool("bench_rollout")
+    args = Namespace(prompt=5, response=7)
+    once, again = (bench.make_requests(args, "r8-0", 4, 100) for _ in range(2))
+    assert [r.tokens for r in once] == [r.tokens for r in again]
+    assert {len(r.tokens) for r in once} == {5}
+    body = bench.raw_body(once[2], seeds=True)
+    assert body["input_ids"] == once[2].tokens
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == {"max_new_tokens": 7, "temperature": 1.0, "ignore_eos": True, "sampling_seed": 2}
+    assert "sampling_seed" not in bench.raw_body(once[2], seeds=False)["sampling_params"]
+    other = bench.make_requests(args, "r8-1", 4, 100)
+    assert not {tuple(r.tokens) for r in once} & {tuple(r.tokens) for r in other}
+
+
+def test_a_ratio_is_of_two_rounds_beside_each_other(tool, capsys):
+    bench = tool("bench_rollout")
+    pairs = bench.Pairs(256, 512, raw=[100.0, 200.0, 400.0], slime=[90.0, 200.0, 380.0])
+    assert pairs.ratios() == [0.9, 1.0, 0.95]
+    args = Namespace(shape="4B", deterministic=False, prompt=128, response=512)
+    bench.show(args, Namespace(device="cpu"), [pairs])
+    assert capsys.readouterr().out.splitlines()[-1].split() == (
+        ["256", "512", "200", "200", "0.950", "0.900", "to", "1.000", "over", "3", "pairs"]
+    )
+
+
+def test_stages_are_counted_and_functions_put_back(tool):
+    bench = tool("bench_weight_sync")
+    before = bench.buckets.Staging.fill, bench.Client.post
+
+    watch = bench.Watch()
+    with watch.on():
+        assert bench.buckets.Staging.fill is not before[0]
+        bench.buckets.Staging([], len).fill(iter(()))
+    assert watch.seconds.keys() == {"cast"}
+    assert (bench.buckets.Staging.fill, bench.Client.post) == before
+
+
+def test_the_bound_of_a_disk_is_a_plain_file_that_is_gone_afterwards(tool, tmp_path):
+    bench = tool("bench_weight_sync")
+    write, read = bench.disk_bound(40 << 20, tmp_path)
+    assert write > 0
+    assert read > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_a_seed_is_the_same_twice_and_another_for_another_seed(tool, tmp_path):
+    place = tool("sglang_place")
+    made = [place.make_folder(tmp_path / name, "tiny", seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    first, again, other = ((path / "model.safetensors").read_bytes() for path in made)
+    assert first == again != other
