@@ -181,10 +181,11 @@ class SmallEngine:
         }
 
     async def score(self, tokens, start):
-        held = self.servers[0][0].tensors
-        head = held.get("lm_head.weight", held["model.embed_tokens.weight"])[:VOCAB]
-        qkv, ids = held["model.layers.0.self_attn.qkv_proj.weight"], torch.tensor(tokens)
-        return log_probs(held["model.embed_tokens.weight"], qkv, head, ids, 24)[start - 1 :]
+        ranks = [rank.tensors for rank in self.servers[0]]
+        embed = torch.cat([held["model.embed_tokens.weight"] for held in ranks])
+        head = torch.cat([held.get("lm_head.weight", held["model.embed_tokens.weight"]) for held in ranks])
+        qkv = ranks[0]["model.layers.0.self_attn.qkv_proj.weight"]
+        return log_probs(embed, qkv, head[:VOCAB], torch.tensor(tokens), 24 // self.tp)[start - 1 :]
 
 
 class SmallTrainer:

@@ -1,0 +1,338 @@
+"""Updates of a small engine that speaks route, load and fingerprints: what goes wrong on the way stops the next step."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from small_engine import VOCAB, SmallEngine, SmallTrainer, small_config
+
+from slime_core.config.load import load_config
+from slime_core.errors import EngineError
+from slime_core.notices import NOTICES
+from slime_core.testing.fakes import FakeEngine, FakeTrainer
+from slime_core.weights import plain
+from slime_core.weights.plain import Band, Plain, differences, probe
+from slime_core.weights.update import Canary, sync_weights
+
+pytestmark = pytest.mark.unit
+
+
+def canary_of(**changes):
+    keys = {"train.dtype": "float32", **changes}
+    config = load_config(None, [f"{name}={value}" for name, value in keys.items()])
+    return Canary(config=config, vocab_size=VOCAB)
+
+
+class Run:
+    """Steps and updates, as a stage makes them."""
+
+    def __init__(self, config=None, tp=1, servers=1, keeps_head=False, **changes):
+        config = config or small_config()
+        self.trainer = SmallTrainer(config)
+        self.engine = SmallEngine(config, tp, servers, keeps_head=keeps_head)
+        self.canary, self.version = canary_of(**changes), -1
+
+    def sync(self):
+        """One more version; the first is version 0, with fresh weights."""
+        if self.version >= 0:
+            self.trainer.step()
+        self.version += 1
+        check = self.canary.check(self.version, first=self.version == 0)
+
+        async def update():
+            await sync_weights(self.trainer, self.engine, self.version, canary=self.canary, check=check)
+            await self.canary.compare_log_probs(self.engine)
+
+        asyncio.run(update())
+        return self.canary.pop_metrics()
+
+    def fails(self, fault, *, after=2):
+        """The error of the first update with a fault, after some good ones."""
+        for _ in range(after):
+            self.sync()
+        self.engine.fault = fault
+        with pytest.raises(EngineError) as error:
+            self.sync()
+        assert error.value.code == "ENG83"
+        return error.value
+
+
+# -- what is compared when
+
+
+def test_the_first_update_and_checkpoints_compare_all_and_others_a_few_in_turn():
+    run = Run(**{"report.save_interval": 3})
+    for _ in range(7):
+        run.sync()
+    assert run.engine.asked == ["all", "rolling", "rolling", "all", "rolling", "rolling", "all"]
+
+
+@pytest.mark.parametrize(("how", "asked"), [("all", ["all", "all"]), ("off", ["none", "none"])])
+def test_check_weights_chooses(how, asked):
+    run = Run(**{"rollout.check_weights": how})
+    for _ in range(2):
+        run.sync()
+    assert run.engine.asked == asked
+
+
+def test_the_last_update_of_a_stage_compares_all():
+    assert canary_of().check(7, last=True) == "all"
+    assert canary_of().check(7) == "rolling"
+    assert canary_of(**{"rollout.check_weights": "off"}).check(7, last=True, first=True) == "none"
+
+
+@pytest.mark.parametrize(("how", "said"), [("off", "check_weights is off"), ("all", "they give no checksums")])
+def test_that_nothing_is_compared_is_said(how, said):
+    notes = []
+    run = Run(**{"rollout.check_weights": how})
+    run.engine.choice = type("Nothing", (), {"take": lambda self, check: ()})()
+    NOTICES.to(notes.append)
+    try:
+        run.sync()
+        run.sync()
+    finally:
+        NOTICES.to(None)
+    assert [note for note in notes if said in note] == [
+        f"weights of the servers are not compared byte by byte: {said}" + (" of their tensors" if how == "all" else "")
+    ]
+
+
+def test_good_updates_pass_and_are_measured():
+    run = Run(tp=2, servers=2)
+    all_of_them = run.sync()
+    assert all_of_them["canary/tensors"] == 2 * (3 * 8 + 3)
+    assert all_of_them["canary/logprob_diff_mean"] <= all_of_them["canary/logprob_diff_max"] < 1e-5
+    assert 0 <= all_of_them["canary/kl"] < 1e-9
+    assert all_of_them["canary/band"] == plain.FIRST["float32"]
+    assert all_of_them["canary/seconds"] > 0
+    assert run.sync()["canary/tensors"] == 2 * (8 + 3)
+    assert run.canary.pop_metrics() == {}
+
+
+def test_an_engine_without_a_route_is_compared_by_hugging_face_names():
+    """The embedded engine: nothing else changes for it."""
+    trainer, engine, canary = FakeTrainer(), FakeEngine(vocab_size=VOCAB), canary_of()
+    asyncio.run(sync_weights(trainer, engine, 3, canary=canary))
+    asyncio.run(canary.compare_log_probs(engine))
+    assert canary.pop_metrics() == {}
+    engine.load = lambda update: asyncio.sleep(0, setattr(engine, "version", update.version))
+    trainer.weights["head"] = trainer.weights["head"] + 1
+    with pytest.raises(EngineError, match=r"1 tensors of the engine differ from the trainer's version 4: .'head'"):
+        asyncio.run(sync_weights(trainer, engine, 4, canary=canary))
+
+
+def test_an_engine_that_serves_another_version_is_refused():
+    """Case 83."""
+    run = Run()
+    run.engine.load = lambda update: asyncio.sleep(0, setattr(run.engine, "version", update.version - 1))
+    with pytest.raises(EngineError, match="serves version -1 after version 0 was loaded"):
+        run.sync()
+
+
+def test_an_engine_that_cannot_score_is_compared_on_its_tensors_alone():
+    run = Run()
+    run.engine.abilities = frozenset()
+    assert set(run.sync()) == {"canary/tensors", "canary/seconds"}
+
+
+# -- faults, each caught by the update that has it
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stale_engine(tp):
+    """It takes the update, says the version, and changes nothing."""
+    error = Run(tp=tp).fails(lambda tensors, server: {})
+    assert "the engine is stale, the update changed nothing" in error.why
+
+
+def test_one_stale_server_of_three():
+    error = Run(servers=3).fails(lambda tensors, server: {} if server == 1 else tensors)
+    assert "the engine is stale" in error.why
+    assert error.where == "server 1, rank 0"
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_missing_shard(after):
+    """Half of the model's files, wherever the rolling choice stands."""
+
+    def half(tensors, server):
+        return dict(list(tensors.items())[len(tensors) // 2 :])
+
+    assert "did not arrive" in Run().fails(half, after=after).why
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("order", [("k", "q", "v"), ("q", "v", "k"), ("v", "q", "k")])
+def test_swapped_q_k_and_v(order, after):
+    """In all layers, as a wrong mapping would; with as many key heads as query heads, so that sizes fit."""
+
+    def swapped(tensors, server):
+        names = {name: name.replace(f"{a}_proj", f"{b}_proj") for a, b in zip("qkv", order) for name in tensors
+                 if f".{a}_proj." in name}  # fmt: skip
+        return {name: tensors[names.get(name, name)] for name in tensors}
+
+    config = small_config(num_key_value_heads=4)
+    error = Run(config).fails(swapped, after=after)
+    assert (
+        f"holds {', '.join(f'{name}_proj' for name in order)} in this order, not q_proj, k_proj, v_proj" in error.why
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_tied_output_embedding_that_is_not_synced(tp):
+    """The engine keeps one of its own, and takes new input embeddings alone."""
+    run = Run(small_config(tie_word_embeddings=True), tp=tp, keeps_head=True)
+    run.sync()
+    for server in run.engine.servers:
+        for rank in server:
+            rank.keeps_head = False
+    run.trainer.step()
+    with pytest.raises(EngineError) as error:
+        run.sync()
+    assert "the output embedding, which is tied, was not synced with the input embedding" in error.value.why
+    assert "lm_head.weight" in error.value.what
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_partial_bucket(after):
+    """The end of one bucket: a layer's worth of neighbours."""
+
+    def cut(tensors, server):
+        names = list(tensors)
+        gone = [n for n, name in enumerate(names) if ".layers.1." in name]
+        return {name: tensors[name] for n, name in enumerate(names) if n not in gone}
+
+    error = Run().fails(cut, after=after)
+    assert "neighbours, model.layers.1." in error.why or "left them out" in error.why
+    assert "model.layers.1." in error.what
+
+
+def test_one_changed_bit_of_a_tensor_is_found_within_a_few_steps():
+    """The engine damages the same tensor in every update."""
+    run = Run()
+    run.sync()
+    steps = run.engine.choice.steps
+    for name in list(run.trainer.tensors)[::3]:
+        run = Run()
+        run.sync()
+
+        def flipped(tensors, server, name=name):
+            bits = tensors[name].clone().view(torch.int32)
+            bits.view(-1)[-1] ^= 1
+            return tensors | {name: bits.view(torch.float32)}
+
+        run.engine.fault = flipped
+        with pytest.raises(EngineError, match=r"1 of (11|27) tensors"):
+            [run.sync() for _ in range(steps)]
+
+
+def test_weights_that_both_sides_agree_on_and_compute_differently():
+    """Checksums are equal; the engine multiplies in another order. Log-probs tell, with the prompt and the token."""
+    run = Run()
+    honest = run.engine.score
+    for _ in range(5):
+        run.sync()
+
+    async def score(tokens, start):
+        found = (await honest(tokens, start)).copy()
+        if tokens[0] == run.canary._plain.batch.tokens[2 * plain.LENGTH]:
+            found[6] -= 8.0
+        return found
+
+    run.engine.score = score
+    with pytest.raises(EngineError) as error:
+        run.sync()
+    assert error.value.code == "ENG83"
+    batch = run.canary._plain.batch
+    assert error.value.where.startswith(f"prompt canary/2, token 7 (id {batch.tokens[2 * plain.LENGTH + 7]})")
+    assert "the band is 0.0001" in error.value.what
+    assert "--canary-band" in error.value.fix
+
+
+def test_without_checksums_log_probs_still_tell_swapped_weights():
+    """check_weights off."""
+
+    def swapped(tensors, server):
+        embed, head = "model.embed_tokens.weight", "lm_head.weight"
+        return tensors | {embed: tensors[head], head: tensors[embed]}
+
+    error = Run(**{"rollout.check_weights": "off"}).fails(swapped)
+    assert "log-probs of trainer and engine differ" in error.what
+
+
+# -- prompts and the band
+
+
+def test_prompts_are_a_function_of_the_seed_and_spread_over_the_vocabulary():
+    one, same, other = probe(7, 151936, 4096), probe(7, 151936, 4096), probe(8, 151936, 4096)
+    assert (one.tokens == same.tokens).all()
+    assert (one.tokens != other.tokens).any()
+    assert len(one) == plain.PROMPTS
+    parts = np.sort(one.tokens) * len(one.tokens) // 151936
+    assert (parts == np.arange(len(one.tokens))).all()
+    assert one.temperature is None  # scored at 1
+
+
+@pytest.mark.parametrize(("vocab", "context", "length"), [(3, 4096, 32), (99, 9, 9), (99, 1, 2)])
+def test_prompts_fit_any_vocabulary_and_context(vocab, context, length):
+    batch = probe(0, vocab, context)
+    assert batch.lengths.tolist() == [length] * plain.PROMPTS
+    assert len(batch.loss_mask) == batch.response_offsets[-1] == plain.PROMPTS * (length - 1)
+    assert 0 <= batch.tokens.min() <= batch.tokens.max() < vocab
+
+
+def test_differences_are_the_formulas_values():
+    """d = log p - log q of two tokens, 0.5 and -1: exp(d) - 1 - d is 0.14872 and 0.36788."""
+    found = differences(np.array([-1.0, -2.0], np.float32), np.array([-1.5, -1.0], np.float32))
+    assert found["canary/logprob_diff_mean"] == 0.75
+    assert found["canary/logprob_diff_max"] == 1.0
+    assert found["canary/kl"] == pytest.approx((0.1487212707 + 0.3678794412) / 2)
+
+
+def test_the_band_begins_with_the_dtypes_and_narrows_to_what_the_run_shows():
+    band = Band("bfloat16")
+    for difference in (0.02, 0.04, 0.01):
+        assert band.limit == 0.25
+        band.add(difference)
+    band.add(0.012)
+    assert band.limit == pytest.approx(8 * 0.016)
+    for _ in range(40):
+        band.add(1e-6)
+    assert band.limit == 0.05
+
+
+def test_the_running_band_is_never_wider_than_the_dtypes():
+    band = Band("float32")
+    for _ in range(10):
+        band.add(9e-4)
+    assert band.limit == plain.FIRST["float32"]
+
+
+def test_a_band_of_the_config_stands():
+    band = Band("float32", 0.7)
+    for _ in range(10):
+        band.add(1e-6)
+    assert band.limit == 0.7
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_log_probs_that_are_not_finite_are_outside_every_band(bad):
+    run = Run(**{"rollout.canary_band": 1e9})
+
+    async def score(tokens, start):
+        return np.full(len(tokens) - start, bad, np.float32)
+
+    run.engine.score = score
+    with pytest.raises(EngineError, match=r"log-probs of trainer and engine differ by (nan|inf)"):
+        run.sync()
+
+
+def test_the_lower_of_both_dtypes_decides_on_the_band():
+    run = Run(**{"train.dtype": "bfloat16"})
+    assert run.sync()["canary/band"] == plain.FIRST["bfloat16"]
+
+
+def test_a_comparison_needs_the_trainers_side():
+    with pytest.raises(AssertionError, match="ask the trainer first"):
+        asyncio.run(Plain(probe(0, VOCAB, 8), Band("float32")).compare(FakeEngine(), 1))
