@@ -45,6 +45,18 @@ def test_every_core_key_is_there_under_its_own_name():
         ({}, "partial_rollout", False),
         ({"train": TrainSection(kl_loss_coef=0.1)}, "use_kl_loss", True),
         ({"train": TrainSection(loss_aggregation="token_mean")}, "calculate_per_token_loss", True),
+        ({}, "sglang_server_concurrency", 64),
+        ({"rollout": RolloutSection(rollout_engine="sglang")}, "sglang_server_concurrency", 512),
+        ({"rollout": RolloutSection(rollout_num_gpus_per_engine=2)}, "rollout_num_gpus_per_engine", 2),
+        ({"rollout": RolloutSection(rollout_num_gpus_per_engine=2)}, "sglang_tp_size", 2),
+        ({"rollout": RolloutSection(rollout_request_timeout=9.0)}, "sglang_router_request_timeout_secs", 9.0),
+        ({"rollout": RolloutSection(rollout_deterministic=True)}, "sglang_enable_deterministic_inference", True),
+        ({"rollout": RolloutSection(engine_topology="f.toml")}, "sglang_config", "f.toml"),
+        ({"rollout": RolloutSection(rollout_engine="sglang")}, "use_fault_tolerance", True),
+        ({"rollout": RolloutSection(rollout_external_engine_addrs=("http://h:1",))}, "rollout_external", True),
+        ({"sglang": {"mem-fraction-static": 0.5}}, "sglang_mem_fraction_static", 0.5),
+        ({}, "sglang_dp_size", 1),
+        ({"sglang": {"dp_size": 2}}, "sglang_dp_size", 2),
     ],
 )
 def test_keys_mean_what_they_mean_in_slime(sections, name, value):
@@ -103,6 +115,10 @@ def test_a_file_of_more_keys_that_cannot_be_used_is_refused_at_start(tmp_path, n
     with pytest.raises(ConfigError) as caught:
         load_plugins(Config(rollout=RolloutSection(custom_config_path=str(tmp_path / name))))
     assert caught.value.code == code
+
+
+def test_where_sglang_lives_is_no_option_of_it():
+    assert {"sglang_python", "sglang_env"} & set(flat(Config(sglang={"python": "p", "env": {"A": "1"}}))) == set()
 
 
 def test_flat_is_a_function_of_the_config_alone():
