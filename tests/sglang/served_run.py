@@ -51,7 +51,7 @@ max_total_tokens = 20000
 env = {environment}
 
 [plugin.rm_math]
-digits = 2
+digits = 1
 operations = ["+"]
 ones_first = true
 padded = true
@@ -60,20 +60,24 @@ padded = true
 name = "warmup"
 tasks = [{{ name = "arithmetic_pupil" }}]
 loss_type = "sft_loss"
-num_rollout = 2
-rollout_batch_size = 16
+num_rollout = 4
+rollout_batch_size = 32
 n_samples_per_prompt = 1
-lr = 2e-3
+lr = 5e-3
 
 [[stage]]
 name = "grpo"
 tasks = [{{ name = "arithmetic" }}]
-num_rollout = 4
+num_rollout = 6
 rollout_batch_size = 4
-n_samples_per_prompt = 4
+n_samples_per_prompt = 8
 lr = 1e-3
+entropy_coef = 0.01  # a gradient also where no answer was right
 """
-STEPS = 6  # of both stages
+WARMUP, STEPS = 4, 10  # the last versions of both stages
+SAMPLES = 4 * 32 + 6 * 4 * 8
+SHARED = "/dev/shm/"
+LOOK = 0.25  # seconds between looks at what processes have mapped
 
 
 def toml(value: Any) -> str:
@@ -89,6 +93,7 @@ class Ended:
 
     code: int
     left: dict[int, str]  # processes that outlived it
+    shared: set[str]  # files of theirs in shared memory that outlived them
     output: str
 
 
@@ -122,7 +127,13 @@ class Work:
     def start(self, *more: str, **environment: str) -> Driver:
         """Start the run or go on with it, in a session of its own."""
         words = ["run", "recipe.toml", "--run-dir", "run", "--resume", "auto", *more]
-        base = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        base = {
+            **os.environ,
+            "TMPDIR": str(self.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+        }
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "slime_cli.main", *words],
@@ -149,11 +160,14 @@ class Work:
 
 @dataclass(slots=True)
 class Driver:
-    """A run under way; ``servers`` are the leaders of its servers' sessions that were ever seen."""
+    """A run under way; ``servers`` are the leaders of its servers' sessions that were ever seen, ``shared`` the files
+    of shared memory that any of its processes had."""
 
     work: Work
     process: subprocess.Popen[bytes]
     servers: frozenset[int] = frozenset()
+    shared: frozenset[str] = frozenset()
+    looked: float = 0.0
 
     def until(self, true: Callable[[], bool], what: str, seconds: float) -> None:
         """Poll until ``true()``; fails where the run ends before, or does not come there."""
@@ -165,8 +179,16 @@ class Driver:
             time.sleep(0.02)
 
     def look(self) -> None:
-        """Remember the sessions of its servers."""
-        self.servers |= {pid for pid in children(self.process.pid) if os.getsid(pid) == pid}
+        """Remember the sessions of its servers and their files, now and then."""
+        if time.monotonic() - self.looked < LOOK:
+            return
+        self.looked = time.monotonic()
+        self.servers |= {pid for pid in children(self.process.pid) if session_of(pid) == pid}
+        self.shared |= {file for pid in self.alive() for file in shared_files(pid)}
+
+    def alive(self) -> list[int]:
+        """Processes of the driver's session and of its servers'."""
+        return [pid for session in {self.process.pid, *self.servers} for pid in ports.members(session)]
 
     def scheduler(self) -> int:
         """The process of its server that computes, 0 where there is none."""
@@ -186,11 +208,12 @@ class Driver:
         left: dict[int, str] = {}
         deadline = time.monotonic() + 10.0
         while time.monotonic() < deadline:
-            left = {pid: title(pid) for session in {self.process.pid, *self.servers} for pid in ports.members(session)}
+            left = {pid: title(pid) for pid in self.alive()}
             if not left:
                 break
             time.sleep(0.02)
-        return Ended(self.process.returncode, left, self.work.output())
+        shared = {file for file in self.shared if Path(file).exists()}
+        return Ended(self.process.returncode, left, shared, self.work.output())
 
     def close(self) -> None:
         """Kill it, where a test failed before its end; its servers end with it."""
@@ -218,9 +241,21 @@ def title(pid: int) -> str:
         return ""
 
 
-def shared_memory() -> set[str]:
-    """Files of shared memory on this machine."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def session_of(pid: int) -> int:
+    """The session of a process, 0 where it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def shared_files(pid: int) -> set[str]:
+    """Files of shared memory that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line[line.index(SHARED) :] for line in lines if SHARED in line and not line.endswith("(deleted)")}
 
 
 def is_settled(server: RawServer) -> bool:

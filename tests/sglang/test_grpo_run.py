@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from raw_server import START_TIMEOUT, RawServer
-from served_run import STEPS, Driver, Work, is_settled, shared_memory
+from served_run import SAMPLES, STEPS, WARMUP, Driver, Work, is_settled
 
 from slime_core.testing.audit import Audit, audit
 
 pytestmark = pytest.mark.system
 
+SERVED = range(WARMUP + 1, STEPS + 1)  # versions that trained on what the server made
 TOKEN = "SLIME_SGLANG_TOKEN"
 
 
@@ -43,10 +44,11 @@ def in_order(work: Work) -> Audit:
     assert found.wrong == []
     assert sorted(found.steps) == list(range(1, STEPS + 1))
     trained = [sample for samples in found.steps.values() for sample in samples]
-    assert len(trained) == len(set(trained)) == 2 * 16 + 4 * 16
+    assert len(trained) == len(set(trained)) == SAMPLES
     steps = {line["version"]: line["metrics"] for line in work.lines()}
     assert sorted(steps) == list(range(1, STEPS + 1))
     assert [version for version, metrics in steps.items() if not math.isfinite(metrics["loss"])] == []
+    assert [version for version, metrics in steps.items() if not metrics["grad_norm"] > 0] == []
     return found
 
 
@@ -71,7 +73,7 @@ def served_samples(work: Work, versions: range) -> dict[int, set[int]]:
 
 
 def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work, drivers: list[Driver]) -> None:
-    before, token = shared_memory(), server.server.address.token
+    token = server.server.address.token
     drivers.append(
         work.start(
             "--rollout-external-engine-addrs", server.server.address.url, "--check-weights", "all", **{TOKEN: token}
@@ -79,10 +81,10 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
     )
     ended = drivers[-1].wait(150)
     assert ended.code == 0, ended.output[-6000:]
-    assert ended.left == {}
+    assert (ended.left, ended.shared) == ({}, set())
     in_order(work)
     # On-policy: the step that makes version v trains on what version v - 1 sampled.
-    assert served_samples(work, range(3, STEPS + 1)) == {version: {version - 1} for version in range(3, STEPS + 1)}
+    assert served_samples(work, SERVED) == {version: {version - 1} for version in SERVED}
     for line in work.lines():
         canary = {name: value for name, value in line["metrics"].items() if name.startswith("canary/")}
         assert canary["canary/tensors"] == 18, canary
@@ -90,7 +92,6 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
     assert is_settled(server)
     assert server.ask("/model_info")["weight_version"].endswith(f".{STEPS}")
     assert list(work.temporary.iterdir()) == []
-    assert shared_memory() - before == set()
     assert token not in ended.output
     assert [path for path in work.run.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
 
@@ -99,18 +100,16 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
 def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers: list[Driver]) -> None:
     """Nothing lost, nothing doubled, nothing left: the servers end with a driver that is killed, and come back in one
     that goes on (case 84, the ledger's half)."""
-    before = shared_memory()
     drivers.append(work.start())
     first = drivers[-1]
-    first.until(lambda: len(work.lines()) >= 3, "three steps", START_TIMEOUT + 120)
+    first.until(lambda: len(work.lines()) > WARMUP, "a step of the second stage", START_TIMEOUT + 120)
     first.look()
     assert first.scheduler()
     first.process.kill()
     ended = first.wait(30)
     assert ended.code == -signal.SIGKILL
-    assert ended.left == {}, "processes of a server outlived the driver"
+    assert (ended.left, ended.shared) == ({}, set()), "a server outlived the driver"
     assert len(work.lines()) < STEPS
-    assert shared_memory() - before == set()
 
     drivers.append(work.start())
     second = drivers[-1]
@@ -119,10 +118,9 @@ def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers:
     os.kill(second.scheduler(), signal.SIGKILL)
     ended = second.wait(START_TIMEOUT + 120)
     assert ended.code == 0, ended.output[-6000:]
-    assert ended.left == {}
+    assert (ended.left, ended.shared) == ({}, set())
     in_order(work)
-    made = served_samples(work, range(3, STEPS + 1))
+    made = served_samples(work, SERVED)
     assert all(versions == {version - 1} for version, versions in made.items()), made
     assert "restart 1 of 3" in ended.output
     assert list(work.temporary.iterdir()) == []
-    assert shared_memory() - before == set()
