@@ -15,8 +15,9 @@ from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase
 from slime_core.threads import TorchThread
+from slime_core.trainers.batch import make_batch
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import GenerateRequest, Group, Prompt, Sample, SamplingParams, Status, WeightUpdate
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.update import sync_weights
 
@@ -110,20 +111,21 @@ def test_tensors_arrive_by_cuda_ipc_and_every_checksum_is_the_trainers(served, t
 
 
 async def log_prob_difference(served, trainer):
-    """Mean absolute difference of the engine's plain log-probs under generate and under score."""
+    """Mean absolute difference of the engine's plain log-probs to its own score, and to the trainer's."""
     asked = requests(8, "s", length=32)
     done = await asyncio.gather(*(served.engine.generate(request) for request in asked))
-    found = []
-    for request, out in zip(asked, done, strict=True):
+    plain = [np.asarray(out.plain_log_probs, np.float32) for out in done]
+    groups, found = [], []
+    for position, (request, out) in enumerate(zip(asked, done, strict=True)):
         scored = await served.engine.score([*request.tokens, *out.tokens], len(request.tokens))
-        found.append(np.abs(scored - np.asarray(out.plain_log_probs, np.float32)))
-    model = trainer._worker.policy.hf
-    for request, out in zip(asked[:2], done[:2], strict=True):
-        tokens = torch.tensor([[*request.tokens, *out.tokens]], device=served.device)
-        with torch.no_grad(), torch.autocast(served.device, torch.bfloat16, enabled=served.device == "cuda"):
-            logits = model(tokens).logits[0].float().log_softmax(-1)
-        theirs = logits[:-1].gather(1, tokens[0, 1:, None])[len(request.tokens) - 1 :, 0].cpu().numpy()
-        found.append(np.abs(theirs - np.asarray(out.plain_log_probs, np.float32)))
+        found.append(np.abs(scored - plain[position]))
+        sample = Sample(id=f"main/{position}-0", tokens=list(request.tokens), group_index=position, reward=0.0)
+        sample.append_response(out.tokens, out.log_probs, version=0)
+        sample.status = Status.COMPLETED
+        prompt = Prompt(id=f"main/{position}", position=position)
+        groups.append(Group(prompt=prompt, samples=[sample], rollouts={position: [0]}))
+    columns = await trainer.score(make_batch(0, "main", groups), frozenset({"policy"}))
+    found.append(np.abs(columns["policy"]["log_probs"] - np.concatenate(plain)))
     return float(np.mean(np.concatenate(found)))
 
 
