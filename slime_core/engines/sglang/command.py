@@ -5,6 +5,7 @@ slime's own options, then [sglang], then a group's options; what a person writes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ ON_CPU: Mapping[str, Any] = {  # what SGLang needs where there is no GPU, and no
     "sleep_on_idle": True,  # an idle scheduler would take a core for itself
 }
 SEEDS = 2**31
+SPARE = 8  # positions; SGLang ends a request two before its context does, and slime counts by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +160,21 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         return own
     if config.train.dtype != "auto":
         own["dtype"] = config.train.dtype
-    if rollout.rollout_max_context_len:
-        own["context_length"] = rollout.rollout_max_context_len
+    if rollout.rollout_max_context_len and rollout.rollout_max_context_len + SPARE <= _context(group.model):
+        own["context_length"] = rollout.rollout_max_context_len + SPARE
     if rollout.init_weights == "random":
         own["load_format"] = "dummy"  # the folder may have no weights; the trainer sends them before the first token
     own["enable_memory_saver"] = config.cluster.colocate and device == "cuda"
     return own
+
+
+def _context(model: str) -> int:
+    """Positions of a model folder, from its config; 0 where that is not told."""
+    try:
+        raw = json.loads((Path(model) / "config.json").read_bytes())
+        return int((raw.get("text_config") or raw)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def check_features(config: Config, installation: Installation, servers: Topology) -> None:

@@ -86,16 +86,30 @@ def test_an_option_that_this_version_does_not_have_is_left_out():
 def test_keys_of_slime_become_options():
     config = config_of(
         device="cuda",
-        rollout_max_context_len=512,
         rollout_deterministic=True,
         trust_remote_code=True,
         init_weights="random",
     )
     words = words_of(config)
-    assert value(words, "--context-length") == "512"
     assert value(words, "--load-format") == "dummy"
     assert {"--enable-deterministic-inference", "--trust-remote-code", "--enable-memory-saver"} <= set(words)
     assert not {"--sleep-on-idle", "--attention-backend"} & set(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "given"),
+    [
+        ('{"max_position_embeddings": 1024}', 512, "520"),
+        ('{"text_config": {"max_position_embeddings": 1024}}', 1016, "1024"),
+        ('{"max_position_embeddings": 1024}', 1017, None),
+        ('{"max_position_embeddings": 1024}', 0, None),
+        ("[]", 512, None),
+    ],
+)
+def test_a_shorter_context_leaves_the_positions_that_sglang_keeps(tmp_path, text, wanted, given):
+    (tmp_path / "config.json").write_text(text)
+    words = words_of(config_of(hf_checkpoint=str(tmp_path), rollout_max_context_len=wanted))
+    assert (value(words, "--context-length") if "--context-length" in words else None) == given
 
 
 def test_every_server_has_gpus_and_a_seed_of_its_own(monkeypatch):
