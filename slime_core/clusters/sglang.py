@@ -78,7 +78,7 @@ async def sglang_engines(
             engine = await _engine(config, serves, run_dir, epoch, note, part, version)
             stack.push_async_callback(engine.close)
             engine.watch = await stack.enter_async_context(
-                Watch(part.servers, engine.fleet, limits(config), note=note)
+                Watch(part.servers, engine, limits(config), note=note)
             )
             served[part.role] = engine
         for text in told(config, found):
@@ -135,7 +135,7 @@ def attached(config: Config) -> list[Part]:
     rollout = config.rollout
     token = os.environ.get(rollout.rollout_engine_token_env, "")
     servers = [
-        Server.attach(url, token=token, number=number)
+        Server.attach(url, token=token, ca=rollout.rollout_engine_ca, number=number)
         for number, url in enumerate(rollout.rollout_external_engine_addrs)
     ]
     return [Part(role=POLICY, model=rollout.hf_checkpoint, servers=tuple(servers), features=frozenset())]

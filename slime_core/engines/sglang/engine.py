@@ -38,12 +38,12 @@ IDLE = 60.0  # seconds until a server has nothing left of requests that were rec
 
 
 class SglangEngine:
-    """Implements `protocols.Engine`; its ``fleet`` is what a `health.Watch` watches.
+    """Implements `protocols.Engine`, and `health.Engine` for the watch over its servers.
 
     Example:
         engine = SglangEngine(servers, Settings(...), weights=Weights(...), tokenizer=tokenizer)
         await engine.open()  # the servers are ready
-        async with Watch(servers, engine.fleet, limits) as engine.watch:
+        async with Watch(servers, engine, limits) as engine.watch:
             await engine.load(await trainer.publish(0, await engine.route("all")))
             done = await engine.generate(request)
         await engine.close()
@@ -297,6 +297,24 @@ class SglangEngine:
     async def _memory(self, lane: Lane, path: str, names: Sequence[str]) -> None:
         tags = [tag for name in names for tag in TAGS[name]]
         await lane.client.post(path, {"tags": tags}, timeout=CONTROL)
+
+    # -- what the watch asks
+
+    def progress(self, number: int) -> tuple[int, int]:
+        """See `health.Engine`."""
+        return self.fleet.progress(number)
+
+    def fence(self, number: int, error: EngineError) -> None:
+        """See `health.Engine`: its requests go to other servers with what they have."""
+        self.fleet.fence(number, error)
+
+    async def bring_up(self, number: int) -> None:
+        """See `health.Engine`, and `Fleet.bring_up`."""
+        await self.fleet.bring_up(number)
+
+    def lost(self, error: EngineError) -> None:
+        """See `health.Engine`."""
+        self.fleet.lost(error)
 
     def _require_weights(self, where: str) -> None:
         self.fleet.require_open()
