@@ -25,10 +25,12 @@ from slime_core.errors import EngineError, SlimeError
 
 State = Literal["starting", "healthy", "fenced", "retired"]
 
-ASK = 10.0
-"""Seconds for the answer to one look."""
+SHORTEST_ASK = 1.0
+"""Seconds for the answer to one look, at least; otherwise it has one interval."""
 REFUSALS = 3
 """Looks in a row without a connection, until a server whose process lives counts as failed."""
+DYING = 10.0
+"""Seconds for a server of ours that refuses connections to be found dead, so that its end can be named."""
 LONGEST_PAUSE = 60.0
 """Seconds before a restart; the first waits one interval, each further one twice as long."""
 
@@ -63,6 +65,11 @@ class Limits:
     max_restarts: int = 3  # rollout_max_restarts
     min_healthy: int = 1  # min_healthy_engines
 
+    @property
+    def ask(self) -> float:
+        """Seconds for the answer to one look."""
+        return max(self.interval, SHORTEST_ASK)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -79,8 +86,8 @@ class Look:
 class Pulse:
     """Judges one generation of a server by a series of looks; no I/O, and no clock but that of the looks.
 
-    A gap between looks that is longer than a look can take was our own (this process was suspended, or busy), and is
-    not held against the server.
+    A gap between looks that is longer than a look can take was our own (this process was suspended, or busy), and
+    counts as one interval.
 
     Example:
         pulse = Pulse(Limits())
@@ -102,7 +109,8 @@ class Pulse:
         if last is None or not look.expected or not look.in_flight or not last.in_flight or _moved(last, look):
             self._still = 0.0
         else:
-            self._still += min(look.at - last.at, self._limits.interval + ASK + 1.0)
+            gap = look.at - last.at
+            self._still += gap if gap <= self._limits.interval + self._limits.ask + 1.0 else self._limits.interval
         if not look.held:  # it did not say: compare with what it said before
             self._last = Look(
                 at=look.at, in_flight=look.in_flight, came=look.came, held=last.held if last is not None else ()
@@ -182,7 +190,8 @@ class Watch:
         self._servers = {server.address.number: server for server in servers}
         self._wards = {number: Ward(limits.max_restarts) for number in self._servers}
         self._engine, self._limits, self._note = engine, limits, note
-        self._reports: dict[int, asyncio.Future[ServerFault]] = {}
+        self._reports: dict[int, ServerFault] = {}
+        self._pokes = {number: asyncio.Event() for number in self._servers}
         self._tasks: list[asyncio.Task[None]] = []
         self._paused = 0
         self._error: EngineError | None = None
@@ -219,11 +228,10 @@ class Watch:
 
         It is fenced before this returns, and then restarted. A server that is not healthy is so already.
         """
-        report = self._reports.get(number)
-        if report is not None and not report.done() and self._wards[number].state == "healthy":
-            failed = fault(error.what, error.code, error.where, why=error.why, fix=error.fix)
-            self._fence(number, failed)
-            report.set_result(failed)
+        if self._wards[number].state == "healthy":
+            self._reports[number] = fault(error.what, error.code, error.where, why=error.why, fix=error.fix)
+            self._fence(number, self._reports[number])
+            self._pokes[number].set()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -255,27 +263,29 @@ class Watch:
     async def _failed(self, number: int) -> ServerFault:
         """Look until the server fails; it is fenced on return."""
         server, pulse = self._servers[number], Pulse(self._limits)
-        report: asyncio.Future[ServerFault] = asyncio.get_running_loop().create_future()
-        self._reports[number] = report
         http = Transport(server.address.url, token=server.address.token)
         died = asyncio.create_task(server.died())
+        reported = asyncio.create_task(self._pokes[number].wait())
+        either: list[asyncio.Future[Any]] = [reported, died]
         try:
             while True:
-                either: list[asyncio.Future[Any]] = [report, died]
                 await asyncio.wait(either, timeout=self._limits.interval, return_when=asyncio.FIRST_COMPLETED)
-                if report.done():
-                    return report.result()
-                failed = (
-                    self._dead(number, died.result()) if died.done() else pulse.judge(await self._look(number, http))
-                )
-                if report.done():  # meanwhile
-                    return report.result()
+                failed = None
+                if not reported.done() and not died.done():
+                    failed = pulse.judge(await self._look(number, http))
+                if failed is not None and failed.code == "ENG69" and server.owned:  # most likely it is dying
+                    await asyncio.wait(either, timeout=DYING, return_when=asyncio.FIRST_COMPLETED)
+                if self._pokes[number].is_set():
+                    self._pokes[number].clear()
+                    return self._reports.pop(number)
+                if died.done():
+                    failed = self._dead(number, died.result())
                 if failed is not None:
                     self._fence(number, failed)
                     return failed
         finally:
-            del self._reports[number]
             died.cancel()
+            reported.cancel()
             await http.close()
 
     async def _look(self, number: int, http: Transport) -> Look:
@@ -283,7 +293,7 @@ class Watch:
         held: tuple[int, ...] = ()
         refused = False
         try:
-            reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + ASK)
+            reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + self._limits.ask)
             held = _held(reply.body) if reply.status == 200 else ()
         except ServerFault as error:
             refused = error.code == "ENG69"

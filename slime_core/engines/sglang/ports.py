@@ -103,7 +103,9 @@ def holds(pids: Iterable[int], sockets: frozenset[str]) -> bool:
 
 def members(session: int) -> list[int]:
     """Processes of a session that are alive (zombies are not), by their ids."""
-    found = []
+    found: list[int] = []
+    if session <= 0:  # the kernel's own threads are in session 0
+        return found
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(OSError):

@@ -83,6 +83,7 @@ class Server:
         self._end: asyncio.Task[str] | None = None
         self._holds: list[ports.Hold] = []
         self._folder = Path()  # for temporary files of the present generation
+        self._served = False  # it was ready once
         self._last = ""  # why it was not ready at the last look
         self._from = 0  # where the present generation's part of the log begins
 
@@ -93,9 +94,9 @@ class Server:
         return cls(Address(url="", token=token, number=number, group=group, generation=0), launch)
 
     @classmethod
-    def attach(cls, url: str, *, token: str = "", number: int = 0, group: str = "rollout") -> Self:
+    def attach(cls, url: str, *, token: str = "", ca: str = "", number: int = 0, group: str = "rollout") -> Self:
         """A server that somebody else runs: never started and never stopped by us."""
-        return cls(Address(url=url.rstrip("/"), token=token, number=number, group=group), None)
+        return cls(Address(url=url.rstrip("/"), token=token, ca=ca, number=number, group=group), None)
 
     @property
     def owned(self) -> bool:
@@ -110,12 +111,16 @@ class Server:
     # -- start and end
 
     async def start(self) -> None:
-        """Start the process, a new generation of ``address``; a no-op for another's server.
+        """Start the process, a new generation of ``address``.
+
+        Another's server is not started; where it had been ready before, it counts as a new generation from here on.
 
         Raises:
             EngineError: ENG69 where no process can be started.
         """
         if self._launch is None:
+            if self._served:
+                self.address = replace(self.address, generation=self.address.generation + 1)
             return
         await self.stop()
         launch = self._launch
@@ -251,6 +256,7 @@ class Server:
         for _ in range(PORT_TRIES):
             state = await self._wait(deadline)
             if state == "ready":
+                self._served = True
                 return
             if state == "late":
                 raise self._silent(f"did not answer in {timeout:g} s")

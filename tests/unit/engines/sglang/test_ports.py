@@ -143,3 +143,8 @@ def test_members_of_a_session_are_its_living_processes():
     leader.stdout.close()
     while ports.members(leader.pid):
         pass
+
+
+def test_no_session_has_no_members():
+    """Session 0 is the kernel's and init's: whoever kills members must never see them."""
+    assert ports.members(0) == []

@@ -460,10 +460,14 @@ def test_an_external_server_is_attached_and_never_stopped():
             assert not server.owned
             await server.start()
             await server.ready(LONG)
+            assert server.address.generation == 1
             await server.stop()
             before = len(heard)
+            await server.start()
             await server.ready(LONG)  # it still serves
             assert len(heard) > before
+            assert server.address.generation == 2  # case 90: the same address, and another server as far as we know
+            assert server.address.url == url
             assert server.running
 
     asyncio.run(check())

@@ -24,7 +24,8 @@ def run_server(args: ServerArgs) -> None:
     if "talks" in behave:
         print(f"the token is {args.api_key!s}", flush=True)
         print("x" * 5000, flush=True)
-    if "ends" in behave:
+    crash = "ends@second" in behave and os.path.exists(os.path.join(os.path.dirname(log()), "crash"))
+    if "ends" in behave or crash:
         print("no such model, says SGLang", flush=True)
         sys.exit(3)
     for word in behave:
@@ -50,6 +51,11 @@ def run_server(args: ServerArgs) -> None:
     if "mute" not in behave:
         print(f"serving on {args.port}", flush=True)
     server.serve_forever()
+
+
+def log() -> str:
+    """Where our words go."""
+    return os.readlink("/proc/self/fd/1")
 
 
 def schedule(args: ServerArgs) -> None:
