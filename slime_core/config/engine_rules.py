@@ -18,6 +18,7 @@ SERVER_KEYS = (
     "rollout_num_engines",
     "rollout_external_engine_addrs",
     "rollout_engine_token_env",
+    "rollout_engine_ca",
     "engine_topology",
     "rollout_router",
     "rollout_middleware_paths",
@@ -275,6 +276,8 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield "rollout_external_engine_addrs: the token and the rollouts travel in clear text over http://"
     if not external and _set(config, "rollout_engine_token_env"):
         yield "rollout_engine_token_env: no effect without rollout_external_engine_addrs; own servers get a token each"
+    if _set(config, "rollout_engine_ca") and not any(address.startswith("https:") for address in external):
+        yield "rollout_engine_ca: no effect without an https:// address in rollout_external_engine_addrs"
     if rollout.update_weight_disk_dir and rollout.update_weight_transport in ("tensor", "nccl"):
         yield f"update_weight_disk_dir: no effect with update_weight_transport = {rollout.update_weight_transport}"
     if _set(config, "pause_generation_mode") and not rollout.max_staleness and not rollout.partial_rollout:

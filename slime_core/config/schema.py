@@ -93,6 +93,9 @@ class RolloutSection(Section):
     rollout_engine_token_env: str = Field(
         "SLIME_SGLANG_TOKEN", description="Environment variable that holds the token of external servers."
     )
+    rollout_engine_ca: str = Field(
+        "", description="PEM file of authorities, for https servers that Python does not trust."
+    )
     engine_topology: str = Field("", description="TOML file of several server groups and models.")
     rollout_router: Literal["auto", "builtin", "sglang"] = Field(
         "auto", description="Who spreads requests over servers: slime, or SGLang's router; auto takes it if installed."

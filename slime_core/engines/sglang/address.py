@@ -14,6 +14,7 @@ class Address:
 
     url: str  # http://HOST:PORT, without a slash at its end
     token: str = field(repr=False, default="")
+    ca: str = ""  # PEM file of authorities, for https; empty: those that Python trusts by itself
     number: int = 0  # of the server in the run
     group: str = "rollout"  # of the topology
     generation: int = 1  # rises at each restart: what an older one answers is not heard any more

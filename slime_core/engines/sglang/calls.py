@@ -59,11 +59,11 @@ class Progress:
 class Calls:
     """What `Client` is built on: it knows no tokens."""
 
-    def __init__(self, address: Address, *, concurrency: int, timeout: float, retries: int, ca: str = "") -> None:
+    def __init__(self, address: Address, *, concurrency: int, timeout: float, retries: int) -> None:
         self.address = address
         self.progress = Progress(last_token=time.monotonic())
         self._timeout, self._retries = timeout, retries
-        self._http = Transport(address.url, token=address.token, ca=ca)
+        self._http = Transport(address.url, token=address.token, ca=address.ca)
         self._seats = Seats(concurrency)
         self._flights: set[Flight] = set()
         self._name, self._count = secrets.token_hex(4), 0

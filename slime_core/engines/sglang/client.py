@@ -53,8 +53,7 @@ class Client(Calls):
     """Asks one server.
 
     ``tokenizer`` gives the model's (as `ModelFolder.tokenizer`): with it a stop string is found that spans the end of
-    ``GenerateRequest.kept`` and the new tokens, and it is needed for such requests alone. ``ca`` is a PEM file of
-    authorities for an https server that Python does not trust by itself.
+    ``GenerateRequest.kept`` and the new tokens, and it is needed for such requests alone.
 
     Example:
         client = Client(server.address, vocab_size=151936, context_len=4096, features=installation.features,
@@ -75,9 +74,8 @@ class Client(Calls):
         retries: int,
         epoch: int,
         tokenizer: Callable[[], Any] | None = None,
-        ca: str = "",
     ) -> None:
-        super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries, ca=ca)
+        super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
         self._vocab_size, self._context_len, self._features = vocab_size, context_len, features
         self.features = features  # of the installation
         self._epoch = epoch

@@ -27,7 +27,8 @@ async def handshake(address: Address, *, owned: bool, where: str, timeout: float
             none, ENG93 its certificate is not trusted.
     """
     end = time.monotonic() + timeout
-    open_door, door = Transport(address.url), Transport(address.url, token=address.token)
+    open_door = Transport(address.url, ca=address.ca)
+    door = Transport(address.url, token=address.token, ca=address.ca)
     try:
         reply = await open_door.ask("GET", "/health", end=end, cap=CAP)
         if reply.status in REFUSED:

@@ -192,7 +192,7 @@ class Transport:
                     code="ENG93",
                     where=self._ca,
                     why=str(error),
-                    fix="give a PEM file",
+                    fix="rollout.rollout_engine_ca: a PEM file",
                 ) from error
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._token:
@@ -220,8 +220,8 @@ def _named(where: str) -> Iterator[None]:
             code="ENG93",
             where=where,
             why=_said(error),
-            fix="give the PEM file of the authority that signed its certificate, "
-            "or http:// where it speaks no TLS; nothing turns the check off",
+            fix="name the PEM file of the authority that signed its certificate in rollout.rollout_engine_ca, "
+            "or give http:// where it speaks no TLS; nothing turns the check off",
         ) from error
     except aiohttp.InvalidURL as error:
         raise EngineError("this is no address of a server", code="ENG69", where=where, why=_said(error)) from error

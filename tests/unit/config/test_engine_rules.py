@@ -226,6 +226,7 @@ def test_options_of_sglang_without_sglang_are_said():
         ({"rollout_external_engine_addrs": ONE, "rollout_max_restarts": 1}, {}, "rollout_max_restarts: no effect"),
         ({"rollout_external_engine_addrs": ONE}, {}, "travel in clear text"),
         ({"rollout_engine_token_env": "T"}, {}, "rollout_engine_token_env: no effect"),
+        ({"rollout_engine_ca": "ca.pem"}, {}, "rollout_engine_ca: no effect"),
         (
             {"update_weight_disk_dir": "/d", "update_weight_transport": "tensor"},
             {},

@@ -42,7 +42,7 @@ def client_of(url, **changes):
         "epoch": 3,
     }
     token = changes.pop("token", TOKEN)
-    return Client(Address(url=url, token=token), **(words | changes))
+    return Client(Address(url=url, token=token, ca=changes.pop("ca", "")), **(words | changes))
 
 
 @asynccontextmanager
@@ -814,7 +814,7 @@ def test_case_93_a_self_signed_certificate_needs_its_authority_named(certificate
             client = client_of(url)
             error = await error_of(ask(client))
             assert error.code == "ENG93"
-            assert "PEM" in error.fix
+            assert "rollout_engine_ca" in error.fix
             assert not isinstance(error, ServerFault)
             await client.close()
             client = client_of(url, ca=str(certificate / "cert.pem"))
