@@ -16,7 +16,7 @@ from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.http import Transport
 from slime_core.engines.sglang.server import Launch, Server
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def seen(path):

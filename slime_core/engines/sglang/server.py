@@ -122,7 +122,7 @@ class Server:
             if self._served:
                 self.address = replace(self.address, generation=self.address.generation + 1)
             return
-        await self.stop()
+        await self.stop(grace=0)
         launch = self._launch
         try:
             port, further = self._hold_ports(launch)
