@@ -131,8 +131,8 @@ def main() -> None:
     """Answer one question on stdout."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what SGLang prints is no answer
-    here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]  # its neighbours have common names
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # its neighbours have common names
     answer: dict[str, Any]
     try:
         answer = {"options": options()} if sys.argv[1:] == ["options"] else facts()

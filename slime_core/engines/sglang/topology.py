@@ -220,9 +220,16 @@ def _read(path: Path, config: Config) -> list[tuple[GroupTable, str]]:
     if isinstance(found, list):
         raise_all([origins.place(problem) for problem in found])
         raise AssertionError
-    groups = [(group, origins.of(("group", at)) or path.name) for at, group in enumerate(found.group)]
-    raise_all([origins.place(problem) for problem in _problems(found.group, path, config)])
-    return groups
+    groups = [group.model_copy(update={"model": _folder(group.model, path.parent)}) for group in found.group]
+    raise_all([origins.place(problem) for problem in _problems(groups, path, config)])
+    return [(group, origins.of(("group", at)) or path.name) for at, group in enumerate(groups)]
+
+
+def _folder(model: str, base: Path) -> str:
+    """A model folder whose path starts at the file's folder; a name on the hub stays what it is."""
+    text = os.path.expanduser(model)
+    local = os.path.isabs(text) or text.startswith(".") or (base / text).is_dir()
+    return os.path.normpath(base / text) if text and local else text
 
 
 def _problems(groups: Sequence[GroupTable], path: Path, config: Config) -> Iterator[Problem]:
@@ -253,7 +260,7 @@ def _problems(groups: Sequence[GroupTable], path: Path, config: Config) -> Itera
             fix = 'model = "/path/of/the/model"'
             what = f"group '{names[at]}' names no model"
             yield Problem(code="CFG02", what=what, keys=(here,), why=f"its role is {group.role}", fix=fix)
-        if group.model and not Path(group.model).expanduser().is_dir() and os.path.isabs(group.model):
+        if os.path.isabs(group.model) and not os.path.isdir(group.model):
             what = f"group '{names[at]}': there is no model folder {group.model}"
             yield Problem(code="CFG05", what=what, keys=((*here, "model"),), fix="mend the path")
     yield from _roles(groups, config)
@@ -291,7 +298,7 @@ def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
 
 
 def _same(one: str, other: str) -> bool:
-    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
+    return os.path.realpath(one) == os.path.realpath(os.path.expanduser(other))
 
 
 def _placed(groups: Sequence[tuple[GroupTable, str]], policy: str, first: int, on_gpu: bool) -> Topology:
@@ -307,7 +314,7 @@ def _placed(groups: Sequence[tuple[GroupTable, str]], policy: str, first: int, o
             ServerGroup(
                 name=group.name or group.role,
                 role=group.role,
-                model=os.path.expanduser(group.model) or policy,
+                model=group.model or policy,
                 servers=tuple(servers),
                 mode=group.mode,
                 options=dict(group.options),

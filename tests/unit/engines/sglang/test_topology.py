@@ -116,6 +116,23 @@ def test_groups_of_a_file_get_their_gpus_in_order(config, tmp_path):
     assert (fast.where, wide.where) == ("servers.toml:2", "servers.toml:7")
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("judge", "{0}/judge"), ("./judge", "{0}/judge"), ("~/judge", "{0}/judge"), ("org/judge", "org/judge")],
+)
+def test_a_models_path_starts_at_the_files_folder(config, tmp_path, monkeypatch, written, meant):
+    (tmp_path / "judge").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settled = config(f'[[group]]\n[[group]]\nrole = "reward"\nmodel = "{written}"\n')
+    monkeypatch.chdir("/")
+    (judge,) = topology(settled).of("reward")
+    assert judge.model == meant.format(tmp_path)
+
+
+def test_the_policys_model_may_be_named_again(config):
+    assert topology(config('[[group]]\nmodel = "./model"\n')).of("policy")
+
+
 def test_prefill_and_decode_groups_belong_together(config):
     found = topology(
         config('[[group]]\nname="a"\nmode = "prefill"\n[[group]]\nname="b"\nmode = "decode"\n', rollout_router="auto")
@@ -150,6 +167,9 @@ def test_prefill_and_decode_groups_belong_together(config):
             "servers.toml:4",
             "no model folder",
             id="missing folder",
+        ),
+        pytest.param(
+            '[[group]]\n[[group]]\nrole = "r"\nmodel = "./no"\n', "CFG05", "servers.toml:4", "no model folder", id="./"
         ),
         pytest.param(
             '[[group]]\n[[group]]\nname = "b"\nrole = "r"\nmodel = "x/a"\n'
