@@ -17,10 +17,10 @@ REFUSED = (401, 403)
 CAP = 1 << 20  # bytes of an answer
 
 
-async def handshake(address: Address, *, owned: bool, where: str, timeout: float) -> str:
+async def handshake(address: Address, *, owned: bool, where: str, timeout: float, ca: str = "") -> str:
     """Empty where the server is ready, otherwise what keeps it from that; ``where`` is the log or key to look at.
 
-    An owned server must refuse whoever has no token.
+    An owned server must refuse whoever has no token. ``ca`` is a PEM file of authorities, for https.
 
     Raises:
         EngineError: what waiting does not mend: ENG71 another service answers, ENG73 it refuses the token or asks for

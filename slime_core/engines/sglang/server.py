@@ -75,8 +75,9 @@ class Server:
         await server.stop()
     """
 
-    def __init__(self, address: Address, launch: Launch | None) -> None:
+    def __init__(self, address: Address, launch: Launch | None, ca: str = "") -> None:
         self.address = address  # of its present generation
+        self.ca = ca
         self.log = launch.log if launch is not None else None
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
@@ -276,7 +277,9 @@ class Server:
             if found == "other":
                 return "taken"
             if found == "ours":
-                self._last = await handshake(self.address, owned=self.owned, where=where, timeout=min(ASK, left))
+                self._last = await handshake(
+                    self.address, owned=self.owned, where=where, timeout=min(ASK, left), ca=self.ca
+                )
                 if not self._last:
                     return "ready"
             await asyncio.sleep(min(POLL, left))
