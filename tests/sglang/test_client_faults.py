@@ -259,19 +259,22 @@ def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(run: Run,
     run(work)
 
 
-def test_case_77_the_old_try_is_over_before_the_next_begins(run: Run) -> None:
+def test_case_77_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer) -> None:
     """Case 77: the connection breaks while the server computes: its request is aborted there, not left to run."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(faulty.begun)
-        assert_right(await ask(client, request(max_new_tokens=900)), 900)
+        async def computing() -> None:
+            await asyncio.to_thread(server.until, lambda: _running(server) > 0, "the first try runs")
+
+        proxy.add(faulty.begun(computing))
+        assert_right(await ask(client, request(max_new_tokens=200)), 200)
         status, body = await proxy.ended.get()
         answer = json.loads(body)
         assert status == "200"
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(answer["output_ids"]) < 900
+        assert len(answer["output_ids"]) < 200
 
-    run(work)
+    run(work, timeout=100.0)
 
 
 @pytest.mark.parametrize("case", REJECTED)

@@ -455,22 +455,28 @@ async def late(exchange):
     await reset(exchange)
 
 
-async def begun(exchange):
-    """Let the server begin and cut the connection to the client; what the server says in the end goes to `ended`."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", exchange.proxy.upstream)
-    writer.write(_closing(exchange.head) + exchange.body)
+def begun(computing):
+    """Let the server begin (until ``await computing()``) and cut the connection to the client alone; what the server says
+    in the end goes to `ended`."""
 
-    async def wait():
-        try:
-            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            await exchange.proxy.ended.put((head.split()[1].decode(), body))
-        finally:
-            writer.close()
+    async def fault(exchange):
+        reader, writer = await asyncio.open_connection("127.0.0.1", exchange.proxy.upstream)
+        writer.write(_closing(exchange.head) + exchange.body)
 
-    task = asyncio.create_task(wait())
-    exchange.proxy._tasks.add(task)
-    task.add_done_callback(exchange.proxy._tasks.discard)
-    await reset(exchange)
+        async def wait():
+            try:
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                await exchange.proxy.ended.put((head.split()[1].decode(), body))
+            finally:
+                writer.close()
+
+        task = asyncio.create_task(wait())
+        exchange.proxy._tasks.add(task)
+        task.add_done_callback(exchange.proxy._tasks.discard)
+        await computing()
+        await reset(exchange)
+
+    return fault
 
 
 async def kept(exchange):

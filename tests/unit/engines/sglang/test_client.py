@@ -2,6 +2,7 @@
 tests/sglang/test_client_faults.py."""
 
 import asyncio
+import json
 import socket
 import ssl
 import subprocess
@@ -624,6 +625,24 @@ def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
             assert len({body["rid"] for body in server.bodies}) == len(server.bodies)
             proxy.always(spoiled)
             assert (await error_of(ask(client), ServerFault)).code == "ENG77"
+
+    asyncio.run(main())
+
+
+def test_case_77_the_old_try_is_over_before_the_next_begins():
+    """Case 77: the connection breaks while the server computes: its request is aborted there, not left to run."""
+
+    async def main():
+        server = Canned()
+        server.hold = True
+        async with both(server) as (client, proxy, _):
+            proxy.add(faulty.begun(lambda: server.until(lambda: server.running)))
+            task = asyncio.create_task(ask(client))
+            _, body = await proxy.ended.get()
+            assert json.loads(body)["meta_info"]["finish_reason"]["type"] == "abort"
+            server.go.set()
+            assert right(await task)
+            assert server.most == 1
 
     asyncio.run(main())
 
