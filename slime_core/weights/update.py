@@ -116,8 +116,8 @@ async def sync_weights(
 ) -> None:
     """Bring ``version`` from the trainer to the engine, and compare what it then holds with the trainer's checksums.
 
-    An engine with a route is compared on the tensors of ``check``, and the trainer is asked for the log-probs that
-    `Canary.compare_log_probs` needs; another one on all that the trainer sent checksums of.
+    An engine with a route is compared on the tensors of ``check``; with a ``canary`` the trainer is then asked for the
+    log-probs that `Canary.compare_log_probs` needs. Another engine is compared on all that the trainer sent sums of.
 
     Raises:
         EngineError: ENG83 the engine serves another version, or a tensor that differs (named).
@@ -131,9 +131,12 @@ async def sync_weights(
             code="ENG83",
             why="weights did not reach the sampler",
         )
-    canary.metrics.clear()
     if route is None:
         return await _compare_named(engine, update)
+    if canary is None:
+        compare(route.checks, update.fingerprints, await engine.fingerprints() if route.checks else {}, version)
+        return
+    canary.metrics.clear()
     with _Clock(canary.metrics):
         await canary.compare_tensors(engine, route, update)
         await canary.ask_trainer(trainer, engine, route)
