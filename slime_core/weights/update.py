@@ -112,7 +112,7 @@ class _Clock:
 
 
 async def sync_weights(
-    trainer: Trainer, engine: Engine, version: int, *, canary: Canary, check: Check = "all"
+    trainer: Trainer, engine: Engine, version: int, *, canary: Canary | None = None, check: Check = "all"
 ) -> None:
     """Bring ``version`` from the trainer to the engine, and compare what it then holds with the trainer's checksums.
 
