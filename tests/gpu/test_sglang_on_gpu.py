@@ -31,7 +31,7 @@ def requests(count, label, *, length=48):
     return [
         GenerateRequest(
             id=f"{label}-{index}-x",
-            tokens=rng.integers(3, 1000, int(rng.integers(5, 90))).tolist(),
+            tokens=rng.integers(3, 500, int(rng.integers(5, 90))).tolist(),
             params=SamplingParams(max_new_tokens=length, ignore_eos=True),
             seed=index,
         )
