@@ -184,7 +184,7 @@ class Supervisor:
             for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+            time.sleep(0.02)
         used = {path for name in os.listdir("/proc") if name.isdigit() for path in _mapped(int(name))}
         for path in self.shared - used:
             with suppress(OSError):

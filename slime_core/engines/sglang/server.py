@@ -36,6 +36,8 @@ GRACE = 15.0
 
 CLEANING = 10.0
 """Seconds in which the launcher must have killed and removed what there is, before it is killed itself."""
+UNDYING = 60.0
+"""Seconds after SIGKILL in which a process must be gone; one that waits for a broken device may never be."""
 
 POLL = 0.2  # seconds between looks while a server starts
 ASK = 30.0  # seconds for one answer while it starts: SGLang's /health makes a token when it is idle
@@ -192,14 +194,14 @@ class Server:
         finally:
             loop.remove_reader(watched)
             os.close(watched)
-        await _kill_session(process.pid)  # before it is reaped: its number is nobody else's yet
+        left = await _kill_session(process.pid)  # before it is reaped: its number is nobody else's yet
         code = process.wait()
         assert process.stdin is not None
         with suppress(OSError):
             process.stdin.close()
         self._let_go()
         await asyncio.to_thread(leftovers.remove, self._folder)
-        return self._how(code)
+        return self._how(code) + (f"; these processes do not die: {left}" if left else "")
 
     def _how(self, code: int) -> str:
         said = f"was killed by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -242,7 +244,7 @@ class Server:
         await asyncio.wait({end}, timeout=CLEANING)
         if not end.done():
             _kill(process.pid)
-        await asyncio.shield(end)
+            await asyncio.wait({end}, timeout=2 * UNDYING)
         self._process = self._end = None
 
     # -- readiness
@@ -371,6 +373,11 @@ def _kill(session: int) -> list[int]:
     return alive
 
 
-async def _kill_session(session: int) -> None:
-    while _kill(session):
+async def _kill_session(session: int) -> list[int]:
+    """Kill a session until nothing of it lives; what does all the same after a while."""
+    deadline = time.monotonic() + UNDYING
+    while alive := _kill(session):
+        if time.monotonic() > deadline:
+            return alive
         await asyncio.sleep(0.01)
+    return []

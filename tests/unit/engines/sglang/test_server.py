@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -67,7 +68,7 @@ async def running(server):
 
 
 @asynccontextmanager
-async def stranger(answer, port=0):
+async def stranger(answer, port=0, tls=None):
     """Another HTTP service; ``heard`` gets every request's path and headers."""
     heard = []
 
@@ -79,10 +80,10 @@ async def stranger(answer, port=0):
     app.router.add_route("*", "/{path:.*}", reply)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True, ssl_context=tls)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", heard
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", heard
     finally:
         await runner.cleanup()
 
@@ -469,6 +470,23 @@ def test_an_external_server_is_attached_and_never_stopped():
             assert server.address.generation == 2  # case 90: the same address, and another server as far as we know
             assert server.address.url == url
             assert server.running
+
+    asyncio.run(check())
+
+
+def test_an_external_server_with_a_certificate_of_its_own_needs_its_authority_named(tmp_path):
+    """Case 93: said at once, not after the deadline."""
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
+    subprocess.run([*words, *more], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    async def check():
+        async with stranger(as_sglang("t1"), tls=tls) as (url, _):
+            error = await failure(Server.attach(url, token="t1"), timeout=100 * LONG)
+            assert error.code == "ENG93"
+            await Server.attach(url, token="t1", ca=str(tmp_path / "cert.pem")).ready(LONG)
 
     asyncio.run(check())
 
