@@ -12,7 +12,7 @@ MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 TESTS ?= tests plugins
 WORKERS ?= 2
 SGLANG_PYTHON = $(or $(SLIME_SGLANG_PYTHON),$(abspath $(VENV_SGLANG))/bin/python)
-PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides it.
 USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))

@@ -44,23 +44,44 @@ def find_sglang():
     return python, ""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Say which tests stay together, and start with those that wait longest for something outside."""
+    """Start with the tests that wait longest for something outside."""
     for item in items:
         if SERVED in item.path.parents:
             item.add_marker(pytest.mark.sglang)
-        if item.get_closest_marker("sglang"):
-            item.add_marker(pytest.mark.xdist_group("sglang"))
-        elif shares_with_its_module(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: not item.get_closest_marker("sglang"))
 
 
-def shares_with_its_module(item):
-    """Whether a fixture is made once for the module; another worker would make it again."""
-    made = getattr(item, "_fixtureinfo", None)
-    return made is not None and any(defs and defs[-1].scope == "module" for defs in made.name2fixturedefs.values())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Which tests stay together, in the order in which they were collected: one at a time goes to a worker that is free.
+
+    xdist's own loadgroup writes groups where this pytest does not read them, so all tests would spread.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return together(nodeid)
+
+    config.option.loadscopereorder = False
+    return Together(config, log)
+
+
+def together(nodeid):
+    """What a test shares a worker with: all tests of the server, those of a module that makes something once, itself."""
+    file = ROOT / nodeid.partition("::")[0]
+    if SERVED in file.parents:
+        return "sglang"
+    return str(file) if shares(file) else nodeid
+
+
+@functools.cache
+def shares(file):
+    """Whether a module has a fixture that is made once; another worker would make it again."""
+    return file.suffix == ".py" and 'scope="module"' in file.read_text()
 
 
 def pytest_runtest_setup(item):

@@ -1,0 +1,79 @@
+"""What a machine cannot prove is named by the suite and refused by CI; tests that share a server share a worker."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[1]
+SERVED = "tests/sglang/test_facts.py"
+OTHERS = "tests/unit/config/test_dump.py"
+
+
+@pytest.fixture(scope="module")
+def without_sglang(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Some of the suite, as `make test` runs it, where SGLang could not be installed."""
+    missing = tmp_path_factory.mktemp("none") / "python"
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", OTHERS, SERVED]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        command, cwd=ROOT, env={**environment, "SLIME_SGLANG_PYTHON": str(missing)}, capture_output=True, text=True
+    )
+
+
+def test_the_suite_goes_on_without_sglang_and_names_every_test_that_it_left_out(
+    without_sglang: subprocess.CompletedProcess[str],
+) -> None:
+    assert without_sglang.returncode == 0, without_sglang.stdout + without_sglang.stderr
+    left = re.findall(
+        rf"^not proven: ({SERVED}::\S+) \(no SGLang: .*`make sglang` installs it\)$", without_sglang.stdout, re.M
+    )
+    tests = re.findall(r"^def (test_\w+)", (ROOT / SERVED).read_text(), flags=re.M)
+    assert {name.partition("::")[2].partition("[")[0] for name in left} == set(tests)
+    assert re.search(rf"=+ \d+ passed, {len(left)} skipped", without_sglang.stdout)
+
+
+def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_spread(
+    without_sglang: subprocess.CompletedProcess[str],
+) -> None:
+    done = re.findall(r"^\[(gw\d)\] \[ *\d+%\] (?:PASSED|SKIPPED) (\S+)", without_sglang.stdout, re.M)
+    served = [worker for worker, name in done if name.startswith(SERVED)]
+    others = [worker for worker, name in done if name.startswith(OTHERS)]
+    assert len(set(served)) == 1
+    assert len(others) > 1
+    assert set(others) - set(served), "the other worker stood still"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("", 0), ("not proven: tests/sglang/test_facts.py::test_a (no SGLang)\n", 1)],
+    ids=["all proven", "one test left out"],
+)
+def test_ci_refuses_what_was_not_proven(tmp_path: Path, said: str, code: int) -> None:
+    """`.ci/run` with a `make` and a Python that always succeed."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    closing = "===== 3 passed, 1 skipped in 2.00s ====="
+    write(tmp_path / "bin" / "make", f"printf '%s' '{said}'\necho '{closing}'\n")
+    write(tmp_path / ".venv" / "bin" / "python", "exit 0\n")
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run([tmp_path / ".ci" / "run"], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout
+    assert done.stdout.splitlines()[-1] == closing
+    assert (f"failed: {said.strip()}" in done.stdout.splitlines()) == bool(said)
+
+
+def write(file: Path, script: str) -> None:
+    """An executable of a few lines."""
+    file.parent.mkdir(parents=True)
+    file.write_text(f"#!/bin/sh\n{script}")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
