@@ -144,7 +144,11 @@ class Weights:
             self._note(f"tensors of servers are not compared with the trainer's: {why}")
             return None
         ranks = await lane.client.checksums()
-        return Choice(layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1)))
+        rows = layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1))
+        if (known := _told_ranks(lane, len(ranks))) < lane.tp:
+            self._note(f"of each server's {lane.tp} ranks this SGLang tells checksums of the first alone")
+            rows = tuple(row for row in rows if row.rank < known)
+        return Choice(rows)
 
     def all_checks(self) -> tuple[Held, ...]:
         """Every row that can be compared; empty where none can, or none was ever asked for."""
@@ -169,9 +173,15 @@ def checksum_of(device: str) -> Checksum:
 def told(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """One server's checksums by `transfer.Held.key`, under the names of its copies of the model."""
     found: dict[str, dict[str, str]] = {}
+    each = _told_ranks(lane, len(ranks))
     for at, tensors in enumerate(ranks):
-        copy, rank = divmod(at, max(1, lane.tp))
-        label = f"server {lane.number}" + (f" copy {copy}" if len(ranks) > lane.tp else "")
+        copy, rank = divmod(at, each)
+        label = f"server {lane.number}" + (f" copy {copy}" if len(ranks) > each else "")
         keys = {f"{name}@{rank}" if rank else name: value for name, value in tensors.items()}
         found.setdefault(label, {}).update(keys)
     return found
+
+
+def _told_ranks(lane: Lane, answers: int) -> int:
+    """Tensor-parallel ranks that a server tells of for each copy of the model: all, or before 0.5.23 the first."""
+    return lane.tp if answers >= lane.tp * lane.ranks else 1
