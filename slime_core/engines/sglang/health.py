@@ -316,7 +316,7 @@ class Watch:
                 self._retire(number, failed, tail)
                 return False
             self._change(
-                f"SGLang server {number} {failed.what}; restart {ward.restarts} of {self._limits.max_restarts}"
+                f"SGLang server {number} {_how(number, failed)}; restart {ward.restarts} of {self._limits.max_restarts}"
             )
             await server.stop(grace=0)
             await asyncio.sleep(ward.pause(self._limits.interval))
@@ -364,7 +364,7 @@ class Watch:
 
     def _retire(self, number: int, failed: ServerFault, tail: str) -> None:
         server, ward = self._servers[number], self._wards[number]
-        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
+        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {_how(number, failed)}")
         left = sum(ward.usable for ward in self._wards.values())
         if left >= self._limits.min_healthy:
             return
@@ -389,6 +389,11 @@ class Watch:
             self._note(text)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _how(number: int, failed: ServerFault) -> str:
+    """What failed, without the server's name."""
+    return failed.what.removeprefix(f"SGLang server {number} ")
 
 
 def _held(body: bytes) -> tuple[int, ...]:
