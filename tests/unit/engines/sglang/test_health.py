@@ -374,6 +374,23 @@ def test_a_retired_server_does_not_end_a_run_that_has_enough_others(stand_in):
     asyncio.run(check())
 
 
+def test_a_hung_server_that_is_retired_is_killed_all_the_same(stand_in):
+    """Cases 85 and 89: it would hold its memory, and answer late."""
+
+    async def check():
+        limits = Limits(interval=0.05, timeout=0.3, start_timeout=LONG, max_restarts=0)
+        server = stand_in("stalls")
+        async with watched([server], limits) as (watch, engine):
+            first, engine.in_flight = server.pid, 1
+            await until(lambda: engine.end is not None)
+            assert watch.states == {0: "retired"}
+            assert ports.members(first) == []
+            assert engine.end.code == "ENG84"
+            assert "no token" in engine.end.why
+
+    asyncio.run(check())
+
+
 def test_two_servers_that_die_together_come_back_side_by_side(stand_in):
     """One that waits for its weights holds up nobody."""
 
