@@ -309,7 +309,3 @@ class Fleet:
                 self.watch.report(lane.number, error)
             elif not self.router.lanes:
                 self.lost(error)
-
-    def _require_open(self) -> None:
-        if self.over is not None:
-            raise self.over

@@ -1,0 +1,460 @@
+"""Servers as one engine: weights on all or none, requests that outlive their server, pauses, memory, checksums."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from faulty import draw
+from serving import EPOCH, NEW, OLD, PATIENCE, request, serving, update
+
+from slime_core.engines.sglang.bodies import seed
+from slime_core.engines.sglang.health import Limits, Watch
+from slime_core.engines.sglang.weights import Ways
+from slime_core.errors import EngineError
+
+pytestmark = pytest.mark.unit
+
+QUICK = Limits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=2)
+EXPECTED = [draw(seed(11), position) for position in range(3, 9)]  # of request(...)
+
+
+def run(work):
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+async def begun(engine, fakes, names, count=6):
+    """Requests that servers have and hold."""
+    for fake in fakes:
+        fake.hold = True
+    tasks = {name: asyncio.create_task(engine.generate(request(name, count))) for name in names}
+    for fake in fakes:
+        await fake.until(lambda: sum(len(one.running) for one in fakes) == len(names))
+    return tasks
+
+
+def test_nothing_is_sent_before_the_first_load(tmp_path):
+    async def work():
+        async with serving(tmp_path) as (engine, fakes):
+            for call in (engine.generate(request("a-0")), engine.score([1, 2, 3], 1)):
+                with pytest.raises(EngineError, match="ENG83"):
+                    await call
+            assert not [body for fake in fakes for body in fake.bodies]
+            assert engine.version == -1
+
+    run(work())
+
+
+def test_all_servers_take_an_update_and_stamp_epoch_and_version(tmp_path):
+    async def work():
+        async with serving(tmp_path, 3) as (engine, fakes):
+            await engine.load(update(tmp_path, 4))
+            assert engine.version == 4
+            assert {fake.version for fake in fakes} == {f"{EPOCH}.4"}
+            done = await asyncio.gather(*(engine.generate(request(f"p{n}-0")) for n in range(9)))
+            assert all(one.versions == [4] * 6 and one.tokens == EXPECTED and one.epoch == EPOCH for one in done)
+            assert all(fake.bodies for fake in fakes), "requests did not spread"
+            assert (await engine.score([1, 2, 3, 4], 2)).shape == (2,)
+
+    run(work())
+
+
+def test_a_server_that_refuses_an_update_serves_nothing_until_it_has_it(tmp_path):
+    """Case 86: fenced and restarted; no mixed versions are served."""
+
+    async def work():
+        async with serving(tmp_path, 2) as (engine, fakes), Watch(engine.servers, engine, QUICK) as engine.watch:
+            await engine.load(update(tmp_path, 1))
+            fakes[1].refuse = 1
+            await engine.load(update(tmp_path, 2))
+            assert engine.version == 2
+            assert fakes[1].version == f"{EPOCH}.1"
+            assert [lane.number for lane in engine.router.lanes] == [0]
+            first = [await engine.generate(request(f"a{n}-0")) for n in range(4)]
+            await engine.watch.settled()
+            assert fakes[1].version == f"{EPOCH}.2"
+            assert [lane.version for lane in engine.router.lanes] == [2, 2]
+            later = await asyncio.gather(*(engine.generate(request(f"b{n}-0")) for n in range(8)))
+            assert fakes[1].bodies, "the server that came back is not chosen"
+            assert {version for one in [*first, *later] for version in one.versions} == {2}
+
+    run(work())
+
+
+def test_an_update_that_every_server_refuses_is_taken_by_those_that_come_back(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1) as (engine, fakes), Watch(engine.servers, engine, QUICK) as engine.watch:
+            fakes[0].refuse = 1
+            await engine.load(update(tmp_path, 1))
+            assert engine.version == 1
+            fakes[0].refuse = 100
+            with pytest.raises(EngineError, match="ENG89"):
+                await engine.load(update(tmp_path, 2))
+            with pytest.raises(EngineError):
+                await engine.generate(request("a-0"))
+
+    run(work())
+
+
+def test_requests_of_a_killed_server_go_to_another_one_once_each(tmp_path):
+    """Case 84: all of them, none twice, and the dead server is not asked again."""
+
+    async def work():
+        async with serving(tmp_path, 2, retries=2) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, fakes, [f"p{n}-0" for n in range(6)])
+            dead, alive = fakes
+            lost = len(dead.running)
+            assert lost
+            alive.go.set()
+            await dead._runner.cleanup()
+            done = await asyncio.gather(*tasks.values())
+            assert all(one.tokens == EXPECTED and one.finish == "length" for one in done)
+            assert len(alive.bodies) == 6, "a request was asked twice"
+            assert engine.requests.requeued == lost
+            assert [lane.number for lane in engine.router.lanes] == [1]
+
+    run(work())
+
+
+def test_tokens_from_before_a_load_keep_their_version_where_the_server_tells_no_spans(tmp_path):
+    """SGLang 0.5.12: what runs is ended with its tokens, and continued under the new weights."""
+
+    async def work():
+        async with serving(tmp_path, 2, features=OLD) as (engine, fakes):
+            assert "live_load" not in engine.abilities
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, fakes, ["a-0", "b-0"])
+            loading = asyncio.create_task(engine.load(update(tmp_path, 2)))
+            await loading
+            for fake in fakes:
+                fake.go.set()
+            for task in tasks.values():
+                done = await task
+                assert done.versions == [1, 1, 2, 2, 2, 2]
+                assert done.tokens == EXPECTED
+                assert done.finish == "length"
+            continued = [body for fake in fakes for body in fake.bodies if len(body["input_ids"]) == 5]
+            assert len(continued) == 2
+            assert all(body["sampling_params"]["max_new_tokens"] == 4 for body in continued)
+
+    run(work())
+
+
+def test_requests_stay_on_a_server_that_tells_spans_and_are_retracted_for_the_load(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1) as (engine, (fake,)):
+            assert "live_load" in engine.abilities
+            await engine.load(update(tmp_path, 1))
+            assert not fake.paused, "an idle server was paused"
+            tasks = await begun(engine, [fake], ["a-0"])
+            await engine.load(update(tmp_path, 2))
+            assert fake.paused == ["retract"]
+            assert fake.paths().index("/update_weights_from_disk") < fake.paths().index("/continue_generation")
+            assert not fake.aborts
+            fake.go.set()
+            assert (await tasks["a-0"]).versions == [2] * 6
+            updates = [body for path, body in fake.calls if path == "/update_weights_from_disk"]
+            assert [body["flush_cache"] for body in updates] == [True, True]
+
+    run(work())
+
+
+def test_the_cache_of_requests_that_are_kept_in_place_is_not_dropped(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1, pause_mode="in_place") as (engine, (fake,)):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, [fake], ["a-0"])
+            await engine.load(update(tmp_path, 2))
+            assert fake.paused == ["in_place"]
+            assert fake.calls[-2][1]["flush_cache"] is False
+            fake.go.set()
+            await tasks["a-0"]
+
+    run(work())
+
+
+def test_an_abort_returns_the_partial_tokens_of_running_and_of_waiting_requests(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1, concurrency=1) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, fakes, ["a-0"])
+            tasks["b-0"] = asyncio.create_task(engine.generate(request("b-0")))
+            while not engine.router.waiting:
+                await asyncio.sleep(0)
+            ended = await engine.abort(["a-0", "b-0", "nobody"])
+            assert {one.id: one.tokens for one in ended} == {"a-0": EXPECTED[:2], "b-0": []}
+            for name, task in tasks.items():
+                assert (await task).finish == "abort", name
+            assert await engine.abort(["a-0"]) == []
+
+    run(work())
+
+
+def test_pauses_nest_and_new_requests_wait_in_the_engine(tmp_path):
+    async def work():
+        async with serving(tmp_path, 2) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            await engine.resume()  # nothing was paused
+            await engine.pause("keep")
+            await engine.pause("retract")
+            task = asyncio.create_task(engine.generate(request("a-0")))
+            await engine.load(update(tmp_path, 2))
+            await engine.resume()
+            await asyncio.sleep(0)
+            assert not any(fake.bodies for fake in fakes)
+            await engine.resume()
+            assert (await task).versions == [2] * 6
+            assert not any(fake.paused for fake in fakes)
+
+    run(work())
+
+
+def test_a_pause_with_abort_ends_what_runs_and_what_waits(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1, concurrency=1) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, fakes, ["a-0"])
+            tasks["b-0"] = asyncio.create_task(engine.generate(request("b-0")))
+            while not engine.router.waiting:
+                await asyncio.sleep(0)
+            await engine.pause("abort")
+            assert [(await task).finish for task in tasks.values()] == ["abort", "abort"]
+            await engine.resume()
+
+    run(work())
+
+
+def test_an_abort_during_a_pause_ends_that_request_and_holds_the_others(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1) as (engine, (fake,)):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, [fake], ["a-0", "b-0"])
+            await engine.pause("keep")
+            assert fake.paused == ["retract"]
+            ended = await engine.abort(["a-0"])
+            assert [one.id for one in ended] == ["a-0"]
+            assert not tasks["b-0"].done()
+            assert not fake.running, "a paused server computes"
+            fake.go.set()
+            await engine.resume()
+            assert (await tasks["b-0"]).tokens == EXPECTED
+
+    run(work())
+
+
+def test_memory_is_given_and_taken_by_tags_in_order_and_never_under_requests(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1, memory_saver=True) as (engine, (fake,)):
+            assert "release" in engine.abilities
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, [fake], ["a-0"])
+            await engine.pause("keep")
+            await engine.release({"kv", "weights"})
+            with pytest.raises(EngineError, match="ENG06"):
+                await engine.resume()
+            with pytest.raises(EngineError, match="ENG06"):
+                await engine.load(update(tmp_path, 2))
+            await engine.reacquire({"weights"})
+            await engine.load(update(tmp_path, 2))
+            await engine.reacquire({"kv"})
+            fake.go.set()
+            await engine.resume()
+            done = await tasks["a-0"]
+            assert done.tokens == EXPECTED
+            assert done.versions == [1, 1, 2, 2, 2, 2]
+            memory = [(path, body["tags"]) for path, body in fake.calls if path.endswith("_occupation")]
+            assert memory == [
+                ("/release_memory_occupation", ["kv_cache", "cuda_graph", "weights"]),
+                ("/resume_memory_occupation", ["weights"]),
+                ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+            ]
+            flushes = [body["flush_cache"] for path, body in fake.calls if path == "/update_weights_from_disk"]
+            assert flushes == [True, False]
+
+    run(work())
+
+
+def test_servers_without_the_memory_saver_refuse_to_give_memory(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1) as (engine, _):
+            assert "release" not in engine.abilities
+            with pytest.raises(EngineError, match="memory saver"):
+                await engine.release({"kv"})
+
+    run(work())
+
+
+def test_checksums_of_servers_that_differ_name_the_server(tmp_path):
+    async def work():
+        async with serving(tmp_path, 2) as (engine, fakes):
+            assert await engine.fingerprints() == {"model.norm.weight": "00ff00ff00ff00ff"}
+            fakes[1].checksums = {"model.norm.weight": "1111111111111111"}
+            found = (await engine.fingerprints())["model.norm.weight"]
+            assert "server 0" in found
+            assert "1111111111111111 on server 1" in found
+
+    run(work())
+
+
+def test_a_request_that_the_server_ended_unasked_is_asked_again_a_few_times(tmp_path):
+    """Case 81: an abort without tokens is no answer."""
+
+    async def work():
+        async with serving(tmp_path, 2, retries=3) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            fakes[0].unasked = fakes[1].unasked = 1
+            assert (await engine.generate(request("a-0"))).tokens == EXPECTED
+            fakes[0].unasked = fakes[1].unasked = 100
+            with pytest.raises(EngineError, match="ENG81"):
+                await engine.generate(request("b-0"))
+
+    run(work())
+
+
+def test_a_request_that_is_at_fault_fails_alone(tmp_path):
+    """Case 72: too long a prompt is nobody else's matter, and is not asked elsewhere."""
+
+    async def work():
+        async with serving(tmp_path, 2) as (engine, fakes):
+            await engine.load(update(tmp_path, 1))
+            with pytest.raises(EngineError, match="ENG72"):
+                await engine.generate(replace(request("a-0"), tokens=[5] * 600))
+            assert len(engine.router.lanes) == 2
+            assert not any(fake.bodies for fake in fakes)
+            assert (await engine.generate(request("b-0"))).finish == "length"
+
+    run(work())
+
+
+def test_requests_are_spread_over_data_parallel_ranks(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1, dp=2) as (engine, (fake,)):
+            await engine.load(update(tmp_path, 1))
+            tasks = await begun(engine, [fake], ["a-0", "b-0", "c-0", "d-0"])
+            assert sorted(body["routed_dp_rank"] for body in fake.bodies) == [0, 0, 1, 1]
+            fake.go.set()
+            await asyncio.gather(*tasks.values())
+
+    run(work())
+
+
+def test_middleware_sees_every_request(tmp_path):
+    async def work():
+        seen = []
+
+        async def traced(asked, following):
+            done = await following(asked)
+            seen.append((asked.id, len(done.tokens)))
+            return done
+
+        async with serving(tmp_path, 1, middleware=[traced]) as (engine, _):
+            await engine.load(update(tmp_path, 1))
+            await engine.generate(request("a-0"))
+            assert seen == [("a-0", 6)]
+
+    run(work())
+
+
+def test_a_restarted_server_asks_the_trainer_and_waits_for_no_load_and_no_load_for_it(tmp_path):
+    """Weights in memory go once: a server that comes back while the trainer trains gets what it publishes later."""
+
+    async def work():
+        async with (
+            serving(tmp_path, 2, device="cuda") as (engine, fakes),
+            Watch(engine.servers, engine, QUICK) as engine.watch,
+        ):
+            asked, idle = asyncio.Event(), asyncio.Event()
+
+            async def source(route):
+                asked.set()
+                await idle.wait()
+                assert route.transport == "tensor"
+                return update(tmp_path, engine.version, "tensor")
+
+            engine.source = source
+            await engine.load(update(tmp_path, 1, "tensor"))
+            engine.watch.report(1, EngineError("it hangs", code="ENG85"))
+            await asked.wait()
+            await engine.load(update(tmp_path, 2, "tensor"))
+            assert [lane.number for lane in engine.router.lanes] == [0]
+            idle.set()
+            await engine.watch.settled()
+            assert [lane.version for lane in engine.router.lanes] == [2, 2]
+            assert fakes[1].version == f"{EPOCH}.2"
+
+    run(work())
+
+
+def test_the_next_load_fills_the_only_server_that_was_restarted(tmp_path):
+    """The trainer publishes to servers: where none is open, it waits for one, and that one waits for it alone."""
+
+    async def work():
+        async with (
+            serving(tmp_path, 1, device="cuda") as (engine, (fake,)),
+            Watch(engine.servers, engine, QUICK) as engine.watch,
+        ):
+            asked = asyncio.Event()
+
+            async def source(_):
+                asked.set()
+                await asyncio.Event().wait()  # the trainer is busy until the load is through
+
+            engine.source = source
+            await engine.load(update(tmp_path, 1, "tensor"))
+            engine.watch.report(0, EngineError("it hangs", code="ENG85"))
+            await asked.wait()
+            waiting = asyncio.create_task(engine.generate(request("a-0")))
+            route = await engine.route("none")
+            assert route.transport == "tensor"
+            assert not fake.bodies, "a server without weights was asked"
+            await engine.load(update(tmp_path, 2, "tensor"))
+            assert (await waiting).versions == [2] * 6
+
+    run(work())
+
+
+def test_a_closed_engine_says_so_to_whoever_waits(tmp_path):
+    async def work():
+        async with serving(tmp_path, 1) as (engine, _):
+            await engine.load(update(tmp_path, 1))
+            await engine.pause("keep")
+            waiting = asyncio.create_task(engine.generate(request("a-0")))
+            await asyncio.sleep(0)
+            await engine.close()
+            with pytest.raises(EngineError, match="ENG84"):
+                await waiting
+            with pytest.raises(EngineError, match="ENG84"):
+                await engine.generate(request("b-0"))
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("device", "shared", "wanted", "found"),
+    [
+        ("cpu", True, "auto", "disk"),
+        ("cuda", True, "auto", "tensor"),
+        ("cuda", False, "auto", "nccl"),
+        ("cuda", True, "disk", "disk"),
+    ],
+)
+def test_the_transport_follows_from_where_trainer_and_servers_live(tmp_path, device, shared, wanted, found):
+    ways = Ways(
+        model=None, dtype="float32", features=NEW, folder=tmp_path, device=device, shared=shared, wanted=wanted
+    )
+    assert ways.transport == found
+
+
+def test_a_transport_that_the_installation_lacks_is_an_error(tmp_path):
+    ways = Ways(model=None, dtype="float32", features=frozenset(), folder=tmp_path)
+    with pytest.raises(EngineError, match="takes no weights by disk"):
+        _ = ways.transport
+
+
+@pytest.mark.parametrize(("deterministic", "expected"), [(True, True), (False, False)])
+def test_seeds_are_an_ability_of_the_deterministic_mode_alone(tmp_path, deterministic, expected):
+    async def work():
+        async with serving(tmp_path, 1, deterministic=deterministic) as (engine, _):
+            assert ("per_sample_seed" in engine.abilities) is expected
+
+    run(work())
