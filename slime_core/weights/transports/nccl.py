@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 POLL = 0.02  # seconds between looks at the store while a transfer runs
 SPIN = 0.0002  # seconds between looks at a broadcast
 SPARE = 2 << 30  # bytes of GPU memory that a staging leaves free
+JOIN = 120.0  # seconds for gloo ranks to find each other, once one of them is there
 Store = Any  # torch.distributed's; its types are not public
 
 
@@ -187,6 +188,8 @@ class BroadcastSender:
         group = transfer.group
         try:
             if group.process_group is None:
+                if self._device.type != "cuda" and not _gathered(transfer):
+                    return
                 group.process_group = connect(group, backend(self._device), transfer.deadline - time.monotonic())
             assert self._staging is not None
             if self._device.type == "cuda":
@@ -241,19 +244,36 @@ def _listen(route: WeightRoute) -> tuple[Store, str, Store]:
     return store, f"{host}:{held}", open_store(f"{host}:{held}", timeout=route.timeout)
 
 
-def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
-    """A backend over the keys that `torch.distributed` would use for a group of this name; waits for all ranks."""
-    limit = timedelta(seconds=max(seconds, 0.001))
-    device = "cuda" if kind == "nccl" else "cpu"  # the first that the backend serves names its prefix
+def _prefixed(store: Store, group: str, kind: str) -> Store:
+    """The keys that `torch.distributed` uses for a group of this name."""
     names: Any = dist
-    store = names.PrefixStore(group.name, group.store)
-    store = names.PrefixStore(f"{device}/", names.PrefixStore(f"{group.name}/", store))
+    device = "cuda" if kind == "nccl" else "cpu"  # the first that the backend serves
+    return names.PrefixStore(f"{device}/", names.PrefixStore(f"{group}/", names.PrefixStore(group, store)))
+
+
+def _gathered(transfer: Transfer) -> bool:
+    """Wait until all ranks wait for this one: making a gloo group blocks, and nothing could call it back.
+
+    After half of the time that ranks have for it, the group is made anyway: the keys are gloo's own affair.
+    """
+    group, until = transfer.group, time.monotonic() + JOIN / 2
+    store = _prefixed(group.side, group.name, "gloo")
+    while not store.check([f"0/{rank}" for rank in range(1, group.world)]) and time.monotonic() < until:
+        if transfer.done.wait(POLL):
+            return False
+    return True
+
+
+def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
+    """A backend that is not known to the rest of this process; gloo's waits for all ranks."""
+    names: Any = dist
+    store = _prefixed(group.store, group.name, kind)
     if kind == "nccl":
         options = names.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = timedelta(seconds=max(0.001, seconds))
         options.group_name = group.name
         return names.ProcessGroupNCCL(store, rank, group.world, options)
-    return names.ProcessGroupGloo(store, rank, group.world, limit)
+    return names.ProcessGroupGloo(store, rank, group.world, timedelta(seconds=max(0.001, min(seconds, JOIN))))
 
 
 def _watch(transfer: Transfer) -> None:

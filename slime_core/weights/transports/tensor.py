@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 REDUCTIONS = "torch.multiprocessing.reductions"
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
 REBUILD = "sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"
+READERS = 64  # more than the ranks that read one update: on a CPU each takes one off the memory's count of users
 DEVICE = 6  # place of the device in rebuild_cuda_tensor's arguments
 
 
@@ -44,6 +46,7 @@ class TensorSender:
         self._device = device
         self._staging: Staging | None = None
         self._payloads: list[str] = []
+        self._names: list[str] = []  # of shared memory, on a CPU
 
     def send(
         self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
@@ -59,6 +62,10 @@ class TensorSender:
             self._staging = Staging(buckets, self._allocate)
             self._payloads = [payload(bucket, flat) for bucket, flat in zip(buckets, self._staging.flats, strict=True)]
         self._staging.fill(tensors)
+        if self._names:
+            for flat in self._staging.flats:
+                for _ in range(READERS):
+                    flat.untyped_storage()._shared_incref()
         tally = Tally(route)
         tally.add_all(self._staging.views)
         found = [b.described() | {"handle": p} for b, p in zip(buckets, self._payloads, strict=True)]
@@ -67,12 +74,16 @@ class TensorSender:
     def drop(self) -> None:
         """Give the buffer's memory back; no update may be under way."""
         self._staging, self._payloads = None, []
+        for name in self._names:
+            Path(f"/dev/shm{name}").unlink(missing_ok=True)
+        self._names = []
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
 
     def _allocate(self, size: int) -> torch.Tensor:
         if self._device.type != "cuda":
             storage = torch.UntypedStorage._new_using_filename_cpu(size)
+            self._names.append(storage._share_filename_cpu_()[1].decode())
             return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
         try:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
