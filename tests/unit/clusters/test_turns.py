@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import trainer_bench as made
 
 from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
 from slime_core.config.load import load_config
@@ -307,3 +308,36 @@ def test_a_trainer_whose_state_was_released_is_saved_restored_and_exported(tmp_p
     finally:
         thread.close()
     assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_whose_tensors_went_elsewhere_and_back_trains_on_bit_for_bit(dtype, tmp_path):
+    """What a GPU's trainer does at each turn, with copies in memory in the place of the host's."""
+    folder = tiny_model(tmp_path / "model")
+    config, batch = made.config_of(folder, dtype=dtype, kl_loss_coef=0.1), made.batch_of()
+    thread = TorchThread(1)
+
+    def elsewhere(worker):
+        for learner in worker._learners():
+            learner.module._apply(lambda tensor: tensor.clone())
+            for moments in (learner.optimizer.moment1, learner.optimizer.moment2):
+                moments |= {name: tensor.clone() for name, tensor in moments.items()}
+
+    async def run():
+        moved, stayed = (
+            FsdpTrainer(config, load_plugins(config), ModelFolder.open(folder), thread=thread, device="cpu")
+            for _ in range(2)
+        )
+        for one in (moved, stayed):
+            await one.begin(config)
+        batch.columns["reference"] = (await moved.score(batch, frozenset({"reference"})))["reference"]["log_probs"]
+        for _ in range(3):
+            assert (await moved.step(batch))["loss"] == (await stayed.step(batch))["loss"]
+            await moved.score(batch, frozenset({"policy", "reference"}))
+            await thread.run(elsewhere, moved._worker)
+            assert await moved.fingerprint() == await stayed.fingerprint()
+
+    try:
+        asyncio.run(run())
+    finally:
+        thread.close()
