@@ -50,6 +50,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
     if config.rollout.rollout_engine != "sglang":
         return
     yield from _who_serves(config)
+    yield from _router(config)
     yield from _sizes(config)
     yield from _transport(config)
     yield from _deterministic(config)
@@ -141,6 +142,16 @@ def _address_fault(address: str) -> str:
     if parts.query or parts.fragment or parts.path not in ("", "/"):
         return f"'{address}' holds more than scheme, host and port"
     return ""
+
+
+def _router(config: Config) -> Iterator[Problem]:
+    if config.rollout.rollout_router == "sglang":
+        yield conflict(
+            "rollout_router = sglang is not part of this slime version",
+            ["rollout.rollout_router"],
+            why="slime spreads requests itself: least loaded, sessions and groups stay together",
+            fix="--rollout-router builtin   or leave it out",
+        )
 
 
 def _sizes(config: Config) -> Iterator[Problem]:

@@ -108,7 +108,7 @@ def commands(
         ConfigError: of :func:`slime_core.engines.sglang.installation.arguments`; CFG04 the installation lacks what
             the config needs of it.
     """
-    check_features(config, installation, servers)
+    check_features(config, installation)
     found = {}
     for group in servers.groups:
         for server in group.servers:
@@ -177,7 +177,7 @@ def _context(model: str) -> int:
         return 0
 
 
-def check_features(config: Config, installation: Installation, servers: Topology) -> None:
+def check_features(config: Config, installation: Installation) -> None:
     """Refuse an installation that lacks what the run needs of it.
 
     Raises:
@@ -185,23 +185,14 @@ def check_features(config: Config, installation: Installation, servers: Topology
     """
     rollout, has = config.rollout, installation.features
     shared = config.cluster.colocate and config.cluster.device == "cuda"
-    needs = {
-        "router": (
-            rollout.rollout_router == "sglang" or servers.split,
-            "sglang-router",
-            "SGLang's router is asked for",
-        ),
-        "memory_saver": (shared, "torch_memory_saver", "servers that share the trainer's GPUs give memory back"),
-    }
-    for feature, (wanted, package, why) in needs.items():
-        if wanted and feature not in has:
-            raise ConfigError(
-                f"{package} is not installed beside SGLang {installation.version}",
-                code="CFG04",
-                where=installation.python,
-                why=why,
-                fix=f"{installation.python} -m pip install {package}",
-            )
+    if shared and "memory_saver" not in has:
+        raise ConfigError(
+            f"torch_memory_saver is not installed beside SGLang {installation.version}",
+            code="CFG04",
+            where=installation.python,
+            why="servers that share the trainer's GPUs give memory back",
+            fix=f"{installation.python} -m pip install torch_memory_saver",
+        )
     updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
     asked = rollout.update_weight_transport
     if asked != "auto" and updates[asked] not in has:

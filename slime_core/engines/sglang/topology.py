@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from slime_core.config.positions import key_lines
-from slime_core.config.problems import Origins, Problem, conflict, raise_all
+from slime_core.config.problems import Origins, Problem, raise_all
 from slime_core.config.schema import Section
 from slime_core.config.validate import check_model
 from slime_core.errors import ConfigError
@@ -102,11 +102,6 @@ class Topology:
         """Of all groups; numbers count from 0 over them."""
         return tuple(server for group in self.groups for server in group.servers)
 
-    @property
-    def split(self) -> bool:
-        """Whether some servers only prefill and others only decode."""
-        return any(group.mode != "regular" for group in self.groups)
-
 
 class GroupTable(Section):
     """One `[[group]]` of the file."""
@@ -116,7 +111,7 @@ class GroupTable(Section):
     model: str = Field("", description="Model folder; the policy's is hf_checkpoint.")
     count: int = Field(1, ge=1, le=4096, description="Servers.")
     gpus: int = Field(1, ge=1, le=64, description="GPUs of a server; a CPU has none.")
-    mode: Mode = Field("regular", description="prefill and decode share the work of a request.")
+    mode: Mode = Field("regular", description="prefill and decode are read, and refused so far.")
     options: dict[str, Any] = Field({}, description="SGLang options, laid over [sglang].")
     env: dict[str, str] = Field({}, description="Environment variables, laid over [sglang.env].")
 
@@ -288,12 +283,13 @@ def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
             why = "their KV cache travels between GPUs"
             what = "prefill and decode groups need GPUs"
             yield Problem(code="CFG04", what=what, keys=keys, why=why, fix='mode = "regular"')
-        elif modes != {"regular"} and config.rollout.rollout_router == "builtin":
-            yield conflict(
-                "prefill and decode groups need SGLang's router",
-                ["rollout.rollout_router", KEY],
-                why="it pairs the two servers of each request",
-                fix="--rollout-router sglang",
+        elif modes != {"regular"}:
+            yield Problem(
+                code="CFG04",
+                what="prefill and decode groups are not part of this slime version",
+                keys=keys,
+                why="slime's router sends a request to one server, and theirs need two that are paired",
+                fix='mode = "regular"',
             )
 
 

@@ -58,6 +58,9 @@ ONE = ("http://10.0.0.1:30000",)
             id="one address twice",
         ),
         pytest.param(
+            {}, {"rollout_router": "sglang"}, "not part of this slime version", "--rollout-router builtin", id="router"
+        ),
+        pytest.param(
             APART,
             {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
             "rollout_num_gpus = 3 does not divide into servers of rollout_num_gpus_per_engine = 2",

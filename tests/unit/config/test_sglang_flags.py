@@ -38,6 +38,11 @@ def test_a_value_that_is_a_path_ends_before_the_next_word():
     assert words.overrides[0].values == ("/models/x",)
 
 
+def test_a_negated_flag_takes_no_value():
+    words = split(["--no-sglang-dllm-fdfo", "kernelbench/demo"])
+    assert (words.recipe, words.overrides[0].negated, words.overrides[0].values) == ("kernelbench/demo", True, ())
+
+
 def test_a_recipe_file_is_never_a_value():
     words = split(["--sglang-disable-radix-cache", "demo.toml"])
     assert (words.recipe, words.overrides[0].values) == ("demo.toml", ())

@@ -6,7 +6,7 @@ from slime_core.config.schema import Config
 from slime_core.engines.sglang.command import command, commands
 from slime_core.engines.sglang.installation import Installation
 from slime_core.engines.sglang.options import OWN, Option
-from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology, topology
+from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, topology
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -170,17 +170,6 @@ def test_what_the_run_needs_and_the_installation_lacks_is_refused():
     with pytest.raises(ConfigError, match="torch_memory_saver is not installed") as caught:
         commands(shared, poor, topology(shared))
     assert caught.value.fix == "/sglang/bin/python -m pip install torch_memory_saver"
-    routed = config_of(rollout_router="sglang")
-    with pytest.raises(ConfigError, match="sglang-router is not installed"):
-        commands(routed, installed(), topology(routed))
-    assert commands(routed, installed("router"), topology(routed))
     wired = config_of(device="cuda", cluster={"colocate": False}, rollout_num_gpus=1, update_weight_transport="nccl")
     with pytest.raises(ConfigError, match="takes no weights by nccl"):
         commands(wired, installed(), topology(wired))
-
-
-def test_split_groups_need_sglangs_router():
-    config = config_of(device="cuda")
-    servers = Topology(groups=(group_of(name="p", mode="prefill"), group_of(name="d", mode="decode")))
-    with pytest.raises(ConfigError, match="sglang-router"):
-        commands(config, installed(), servers)

@@ -60,7 +60,7 @@ def test_numbers_of_gpus_become_servers(config, cluster, rollout, placed):
     found = topology(config(cluster=cluster, **rollout))
     assert gpus(found) == placed
     (group,) = found.groups
-    assert (group.role, group.mode, group.frozen, found.roles, found.split) == ("policy", "regular", False, (), False)
+    assert (group.role, group.mode, group.frozen, found.roles) == ("policy", "regular", False, ())
     assert [server.number for server in found.servers] == list(range(len(placed[0])))
 
 
@@ -133,14 +133,6 @@ def test_the_policys_model_may_be_named_again(config):
     assert topology(config('[[group]]\nmodel = "./model"\n')).of("policy")
 
 
-def test_prefill_and_decode_groups_belong_together(config):
-    found = topology(
-        config('[[group]]\nname="a"\nmode = "prefill"\n[[group]]\nname="b"\nmode = "decode"\n', rollout_router="auto")
-    )
-    assert found.split
-    assert [group.mode for group in found.groups] == ["prefill", "decode"]
-
-
 @pytest.mark.parametrize(
     ("text", "code", "where", "what"),
     [
@@ -209,11 +201,12 @@ def test_all_faults_of_a_file_are_named_at_once(config):
 SPLIT = '[[group]]\nname = "p"\nmode = "prefill"\n[[group]]\nname = "d"\nmode = "decode"\n'
 
 
-def test_prefill_and_decode_need_gpus_and_a_router_that_pairs_them(config):
+def test_prefill_and_decode_need_gpus_and_two_servers_a_request(config):
     with pytest.raises(ConfigError, match="need GPUs"):
         topology(config(SPLIT, device="cpu"))
-    with pytest.raises(ConfigError, match="need SGLang's router"):
-        topology(config(SPLIT, rollout_router="builtin"))
+    with pytest.raises(ConfigError, match="not part of this slime version") as caught:
+        topology(config(SPLIT))
+    assert "servers.toml:3" in caught.value.where
 
 
 def test_a_file_that_is_not_there_is_refused(config, tmp_path):
