@@ -55,7 +55,9 @@ tests() {  # NAME SECONDS FILE...
     step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -q -rA --durations=8 "$@"
 }
 
-functional() { tests functional 560 tests/gpu/test_sglang_on_gpu.py tests/gpu/test_colocated_run.py; }
+functional() {
+    tests functional 580 tests/gpu/test_checksums_on_gpu.py tests/gpu/test_sglang_on_gpu.py tests/gpu/test_colocated_run.py
+}
 rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 460; }
 deterministic() {
     step deterministic 330 python3 tools/bench_rollout.py --deterministic --in-flight 256 --rounds 2 --limit 310
