@@ -362,8 +362,16 @@ def loads(body: bytes) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Objects to JSON."""
-    return json.dumps(value).encode() if orjson is None else orjson.dumps(value)
+    """Objects to JSON; numpy's numbers are numbers."""
+    if orjson is None:
+        return json.dumps(value, default=_plain).encode()
+    return orjson.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    raise TypeError(f"{type(value).__name__} has no place in JSON")
 
 
 def message(body: bytes) -> str:

@@ -368,7 +368,7 @@ def says(body, kind="application/json"):
     return fault
 
 
-html = says(b"<!DOCTYPE html><html><title>Printer</title></html>" + b"." * 300, "text/html")
+html = says(b"<!DOCTYPE html><html><title>Printer</title></html>" + b"." * 3000, "text/html")
 
 
 async def reset(exchange):

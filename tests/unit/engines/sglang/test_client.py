@@ -2,6 +2,7 @@
 tests/sglang/test_client_faults.py."""
 
 import asyncio
+import itertools
 import json
 import socket
 import ssl
@@ -162,6 +163,10 @@ def test_no_rid_is_a_prefix_of_another():
             assert not tasks[0].done()
             await client.abort_all()
             assert [(await task).finish for task in tasks] == ["abort"] * 4
+            server.go.set()
+            await asyncio.gather(*(ask(client, request(name)) for name in ["grpo/1", "grpo/1-1"] * 12))
+            rids = sorted(body["rid"] for body in server.bodies)
+            assert not any(after.startswith(before) for before, after in itertools.pairwise(rids))
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from faulty import Canned
 
-from slime_core.engines.sglang import bodies, stops, wire
+from slime_core.engines.sglang import bodies, http, stops, wire
 from slime_core.engines.sglang.http import ServerFault
 from slime_core.engines.sglang.pieces import Pieces
 from slime_core.errors import EngineError
@@ -102,6 +102,19 @@ def test_what_is_off_is_sent_in_the_way_that_sglang_takes_it():
 
 def test_a_server_without_a_tokenizer_is_sent_no_stop_strings_which_would_end_it():
     assert "stop" not in body(request(stop=("a",)), features=frozenset({bodies.NO_TOKENIZER}))["sampling_params"]
+
+
+@pytest.mark.parametrize("with_orjson", [True, False])
+def test_numbers_of_numpy_are_sent_as_numbers_and_nan_is_read(with_orjson, monkeypatch):
+    if not with_orjson:
+        monkeypatch.setattr(http, "orjson", None)
+    sent = http.dumps({"input_ids": [np.int64(5), np.int32(6)], "temperature": np.float64(0.5)})
+    assert http.loads(sent) == {"input_ids": [5, 6], "temperature": 0.5}
+    with pytest.raises(TypeError):
+        http.dumps({"stop": {"a set"}})
+    assert math.isnan(http.loads(b"[NaN]")[0])
+    with pytest.raises(ValueError, match=r"."):
+        http.loads(b"[" * 100000)
 
 
 @pytest.mark.parametrize(
