@@ -98,7 +98,8 @@ class RolloutSection(Section):
     )
     engine_topology: str = Field("", description="TOML file of several server groups and models.")
     rollout_router: Literal["auto", "builtin", "sglang"] = Field(
-        "auto", description="Who spreads requests over servers: auto and builtin are slime; SGLang's router is refused so far."
+        "auto",
+        description="Who spreads requests over servers: auto and builtin are slime; SGLang's router is refused so far.",
     )
     rollout_middleware_paths: tuple[str, ...] = Field(
         (), description="Functions by path around every request to servers: async (request, next) -> Completion."
