@@ -28,7 +28,6 @@ from slime_core.engines.sglang.router import Middleware
 from slime_core.engines.sglang.server import Launch, Server
 from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
 from slime_core.engines.sglang.weights import Ways, Weights
-from slime_core.errors import ConfigError
 from slime_core.notices import NOTICES
 from slime_core.protocols import Serving
 from slime_core.types import WeightUpdate
@@ -64,14 +63,6 @@ async def sglang_engines(
         EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
     """
     async with AsyncExitStack() as stack:
-        if config.rollout.rollout_router == "sglang":
-            raise ConfigError(
-                "slime does not start SGLang's router",
-                code="CFG04",
-                where="rollout.rollout_router",
-                why="its own spreads requests by load and session, and knows which server a request is on",
-                fix="--rollout-router builtin",
-            )
         if config.rollout.rollout_external_engine_addrs:
             found = attached(config)
         else:
@@ -157,14 +148,6 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
     python, env = find_python(config.sglang), environment_of(config.sglang)
     installation = await asyncio.to_thread(read_installation, python, env)
     placed = topology(config, gpus=_gpus(config))
-    if placed.split:
-        raise ConfigError(
-            "prefill and decode groups cannot be served",
-            code="CFG04",
-            where=config.rollout.engine_topology,
-            why="they need SGLang's router, which slime does not start",
-            fix='mode = "regular"',
-        )
     how = commands(config, installation, placed)
     return [
         Part(
