@@ -136,6 +136,22 @@ def test_an_engine_that_cannot_score_is_compared_on_its_tensors_alone():
     assert set(run.sync()) == {"canary/tensors", "canary/seconds"}
 
 
+def test_a_run_that_trains_nothing_is_compared_on_its_tensors_alone():
+    """debug_rollout_only: its trainer hands out weights and scores nothing."""
+    run = Run(**{"rollout.debug_rollout_only": "true"})
+    run.trainer.score = None
+    assert set(run.sync()) == {"canary/tensors", "canary/seconds"}
+
+
+def test_without_a_stages_canary_tensors_are_compared_all_the_same():
+    trainer, engine = SmallTrainer(small_config()), SmallEngine(small_config())
+    asyncio.run(sync_weights(trainer, engine, 1))
+    engine.fault = lambda tensors, server: {}
+    trainer.step()
+    with pytest.raises(EngineError, match="27 of 27 tensors"):
+        asyncio.run(sync_weights(trainer, engine, 2))
+
+
 # -- faults, each caught by the update that has it
 
 
