@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from sglang_place import NO_SGLANG, Place, Served, make_folder, serving
+from sglang_place import NO_SGLANG, Place, Served, make_folder, scratch, serving
 
 from slime_core.types import GenerateRequest, SamplingParams
 
@@ -221,9 +221,9 @@ def main() -> None:
     if place.device == "cpu" and not args.smoke:
         print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if args.shape != "tiny" else None) as scratch:
+    with tempfile.TemporaryDirectory(dir=scratch(10 << 30)) as made:
         begin = time.perf_counter()
-        folder = make_folder(Path(args.folder or scratch) / "model", args.shape)
+        folder = make_folder(Path(args.folder or made) / "model", args.shape)
         print(f"  {args.shape} folder made in {time.perf_counter() - begin:.0f} s", flush=True)
         show(args, place, asyncio.run(asyncio.wait_for(bench(args, place, folder), args.limit)))
 

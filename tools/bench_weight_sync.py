@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_place import NO_SGLANG, Place, Served, make_folder, serving
+from sglang_place import NO_SGLANG, Place, Served, make_folder, scratch, serving
 
 from slime_core.clusters.turns import SwappingTurns
 from slime_core.config.schema import Config
@@ -257,7 +257,7 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> None:
 
 async def rounds_of(rounds: int, found: Rounds, served: Served, trainer: FsdpTrainer, version: int) -> int:
     """All rounds of a transport; the version that is served afterwards."""
-    for number in range(rounds + 1):
+    for number in range((min(rounds, 3) if found.transport == "disk" else rounds) + 1):
         version += 1
         await one_round(found, served, trainer, version, count=number > 0)
     return version
@@ -311,11 +311,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("4B", "0.6B", "tiny"), default="4B")
     parser.add_argument("--transports", nargs="+", choices=("tensor", "disk", "nccl"), default=["tensor", "disk"])
-    parser.add_argument("--rounds", type=int, default=7, help="that count, a transport")
+    parser.add_argument("--rounds", type=int, default=7, help="that count; at most 3 of disk")
     parser.add_argument("--offload", action="store_true", help="also whole turns with memory given and taken")
     parser.add_argument("--mem-fraction", type=float, default=0.7, help="SGLang's mem_fraction_static")
     parser.add_argument("--kv-tokens", type=int, default=100_000, help="of the KV cache: 14 GB for 4B")
-    parser.add_argument("--folder", default="/dev/shm", help="where the model and the disk transport's folders lie")
+    parser.add_argument("--folder", default="", help="of the model and the disk transport; default: memory if it fits")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until the whole run is given up")
     parser.add_argument("--smoke", action="store_true", help="the tiny model on a CPU: it proves nothing")
     args = parser.parse_args()
@@ -334,9 +334,9 @@ def main() -> None:
     if place.device == "cpu" and not args.smoke:
         print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
         return
-    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=args.folder or scratch(36 << 30)) as made:
         begin = time.perf_counter()
-        folder = make_folder(Path(scratch) / "model", args.shape)
+        folder = make_folder(Path(made) / "model", args.shape)
         print(f"  {args.shape} folder made in {time.perf_counter() - begin:.0f} s", flush=True)
         work: Awaitable[None] = bench(args, place, folder)
         asyncio.run(asyncio.wait_for(work, args.limit))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -167,6 +168,14 @@ async def serving(
         for log in sorted((run_dir / "log").glob("*.log")):
             print(f"  -- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-25:], sep="\n  ")
         raise
+
+
+def scratch(size: int) -> str | None:
+    """Where ``size`` bytes of files go: memory, where it holds them; else the usual place for temporary files."""
+    try:
+        return "/dev/shm" if shutil.disk_usage("/dev/shm").free > size else None
+    except OSError:
+        return None
 
 
 def _toml(value: Any) -> str:
