@@ -82,6 +82,7 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
     ended = drivers[-1].wait(150)
     assert ended.code == 0, ended.output[-6000:]
     assert (ended.left, ended.shared) == ({}, set())
+    assert "Unclosed" not in ended.output, ended.output[-2000:]
     in_order(work)
     # On-policy: the step that makes version v trains on what version v - 1 sampled.
     assert served_samples(work, SERVED) == {version: {version - 1} for version in SERVED}
@@ -119,6 +120,7 @@ def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers:
     ended = second.wait(START_TIMEOUT + 120)
     assert ended.code == 0, ended.output[-6000:]
     assert (ended.left, ended.shared) == ({}, set())
+    assert "Unclosed" not in ended.output, ended.output[-2000:]
     in_order(work)
     made = served_samples(work, SERVED)
     assert all(versions == {version - 1} for version, versions in made.items()), made

@@ -279,7 +279,7 @@ class Watch:
                     self._pokes[number].clear()
                     return self._reports.pop(number)
                 if died.done():
-                    failed = self._dead(number, died.result())
+                    failed = self._dead(died.result())
                 if failed is not None:
                     self._fence(number, failed)
                     return failed
@@ -316,7 +316,7 @@ class Watch:
                 self._retire(number, failed, tail)
                 return False
             self._change(
-                f"SGLang server {number} {_how(number, failed)}; restart {ward.restarts} of {self._limits.max_restarts}"
+                f"SGLang server {number} {failed.what}; restart {ward.restarts} of {self._limits.max_restarts}"
             )
             await server.stop(grace=0)
             await asyncio.sleep(ward.pause(self._limits.interval))
@@ -342,7 +342,7 @@ class Watch:
             if filling.done():
                 return filling.result()
             if died.done():
-                raise self._dead(number, died.result())
+                raise self._dead(died.result())
             raise TimeoutError(f"no weights within {self._limits.start_timeout:g} s")
         finally:
             died.cancel()
@@ -351,8 +351,8 @@ class Watch:
 
     # -- what follows
 
-    def _dead(self, number: int, how: str) -> ServerFault:
-        return fault(f"SGLang server {number} {how}", "ENG84", "")
+    def _dead(self, how: str) -> ServerFault:
+        return fault(how, "ENG84", "")
 
     def _fence(self, number: int, failed: ServerFault) -> None:
         server = self._servers[number]
@@ -364,7 +364,7 @@ class Watch:
 
     def _retire(self, number: int, failed: ServerFault, tail: str) -> None:
         server, ward = self._servers[number], self._wards[number]
-        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {_how(number, failed)}")
+        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
         left = sum(ward.usable for ward in self._wards.values())
         if left >= self._limits.min_healthy:
             return
@@ -389,11 +389,6 @@ class Watch:
             self._note(text)
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _how(number: int, failed: ServerFault) -> str:
-    """What failed, without the server's name."""
-    return failed.what.removeprefix(f"SGLang server {number} ")
 
 
 def _held(body: bytes) -> tuple[int, ...]:

@@ -113,6 +113,7 @@ class Transport:
         self.url = url.rstrip("/")
         self._token, self._ca = token, ca
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def ask(self, method: str, path: str, body: bytes | None = None, *, end: float, cap: int = CAP) -> Reply:
         """One try: send and read the whole answer before ``end`` (time.monotonic()), whatever its status.
@@ -174,7 +175,8 @@ class Transport:
             response.close()
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, for good: a call that is made later, or again, fails with ENG84."""
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -182,6 +184,8 @@ class Transport:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
+        if self._closed:
+            raise fault("the connections to this server were closed", "ENG84", self.url)
         tls: ssl.SSLContext | bool = True
         if self._ca:
             try:

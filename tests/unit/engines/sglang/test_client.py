@@ -295,6 +295,18 @@ def test_closing_the_client_ends_what_waits_and_refuses_what_comes():
     asyncio.run(main())
 
 
+def test_connections_that_were_closed_are_not_opened_again():
+    async def main():
+        async with both() as (client, _, _):
+            door = http.Transport(client.address.url, token=TOKEN)
+            assert (await door.ask("GET", "/health", end=time.monotonic() + 30)).status
+            await door.close()
+            error = await error_of(door.ask("GET", "/health", end=time.monotonic() + 30))
+            assert (error.code, error.where) == ("ENG84", client.address.url)
+
+    asyncio.run(main())
+
+
 def test_the_other_calls_reach_their_routes():
     async def main():
         async with both() as (client, _, server):
