@@ -27,9 +27,10 @@ Verdict = Literal["same", "differs", "unknown"]
 PARTS = ("samples", "tokens", "log_probs", "rewards", "masks", "advantages", "metrics", "weights")
 BOOKKEEPING = (
     *("data/", "ledger/", "dropped/", "stale/", "async/", "rollout/issued_groups", "rollout/dropped_samples"),
-    "verify/",
+    *("verify/", "canary/", "swap/"),
 )
-"""Beginnings of metrics that tell where samples came from, not what a step made of them; they are told apart."""
+"""Beginnings of metrics that tell where samples came from or what was checked and moved, not what a step made of them;
+they are told apart."""
 CAUSES = (
     ("train_rollout_logprob_abs_diff", "the trainer's scores diverged"),
     ("advantages/", "the advantages diverged"),
