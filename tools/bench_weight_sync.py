@@ -68,6 +68,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._inside = False
 
     def add(self, stage: str, seconds: float) -> None:
         """Count it."""
@@ -83,16 +84,20 @@ class Watch:
             kept.append((owner, name, inner))
 
             def timed(*args: Any, **kwargs: Any) -> Any:
-                start = time.perf_counter()
+                if self._inside:  # a part of a stage that is being timed
+                    return inner(*args, **kwargs)
+                start, self._inside = time.perf_counter(), True
                 try:
                     return inner(*args, **kwargs)
                 finally:
+                    self._inside = False
                     self.add(stage, time.perf_counter() - start)
 
             setattr(owner, name, timed)
 
         wrap(buckets.Staging, "fill", "cast")
         wrap(buckets.Tally, "add_all", "hash")
+        wrap(buckets.Tally, "finish", "hash")
         wrap(disk.DiskSender, "_write", "write")
         inner = Client.post
         kept.append((Client, "post", inner))
