@@ -12,7 +12,7 @@ class Address:
     Example: Address(url="http://127.0.0.1:30000", token=token, number=0)
     """
 
-    url: str  # http://HOST:PORT, without a slash at its end
+    url: str  # scheme, host and port, without a slash at its end
     token: str = field(repr=False, default="")
     ca: str = ""  # PEM file of authorities, for https; empty: those that Python trusts by itself
     number: int = 0  # of the server in the run

@@ -410,11 +410,12 @@ def test_two_servers_that_die_together_come_back_side_by_side(stand_in):
 
 def test_a_server_that_dies_while_it_is_filled_is_started_again(stand_in):
     """Case 84, in the middle of its return: nobody waits for weights that cannot arrive."""
+    notes = []
 
     async def check():
         server = stand_in()
         engine = Engine(gates={0: asyncio.Event()})
-        async with watched([server], engine=engine) as (watch, _):
+        async with watched([server], engine=engine, notes=notes) as (watch, _):
             kill(server)
             await until(lambda: len(engine.filled) == 1)
             kill(server)
@@ -425,6 +426,7 @@ def test_a_server_that_dies_while_it_is_filled_is_started_again(stand_in):
             assert server.address.generation == 3
 
     asyncio.run(check())
+    assert any("did not come back: SGLang server 0 was killed by SIGKILL" in note for note in notes)
 
 
 def test_weights_that_never_come_are_waited_for_no_longer_than_a_start(stand_in):
