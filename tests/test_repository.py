@@ -241,8 +241,9 @@ def test_no_file_knows_a_machine() -> None:
 
 
 def test_no_file_names_a_package_index_or_a_host() -> None:
-    # Loopback, link-local (refused by a test), reserved names, placeholders, and a bare scheme are no hosts.
-    allowed = re.compile(r"(localhost|127\.0\.0\.1|169\.254\.169\.254|([\w-]+\.)*example(\.\w+)?|[{.].*)?(:.*)?")
+    # Loopback, a private and a link-local address of tests, reserved names, placeholders, and a bare scheme are no hosts.
+    own = r"localhost|127\.0\.0\.1|\[::1\]|10\.0\.0\.1|169\.254\.169\.254"
+    allowed = re.compile(rf"({own}|([\w-]+\.)*example(\.\w+)?|[\w-]+\.invalid|HOST|h|[{{.].*)?(:.*)?")
     words = re.compile(r"(?:extra-)?index-url|find-links|trusted-host|pypi\.|pythonhosted", flags=re.I)
     found = []
     for path in files():
