@@ -1,0 +1,95 @@
+"""A config in, what surrounds SGLang's servers out: middleware, limits, turns, and what a person is told."""
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime_core.clusters import sglang
+from slime_core.clusters.turns import FreeTurns, QuietTurns, server_turns
+from slime_core.config.load import load_config
+from slime_core.engines.sglang.router import chained
+from slime_core.engines.sglang.server import Server
+from slime_core.errors import PluginError
+from slime_core.types import Completion, GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.unit
+
+PAGE = Path(__file__).parents[3] / "docs" / "sglang.md"
+
+
+def config(*flags):
+    return load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags])
+
+
+def test_the_middleware_of_the_page_runs_as_it_stands_there(tmp_path, capsys):
+    code = re.search(r"```python\n(# trace\.py.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    (tmp_path / "trace.py").write_text(code)
+    found = sglang.middleware(config("--rollout-middleware-paths", f'["{tmp_path}/trace.py:traced"]'))
+
+    async def last(asked):
+        return Completion(
+            id=asked.id,
+            tokens=[1, 2],
+            log_probs=[0.0, 0.0],
+            plain_log_probs=[0.0, 0.0],
+            finish="stop",
+            versions=[3, 3],
+        )
+
+    asked = GenerateRequest(id="a-0", tokens=[5], params=SamplingParams(max_new_tokens=4), seed=0)
+    done = asyncio.run(chained(found, last)(asked))
+    assert done.tokens == [1, 2]
+    assert "a-0: 2 tokens, stop" in capsys.readouterr().out
+
+
+def test_a_middleware_that_is_not_there_names_the_key(tmp_path):
+    with pytest.raises(PluginError, match="rollout_middleware_paths"):
+        sglang.middleware(config("--rollout-middleware-paths", f'["{tmp_path}/no.py:traced"]'))
+
+
+def test_external_servers_get_the_token_of_the_environment_and_are_never_ours(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "of theirs")
+    flags = [
+        "--rollout-external-engine-addrs",
+        '["http://a:1", "http://b:2/"]',
+        "--rollout-engine-token-env",
+        "MY_TOKEN",
+    ]
+    (part,) = sglang.attached(config("--rollout-engine", "sglang", *flags))
+    assert [server.address.url for server in part.servers] == ["http://a:1", "http://b:2"]
+    assert {server.address.token for server in part.servers} == {"of theirs"}
+    assert not any(server.owned for server in part.servers)
+    assert part.role == "policy"
+
+
+def test_limits_of_the_watch_are_the_keys_of_the_section():
+    found = sglang.limits(config("--rollout-max-restarts", "7", "--min-healthy-engines", "2"))
+    assert (found.max_restarts, found.min_healthy) == (7, 2)
+    assert found.timeout == config().rollout.rollout_health_check_timeout
+
+
+def test_a_person_is_told_of_logs_and_of_log_probs_that_are_not_known():
+    server = Server.attach("http://a:1")
+    part = sglang.Part(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
+    plain = sglang.told(config("--rollout-deterministic"), [part])
+    assert plain == ["SGLang 0.5.23: 1 server, at http://a:1"]
+    told = " ".join(sglang.told(config("--rollout-top-p", "0.9", "--rollout-temperature", "0.7"), [part]))
+    assert "before top-p and top-k" in told
+    assert "temperature 0.7" in told
+    assert "do not follow the run's seed" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ([], QuietTurns),
+        (["--no-colocate"], FreeTurns),
+        (["--no-colocate", "--max-staleness", "1"], FreeTurns),
+    ],
+)
+def test_turns_follow_from_where_servers_live_and_whether_they_run_ahead(flags, kind):
+    engine = SimpleNamespace(abilities=frozenset({"score"}))
+    assert isinstance(server_turns(config(*flags), engine, SimpleNamespace()), kind)
