@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from faulty import BROKEN, REJECTED, TOKEN, Canned, FaultProxy
 
-from slime_core.engines.sglang import calls, client as client_module, http
+from slime_core.engines.sglang import calls, client as client_module, http, seats
 from slime_core.engines.sglang.address import Address
 from slime_core.engines.sglang.client import Client, ServerFault
 from slime_core.errors import EngineError
@@ -260,6 +260,21 @@ def test_a_request_without_a_seat_is_aborted_at_once_and_leaves_no_seat_behind()
     asyncio.run(main())
 
 
+def test_a_seat_given_to_a_caller_that_is_cancelled_at_that_moment_is_not_lost():
+    async def main():
+        line = seats.Seats(1)
+        assert await line.take(seats.Flight("a"))
+        waiting = asyncio.create_task(line.take(seats.Flight("b")))
+        await asyncio.sleep(0)
+        line.give()  # it is b's now, who does not know yet
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(40):
+            assert await line.take(seats.Flight("c"))
+
+    asyncio.run(main())
+
+
 def test_a_caller_that_is_cancelled_ends_the_request_on_the_server():
     async def main():
         server = Canned()
@@ -291,6 +306,20 @@ def test_closing_the_client_ends_what_waits_and_refuses_what_comes():
                 assert (await error_of(task)).code == "ENG84"
             assert (await error_of(ask(client))).code == "ENG84"
             assert (await error_of(client.model_info())).code == "ENG84"
+
+    asyncio.run(main())
+
+
+def test_closing_the_client_ends_a_pause_between_two_tries():
+    async def main():
+        async with both(timeout=100.0) as (client, proxy, _):
+            proxy.always(faulty.status(503, headers=["Retry-After: 50"]))
+            task = asyncio.create_task(ask(client))
+            while not proxy.paths or any(flight.rid for flight in client._flights):
+                await asyncio.sleep(0)
+            await client.close()
+            async with asyncio.timeout(40):
+                assert (await error_of(task)).code == "ENG84"
 
     asyncio.run(main())
 
@@ -432,6 +461,10 @@ def test_a_stream_that_is_none_is_refused():
     async def main():
         async with both() as (client, proxy, _):
             proxy.add(faulty.html)
+            with pytest.raises(ServerFault) as caught:
+                [piece async for piece in client.stream(request(), low=7, high=lambda: 7)]
+            assert caught.value.code == "ENG71"
+            proxy.add(faulty.says(b"<html>\n<body>\n", "text/event-stream"))
             with pytest.raises(ServerFault) as caught:
                 [piece async for piece in client.stream(request(), low=7, high=lambda: 7)]
             assert caught.value.code == "ENG71"
