@@ -142,7 +142,8 @@ def test_every_route_but_health_wants_the_token(server: RawServer) -> None:
     assert server.call("/health", token="").status == 200
 
 
-def test_the_server_tells_its_version_and_its_model(server: RawServer, served_model: Path) -> None:
+def test_the_server_tells_its_version_and_the_folder_of_its_last_update(server: RawServer, served_model: Path) -> None:
+    update(server, served_model, "0.1")
     assert server.ask("/model_info")["model_path"] == str(served_model)
     told = server.ask("/server_info")
     assert told["version"].startswith("0.5.")
