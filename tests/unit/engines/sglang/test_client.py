@@ -200,6 +200,7 @@ def test_an_abort_that_was_asked_for_may_bring_no_token():
             await server.until(lambda: server.running)
             await client.abort(["grpo/17-0"])
             assert ((await task).finish, (await task).tokens) == ("abort", [])
+            assert (client.progress.rejected, client.progress.retries) == (0, 0)
 
     asyncio.run(main())
 
