@@ -28,6 +28,7 @@ from slime_core.engines.sglang.router import Middleware
 from slime_core.engines.sglang.server import Launch, Server
 from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
 from slime_core.engines.sglang.weights import Ways, Weights
+from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
 from slime_core.protocols import Serving
 from slime_core.types import WeightUpdate
@@ -79,7 +80,7 @@ async def sglang_engines(
             stack.push_async_callback(engine.close)
             engine.watch = await stack.enter_async_context(Watch(part.servers, engine, limits(config), note=note))
             served[part.role] = engine
-        for text in told(config, found):
+        for text in told(found):
             note(text)
         policy = served.pop(POLICY)
         logs = tuple(server.log for part in found for server in part.servers if server.log is not None)
@@ -225,13 +226,22 @@ async def _engine(
         timeout=rollout.rollout_start_timeout,
         gpu=_gpu,
     )
+    deterministic = bool(facts.get("enable_deterministic_inference", rollout.rollout_deterministic))
+    if rollout.rollout_deterministic and not deterministic:
+        raise EngineError(
+            "rollout_deterministic with a server that is not in deterministic mode",
+            code="ENG86",
+            where=part.servers[0].address.url,
+            why="how a server computes is settled where it is started",
+            fix="start it with --enable-deterministic-inference",
+        )
     settings = Settings(
         vocab_size=folder.vocab_size,
         context_len=folder.context_len if frozen else context_len(config, folder),
         features=features,
         epoch=epoch,
         pause_mode=rollout.pause_generation_mode,
-        deterministic=bool(facts.get("enable_deterministic_inference", rollout.rollout_deterministic)),
+        deterministic=deterministic,
         memory_saver=bool(facts.get("enable_memory_saver")),
         concurrency=rollout.server_concurrency,
         timeout=rollout.rollout_request_timeout,
@@ -273,8 +283,8 @@ def limits(config: Config) -> Limits:
     )
 
 
-def told(config: Config, parts: Sequence[Part]) -> list[str]:
-    """What a person should know of these servers."""
+def told(parts: Sequence[Part]) -> list[str]:
+    """Which servers there are, and where their logs."""
     found = []
     for part in parts:
         what = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
@@ -283,18 +293,6 @@ def told(config: Config, parts: Sequence[Part]) -> list[str]:
         count = f"{len(urls)} server{'s' if len(urls) > 1 else ''}"
         where = f"logs: {', '.join(logs)}" if logs else f"at {', '.join(urls)}"
         found.append(f"{what}: {count}, {where}")
-    rollout = config.rollout
-    if not rollout.rollout_deterministic:
-        found.append("draws of SGLang do not follow the run's seed: a second run differs (rollout_deterministic)")
-    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
-        found.append(
-            "SGLang's log-probs are those before top-p and top-k: of the distribution drawn from they are not known"
-        )
-    if rollout.rollout_temperature not in (0, 1):
-        found.append(
-            f"SGLang's log-probs are at temperature {rollout.rollout_temperature:g}: plain ones of drawn tokens are "
-            "not known"
-        )
     return found
 
 

@@ -103,20 +103,26 @@ class SwappingTurns:
     async def syncing(self) -> AsyncIterator[None]:
         """Both hold the weights inside; afterwards the engine holds its KV cache and goes on.
 
-        Before the first step the trainer has all of its state, and ends with none of it on the device.
+        Before the first step the trainer has all of its state, and ends with none of it on the device. A later stage
+        begins while the engine serves: it lends its KV cache, and keeps the weights that are written over.
         """
-        given = self._given
-        if given:
+        if self._given:
             await self._drop()
             with self._stage("engine_weights"):
                 await self._engine.reacquire({"weights"})
+        else:
+            with self._stage("pause"):
+                await self._engine.pause("retract")
+            with self._stage("engine_release"):
+                await self._engine.release({"kv"})
+            with self._stage("trainer_reacquire"):
+                await self._trainer.reacquire({"parameters"})
         with self._stage("load"):
             yield
-        if given:
-            with self._stage("trainer_release"):
-                await self._trainer.release({"parameters"})
-            with self._stage("engine_kv"):
-                await self._engine.reacquire({"kv"})
+        with self._stage("trainer_release"):
+            await self._trainer.release({"parameters"})
+        with self._stage("engine_kv"):
+            await self._engine.reacquire({"kv"})
         self._given = False
         with self._stage("resume"):
             await self._engine.resume()

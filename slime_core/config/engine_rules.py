@@ -101,13 +101,6 @@ def _who_serves(config: Config) -> Iterator[Problem]:
                 why="the file says which servers there are, and how many GPUs each has",
                 fix=f"leave {name} out, or the file",
             )
-    if rollout.rollout_external_engine_addrs and rollout.rollout_deterministic:
-        yield conflict(
-            "rollout_deterministic with rollout_external_engine_addrs",
-            ["rollout.rollout_deterministic", EXTERNAL],
-            why="how servers compute is settled where they are started",
-            fix="start them with --enable-deterministic-inference, and leave rollout_deterministic out",
-        )
 
 
 def _addresses(rollout: RolloutSection) -> Iterator[Problem]:

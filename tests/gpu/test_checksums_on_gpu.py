@@ -55,7 +55,8 @@ def sglang_python():
 def test_the_checksum_is_what_sglang_computes():
     """Its own function, in its own environment, over the same numbers."""
     python, env = sglang_python()
-    cases = [(shape, dtype, n) for n, (shape, dtype) in enumerate((s, d) for s in SHAPES for d in DTYPES)]
+    whole = [(s, d) for s in SHAPES for d in DTYPES if len(s) == 1 or s[-1] * d.itemsize % 4 == 0]  # as 0.5.12 takes
+    cases = [(shape, dtype, n) for n, (shape, dtype) in enumerate(whole)]
     asked = json.dumps([(shape, str(dtype).removeprefix("torch."), seed) for shape, dtype, seed in cases])
     done = subprocess.run(
         [python, "-c", SGLANG], env=env, input=asked, capture_output=True, text=True, timeout=300, check=False

@@ -54,12 +54,12 @@ def test_external_servers_get_the_token_of_the_environment_and_are_never_ours(mo
     monkeypatch.setenv("MY_TOKEN", "of theirs")
     flags = [
         "--rollout-external-engine-addrs",
-        '["http://a:1", "http://b:2/"]',
+        '["http://a.example:1", "http://b.example:2/"]',
         "--rollout-engine-token-env",
         "MY_TOKEN",
     ]
     (part,) = sglang.attached(config("--rollout-engine", "sglang", *flags))
-    assert [server.address.url for server in part.servers] == ["http://a:1", "http://b:2"]
+    assert [server.address.url for server in part.servers] == ["http://a.example:1", "http://b.example:2"]
     assert {server.address.token for server in part.servers} == {"of theirs"}
     assert not any(server.owned for server in part.servers)
     assert part.role == "policy"
@@ -71,15 +71,10 @@ def test_limits_of_the_watch_are_the_keys_of_the_section():
     assert found.timeout == config().rollout.rollout_health_check_timeout
 
 
-def test_a_person_is_told_of_logs_and_of_log_probs_that_are_not_known():
-    server = Server.attach("http://a:1")
+def test_a_person_is_told_which_servers_there_are():
+    server = Server.attach("http://a.example:1")
     part = sglang.Part(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
-    plain = sglang.told(config("--rollout-deterministic"), [part])
-    assert plain == ["SGLang 0.5.23: 1 server, at http://a:1"]
-    told = " ".join(sglang.told(config("--rollout-top-p", "0.9", "--rollout-temperature", "0.7"), [part]))
-    assert "before top-p and top-k" in told
-    assert "temperature 0.7" in told
-    assert "do not follow the run's seed" in told
+    assert sglang.told([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,27 @@ def test_the_engine_makes_room_before_the_trainer_is_made():
     assert device.held == {("engine", "kv"): 40, ("engine", "weights"): 10}
 
 
+def test_a_later_stage_begins_with_the_weights_that_the_trainer_had_given_up():
+    async def run():
+        device = Device()
+        engine, trainer, turns = await lent(device)
+        async with turns.syncing():
+            await engine.load(await trainer.publish(0))
+        await turn(engine, trainer, turns, 1)
+        device.log.clear()
+        async with turns.syncing():  # no training before it
+            await engine.load(await trainer.publish(1))
+        log, device.log = device.log, []
+        await turn(engine, trainer, turns, 2)
+        return log, device.log
+
+    log, after = asyncio.run(run())
+    assert "\n".join(log) == (
+        "pause retract\nengine - kv\ntrainer + parameters\npublish 1\nload 1\ntrainer - parameters\nengine + kv\nresume"
+    )
+    assert "\n".join(after) == TURN.format(version=2)
+
+
 def test_requests_in_flight_are_held_over_the_turn_and_go_on_with_the_new_weights():
     async def run():
         device = Device()

@@ -45,13 +45,6 @@ ONE = ("http://10.0.0.1:30000",)
         ),
         pytest.param(
             {},
-            {"rollout_external_engine_addrs": ONE, "rollout_deterministic": True},
-            "rollout_deterministic with rollout_external_engine_addrs",
-            "--enable-deterministic-inference",
-            id="deterministic elsewhere",
-        ),
-        pytest.param(
-            {},
             {"rollout_external_engine_addrs": (*ONE, "http://10.0.0.1:30000/")},
             "stands twice",
             "remove one",
