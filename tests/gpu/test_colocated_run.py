@@ -80,7 +80,8 @@ def recipe(place, model, *, external=""):
     _, found = place
     options = "" if external else "\n".join(f"{name} = {json.dumps(value)}" for name, value in GPU.items())
     env = "\n".join(f"{name} = {json.dumps(value)}" for name, value in found.env.items())
-    line = f'rollout_external_engine_addrs = ["{external}"]' if external else ""
+    by = 'update_weight_transport = "disk"'  # IPC is for servers of ours, and NCCL for one GPU a rank
+    line = f'rollout_external_engine_addrs = ["{external}"]\n{by}' if external else ""
     return RECIPE.format(model=model, python=found.python, options=options, env=env, external=line)
 
 

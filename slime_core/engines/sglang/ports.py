@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -46,15 +46,23 @@ class Hold:
         self.close()
 
 
-def hold(host: str = "127.0.0.1", count: int = 1) -> Hold:
-    """Hold ``count`` ports in a row, chosen by the kernel.
+def hold(host: str = "127.0.0.1", count: int = 1, highest: int = 65_535) -> Hold:
+    """Hold ``count`` ports in a row, the first at most ``highest``, chosen by the kernel.
 
     Raises:
         OSError: the host is not of this machine, or no such row is free.
     """
+    with ExitStack() as passed:  # held until the end, so that the kernel names others
+        return _hold(host, count, highest, passed)
+
+
+def _hold(host: str, count: int, highest: int, passed: ExitStack) -> Hold:
     for _ in range(TRIES):
         sockets = [_bound(host, 0)]
         first = sockets[0].getsockname()[1]
+        if first > highest:
+            passed.enter_context(sockets[0])
+            continue
         try:
             for offset in range(1, count):
                 sockets.append(_bound(host, first + offset))

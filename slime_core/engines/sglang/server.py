@@ -43,6 +43,9 @@ POLL = 0.2  # seconds between looks while a server starts
 ASK = 30.0  # seconds for one answer while it starts: SGLang's /health makes a token when it is idle
 PORT_TRIES = 4  # starts on other ports where somebody took the one that was held
 TAIL_BYTES, TAIL_LINES, TAIL_WIDTH = 64 << 10, 30, 300
+HIGHEST = 55_535
+"""Of a server's port: SGLang 0.5.12 makes its gRPC port of it, 10,000 above, and refuses one that is none."""
+
 ATTENTION_PORTS = 16  # that SGLang counts upwards from --dist-init-addr with data-parallel attention
 
 ACCESS = re.compile(r'"(GET|POST) \S+ HTTP/[0-9.]+" 200')  # requests that were served say nothing of an end
@@ -163,7 +166,7 @@ class Server:
 
     def _hold_ports(self, launch: Launch) -> tuple[int, list[str]]:
         """The port of HTTP, and arguments for the further ports of SGLang that it would only guess."""
-        self._holds = [ports.hold(launch.host)]
+        self._holds = [ports.hold(launch.host, highest=HIGHEST)]
         further: list[str] = []
         if _option(launch.arguments, "--nnodes", "1") != "1":
             return self._holds[0].port, further  # the user names the rendezvous of several machines

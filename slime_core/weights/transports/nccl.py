@@ -37,6 +37,13 @@ JOIN = 120.0  # seconds for gloo ranks to find each other, once one of them is t
 Store = Any  # torch.distributed's; its types are not public
 
 
+def indexed(device: torch.device) -> torch.device:
+    """``cuda`` with its number: a process group is of one device."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def backend(device: torch.device) -> str:
     """Of the group: nccl, or gloo where weights lie on a CPU."""
     return "nccl" if device.type == "cuda" else "gloo"
@@ -106,7 +113,7 @@ class BroadcastSender:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = indexed(device)
         self._staging: Staging | None = None
         self._group: Group | None = None
         self._transfer: Transfer | None = None

@@ -110,6 +110,17 @@ def test_a_row_goes_around_a_port_that_somebody_has(monkeypatch):
         assert not held.port <= taken.port + 2 < held.port + 3
 
 
+def test_a_port_may_be_asked_for_below_a_number():
+    with ports.hold(highest=45_000) as one, ports.hold(highest=45_000) as other:
+        assert one.port != other.port
+        assert max(one.port, other.port) <= 45_000
+
+
+def test_no_port_is_below_the_lowest_number():
+    with pytest.raises(OSError, match="free"):
+        ports.hold(highest=1)
+
+
 def test_a_host_that_is_not_of_this_machine_is_an_error():
     with pytest.raises(OSError, match="assign"):
         ports.hold("192.0.2.1")
