@@ -1,6 +1,7 @@
 """Signals, clocks and closed pipes: a run ends in order with a checkpoint, or at once, and leaves nothing behind."""
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -91,8 +92,23 @@ def info(path):
 
 
 def shared_memory():
-    """Names of POSIX shared memory; folders there belong to others."""
-    return sorted(entry.name for entry in Path("/dev/shm").glob("*") if entry.is_file())
+    """Names of POSIX shared memory that we hold or that nobody does; folders there belong to others."""
+    names = {entry.name for entry in Path("/dev/shm").glob("*") if entry.is_file()}
+    return sorted(names - mapped_by_others())
+
+
+def mapped_by_others():
+    """What processes beside this one and its children have mapped: servers of tests that run at the same time."""
+    ours, found = {os.getpid(), *descendants(os.getpid())}, set()
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) not in ours:
+            with contextlib.suppress(OSError):
+                found |= {
+                    line.rpartition("/")[2]
+                    for line in (process / "maps").read_text().splitlines()
+                    if "/dev/shm/" in line
+                }
+    return found
 
 
 def left_behind():

@@ -97,7 +97,8 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
     assert [path for path in work.run.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers: list[Driver]) -> None:
     """Nothing lost, nothing doubled, nothing left: the servers end with a driver that is killed, and come back in one
     that goes on (case 84, the ledger's half)."""
