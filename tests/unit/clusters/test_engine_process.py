@@ -236,12 +236,16 @@ def test_when_the_driver_is_gone_so_is_the_process_and_a_script_without_a_guard_
     assert (tmp_path / "times").read_text() == "run\n"
 
 
+HANDLES = "torch.multiprocessing.reductions"  # names a tensor's memory for another process, and starts none
+
+
 def test_nothing_forks_a_process_with_threads():
     """Case 129: children of a run are started anew; what does fork is a test's own tool."""
     root = Path(__file__).parents[3] / "slime_core"
     forks = [
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
-        if "testing" not in path.parts and ("os.fork" in (text := path.read_text()) or "multiprocessing" in text)
+        if "testing" not in path.parts
+        and ("os.fork" in (text := path.read_text()) or "multiprocessing" in text.replace(HANDLES, ""))
     ]
     assert forks == []
