@@ -49,7 +49,7 @@ def test_no_buffer_is_no_punishment_and_an_impossible_one_is_refused():
 
 
 @FEW
-@given(st.lists(st.integers(0, 80), max_size=9), st.integers(1, 64), st.data(), st.floats(0, 8))
+@given(st.lists(st.integers(0, 80), max_size=9), st.integers(1, 64), st.data(), st.floats(0, 8, allow_subnormal=False))
 def test_the_punishment_follows_the_reference(lengths, limit, data, factor):
     buffer = data.draw(st.integers(0, limit))
     found = soft_overlong(np.array(lengths, dtype=np.int64), limit, buffer, factor)
