@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from sglang_place import NO_SGLANG, Place, Served, make_folder, scratch, serving
+from sglang_place import Place, Served, make_folder, scratch, serving
 
 from slime_core.types import GenerateRequest, SamplingParams
 
@@ -214,12 +214,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run and print."""
     args = parse()
-    place = Place.find("cpu" if args.smoke else "auto")
+    place = Place.to_measure(smoke=args.smoke)
     if place is None:
-        print(f"{NO_SGLANG}; nothing was measured")
-        return
-    if place.device == "cpu" and not args.smoke:
-        print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
         return
     with tempfile.TemporaryDirectory(dir=scratch(10 << 30)) as made:
         begin = time.perf_counter()

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_place import NO_SGLANG, Place, Served, make_folder, scratch, serving
+from sglang_place import Place, Served, make_folder, scratch, serving
 
 from slime_core.clusters.turns import SwappingTurns
 from slime_core.config.schema import Config
@@ -332,12 +332,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run and print."""
     args = parse()
-    place = Place.find("cpu" if args.smoke else "auto")
+    place = Place.to_measure(smoke=args.smoke)
     if place is None:
-        print(f"{NO_SGLANG}; nothing was measured")
-        return
-    if place.device == "cpu" and not args.smoke:
-        print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
         return
     with tempfile.TemporaryDirectory(dir=args.folder or scratch(36 << 30)) as made:
         begin = time.perf_counter()

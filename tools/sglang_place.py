@@ -78,6 +78,17 @@ class Place:
     device: str  # "cpu" or "cuda"
 
     @classmethod
+    def to_measure(cls, *, smoke: bool) -> Place | None:
+        """Where a benchmark runs; None, and said, where nothing can be measured."""
+        place = cls.find("cpu" if smoke else "auto")
+        if place is None:
+            print(f"{NO_SGLANG}; nothing was measured")
+        elif place.device == "cpu" and not smoke:
+            print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
+            return None
+        return place
+
+    @classmethod
     def find(cls, device: str = "auto") -> Place | None:
         """SGLang of this machine; None where there is none."""
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

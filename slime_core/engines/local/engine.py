@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.engines.local.jobs import Job, check_ids, make_job
+from slime_core.engines.admission import check_vocabulary
+from slime_core.engines.local.jobs import Job, make_job
 from slime_core.errors import EngineError
 from slime_core.memory import first_line, is_out_of_memory
 from slime_core.protocols import Ability, PauseMode
@@ -111,7 +112,7 @@ class LocalEngine:
         """
         self._require_weights("score")
         ids = np.asarray(tokens, dtype=np.int64)
-        check_ids(ids, self._folder.vocab_size, "score")
+        check_vocabulary(ids, self._folder.vocab_size, "score")
         if not 1 <= start <= len(ids):
             raise EngineError(f"start is {start} of {len(ids)} tokens", code="ENG03", where="score")
         if len(ids) > self._context_len:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from slime_core.engines.admission import check_params, check_vocabulary, room
 from slime_core.engines.local.sampling import MASK64
 from slime_core.errors import EngineError
 from slime_core.types import Completion
@@ -87,51 +88,9 @@ def make_job(
         raise EngineError(
             "the tokens are no list of ids", code="ENG02", where=where, why=str(error), fix="give integers"
         ) from error
-    check_ids(prompt, vocab_size, where)
+    check_vocabulary(prompt, vocab_size, where)
+    check_params(request)
+    limit = room(request, context_len)
     params = request.params
-    _check_params(request)
-    if len(prompt) >= context_len:
-        raise EngineError(
-            f"the prompt has {len(prompt)} tokens and the context {context_len}",
-            code="ENG72",
-            where=where,
-            why="there is no room for a new token",
-            fix="raise rollout.rollout_max_context_len, or set data.rollout_max_prompt_len",
-        )
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
-    limit = min(params.max_new_tokens, context_len - len(prompt))
     return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids)
-
-
-def check_ids(tokens: NDArray[np.int64], vocab_size: int, where: str) -> None:
-    """Raises EngineError ENG02 where an id is outside the vocabulary."""
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(outside):
-        at = int(outside[0])
-        raise EngineError(
-            f"token id {int(tokens[at])} at position {at} is outside the vocabulary of {vocab_size}",
-            code="ENG02",
-            where=where,
-            fix="encode with the tokenizer of rollout.hf_checkpoint",
-        )
-
-
-def _check_params(request: GenerateRequest) -> None:
-    p = request.params
-    faults = (
-        (p.max_new_tokens < 0, f"max_new_tokens is {p.max_new_tokens}"),
-        (not 0 <= p.temperature < float("inf"), f"temperature is {p.temperature}"),
-        (not 0 < p.top_p <= 1, f"top_p is {p.top_p}"),
-        (p.top_k < 0, f"top_k is {p.top_k}"),
-        (not 0 <= request.kept <= len(request.tokens), f"kept is {request.kept} of {len(request.tokens)} tokens"),
-        ("" in p.stop, "a stop string is empty"),
-    )
-    for wrong, text in faults:
-        if wrong:
-            raise EngineError(
-                text,
-                code="ENG03",
-                where=f"request {request.id}",
-                why="no token can be drawn so",
-                fix="temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_new_tokens >= 0",
-            )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime_core.engines.admission import NO_IDS, check_params, check_vocabulary, room
 from slime_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -23,29 +24,9 @@ def check(request: GenerateRequest, *, vocab_size: int, context_len: int) -> int
         EngineError: ENG01 no tokens, ENG02 an id outside the vocabulary (it would end the server), ENG03 impossible
             sampling parameters, ENG72 a prompt that leaves no room for a token.
     """
-    where = f"request {request.id}"
-    check_ids(request.tokens, vocab_size, where)
-    p = request.params
-    faults = (
-        (p.max_new_tokens < 0, f"max_new_tokens is {p.max_new_tokens}"),
-        (not 0 <= p.temperature < float("inf"), f"temperature is {p.temperature}"),
-        (not 0 < p.top_p <= 1, f"top_p is {p.top_p}"),
-        (p.top_k < 0, f"top_k is {p.top_k}"),
-        (not 0 <= request.kept <= len(request.tokens), f"kept is {request.kept} of {len(request.tokens)} tokens"),
-        ("" in p.stop, "a stop string is empty"),
-    )
-    for wrong, text in faults:
-        if wrong:
-            raise EngineError(
-                text,
-                code="ENG03",
-                where=where,
-                why="no token can be drawn so",
-                fix="temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_new_tokens >= 0",
-            )
-    if len(request.tokens) >= context_len:
-        raise too_long(f"the prompt has {len(request.tokens)} tokens and the context {context_len}", where)
-    return min(p.max_new_tokens, context_len - len(request.tokens))
+    check_ids(request.tokens, vocab_size, f"request {request.id}")
+    check_params(request)
+    return room(request, context_len)
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int, where: str) -> None:
@@ -53,29 +34,9 @@ def check_ids(tokens: Sequence[int], vocab_size: int, where: str) -> None:
     if not len(tokens):
         raise EngineError("a request needs at least one token", code="ENG01", where=where, fix="give a prompt")
     ids = np.asarray(tokens)
-    fix = "encode with the tokenizer of rollout.hf_checkpoint"
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise EngineError("the tokens are no list of ids", code="ENG02", where=where, fix=fix)
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(outside):
-        at = int(outside[0])
-        raise EngineError(
-            f"token id {int(ids[at])} at position {at} is outside the vocabulary of {vocab_size}",
-            code="ENG02",
-            where=where,
-            fix=fix,
-        )
-
-
-def too_long(what: str, where: str) -> EngineError:
-    """ENG72."""
-    return EngineError(
-        what,
-        code="ENG72",
-        where=where,
-        why="there is no room for a new token",
-        fix="raise rollout.rollout_max_context_len, or set data.rollout_max_prompt_len",
-    )
+        raise EngineError("the tokens are no list of ids", code="ENG02", where=where, fix=NO_IDS)
+    check_vocabulary(ids, vocab_size, where)
 
 
 def seed(value: int) -> int:

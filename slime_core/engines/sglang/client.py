@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_core.engines.admission import too_long
 from slime_core.engines.sglang import bodies, stops, wire
 from slime_core.engines.sglang.calls import Calls, Progress
 from slime_core.engines.sglang.http import (
@@ -76,7 +77,7 @@ class Client(Calls):
         tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
-        self._vocab_size, self._context_len, self._features = vocab_size, context_len, features
+        self._vocab_size, self._context_len = vocab_size, context_len
         self.features = features  # of the installation
         self._epoch = epoch
         self._tokenizer_of = tokenizer
@@ -153,13 +154,13 @@ class Client(Calls):
         if not 1 <= start <= len(tokens):
             raise EngineError(f"start is {start} of {len(tokens)} tokens", code="ENG03", where="score")
         if len(tokens) > self._context_len:
-            raise bodies.too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
+            raise too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
         flight = Flight("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
-            body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self._features)
+            body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self.features)
             cap = _cap(len(tokens) - start)
             answer = decoded(checked(await self._http.ask("POST", "/generate", dumps(body), end=end, cap=cap)))
             self._own(answer, flight)
@@ -299,7 +300,7 @@ class Client(Calls):
         self, flight: Flight, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
     ) -> bytes:
         rid = self._rid(flight)
-        features = self._features
+        features = self.features
         return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
 
     def _expected(self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]) -> wire.Expected:
@@ -310,7 +311,7 @@ class Client(Calls):
             epoch=self._epoch,
             low=low,
             high=high(),
-            spans=wire.SPANS in self._features,
+            spans=wire.SPANS in self.features,
         )
 
     def _event(self, data: bytes, flight: Flight) -> Any:
@@ -355,7 +356,7 @@ class Client(Calls):
 
     @property
     def _texts(self) -> bool:
-        return bodies.NO_TOKENIZER not in self._features
+        return bodies.NO_TOKENIZER not in self.features
 
     def _decode(self) -> stops.Decode | None:
         return None if self._tokenizer_of is None else self._text

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slime_core.engines.sglang.bodies import too_long
+from slime_core.engines.admission import too_long
 from slime_core.engines.sglang.http import fault
 from slime_core.errors import EngineError
 from slime_core.types import Completion
