@@ -29,7 +29,11 @@ class TorchThread:
 
     async def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``fn`` on the thread and wait for it without blocking the event loop."""
-        return await asyncio.wrap_future(self._pool.submit(fn, *args, **kwargs))
+        return await self.submit(fn, *args, **kwargs)
+
+    def submit(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """As :meth:`run`, with the place in the queue taken before this returns."""
+        return asyncio.wrap_future(self._pool.submit(fn, *args, **kwargs))
 
     def call(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``fn`` on the thread and block until it is done."""

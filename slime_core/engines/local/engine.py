@@ -229,7 +229,7 @@ class LocalEngine:
             incoming, self._inbox = self._inbox, []
             leavers, self._leavers = self._leavers, []
             try:
-                done = await asyncio.shield(self._thread.run(self._hop, incoming, leavers))
+                done = await asyncio.shield(self._thread.submit(self._hop, incoming, leavers))  # before any later call
             except asyncio.CancelledError:
                 raise
             except Exception as error:

@@ -30,7 +30,7 @@ async def running(engine, requests, tokens=5):
     """Start requests and wait until the first has drawn some tokens."""
     tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
     while not engine._scheduler._slots.active.any() or engine._scheduler._slots.position.max() < 3 + tokens:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # 0 would take the interpreter from the torch thread
     return tasks
 
 
@@ -81,6 +81,23 @@ def test_a_pause_that_aborts_ends_seated_waiting_and_new_requests_alike(bench, a
             assert len(got[0].tokens) >= 5
             assert got[3].tokens == []
             await engine.resume()
+
+    bench().run(go)
+
+
+@pytest.mark.parametrize("stop", ["pause", "abort"])
+def test_a_request_that_has_just_come_is_ended_wherever_the_engine_is_with_it(bench, ask, stop):
+    """Whatever number of turns of the event loop lies between the request and what ends it."""
+
+    async def go(b):
+        async with b.engine() as engine:
+            for turns in range(12):
+                waiting = asyncio.create_task(engine.generate(ask("a", new=200)))
+                for _ in range(1 + turns):
+                    await asyncio.sleep(0)
+                await (engine.pause("abort") if stop == "pause" else engine.abort(["a"]))
+                assert (await asyncio.wait_for(waiting, 30)).finish == "abort", f"{turns} turns"
+                await engine.resume()
 
     bench().run(go)
 
@@ -183,7 +200,7 @@ def test_asyncio_stays_awake_while_the_engine_decodes(bench, ask):
             tasks = await running(engine, [ask(str(i), new=250) for i in range(8)])
             turns = 0
             while not all(task.done() for task in tasks):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
                 turns += 1
             assert turns > 100
 

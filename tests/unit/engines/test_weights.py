@@ -218,7 +218,7 @@ def test_versions_are_stamped_on_each_token_of_a_request_that_sees_two(bench, as
         async with b.engine(epoch=5) as engine:
             running = asyncio.create_task(engine.generate(ask("a", new=200)))
             while not engine._scheduler or engine._scheduler._slots.position[0] < 5:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             await engine.pause("keep")
             await engine.load(b.update(3))
             await engine.resume()
