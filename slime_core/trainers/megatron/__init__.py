@@ -1,0 +1,1 @@
+"""Megatron-core trains: the released package, no patch, nothing of megatron.training."""

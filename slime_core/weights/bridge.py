@@ -1,0 +1,226 @@
+"""A table of tensor names in; Hugging Face tensors to Megatron's and back, whole or one tensor-parallel rank's, out.
+
+    q, k, v of Hugging Face --join--> linear_qkv, whole --shard--> a rank's rows        --load it--> the model
+                            <--part--                   <--unshard--
+
+A whole tensor is what a `torch_dist` checkpoint holds and does not depend on the layout; a shard is what one
+tensor-parallel rank holds. Bridges come from plugins (`slime_model_bridge`); nothing here imports megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocabulary"]
+"""How Hugging Face tensors make one of Megatron's, and how tensor-parallel ranks share it.
+
+whole       one tensor, the same on every rank
+rows        one tensor, rows dealt to ranks (column-parallel layers)
+columns     one tensor, columns dealt to ranks (row-parallel layers)
+qkv         q, k, v; by key-value head: its query heads, its key head, its value head; groups dealt to ranks
+gate_up     gate over up; a rank has its rows of gate over its rows of up
+vocabulary  one tensor, rows filled up with zeros to a multiple that the ranks divide
+"""
+On = Literal["all", "dense", "moe"]
+NAMES: dict[str, int] = {"qkv": 3, "gate_up": 2}  # Hugging Face tensors of a kind; 1 of all others
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
+
+    ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
+    false: ``not NAME``).
+
+    Example:
+        Row("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), "columns")
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    kind: Kind = "whole"
+    on: On = "all"
+    when: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """One tensor of a model: a row with its numbers filled in. ``layer`` and ``expert`` are -1 where it has none."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    kind: Kind
+    layer: int = -1
+    expert: int = -1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sizes:
+    """What of a config decides how tensors are joined."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int  # key-value heads
+    head_dim: int
+    vocab: int  # rows of the embedding in the folder
+    padded_vocab: int  # rows that a whole tensor has
+    experts: int = 0
+    moe_layers: frozenset[int] = frozenset()
+    tied: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Bridge:
+    """One family: its tensors, its config, its layers.
+
+    ``fields`` gives fields of Megatron's configs: a name of an attribute of the Hugging Face config, a `Given` value, or
+    a function of the config. ``layer`` describes what no field says.
+    """
+
+    family: str
+    rows: Sequence[Row]
+    fields: Mapping[str, str | Given | Callable[[Any], Any]]
+    attention: Literal["gqa", "mla"] = "gqa"
+    sandwich: bool = False  # norms after attention and MLP too
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
+
+    def entries(self, config: Any) -> list[Entry]:
+        """Every tensor of a model with this config, in the order of layers."""
+        sizes = self.sizes(config)
+        rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
+        found = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
+        for layer in range(sizes.layers):
+            sort = "moe" if layer in sizes.moe_layers else "dense"
+            of_layer = [row for row in rows if "{layer}" in row.megatron and row.on in ("all", sort)]
+            found += [entry for row in of_layer for entry in _filled(row, layer, sizes)]
+        return found
+
+    def megatron(self, config: Any) -> dict[str, Any]:
+        """Fields of Megatron's configs and of its GPT model, from the config of the folder.
+
+        Raises:
+            DataError: TOK00, the config lacks an attribute.
+        """
+        return {name: self._value(name, source, config) for name, source in self.fields.items()}
+
+    def sizes(self, config: Any, multiple: int = 1) -> Sizes:
+        """Numbers of a config; rows of the vocabulary are filled up to a ``multiple``."""
+        known = self.megatron(config)
+        vocab = int(config.vocab_size)
+        experts = int(known.get("num_moe_experts") or 0)
+        layers = int(known["num_layers"])
+        freq = known.get("moe_layer_freq", 1)
+        sparse = [bool(x) for x in freq] if isinstance(freq, list) else [n % freq == 0 for n in range(layers)]
+        heads = int(known["num_attention_heads"])
+        return Sizes(
+            layers=layers,
+            hidden=int(known["hidden_size"]),
+            heads=heads,
+            groups=int(known.get("num_query_groups") or heads),
+            head_dim=int(known.get("kv_channels") or known["hidden_size"] // heads),
+            vocab=vocab,
+            padded_vocab=-(-vocab // multiple) * multiple,
+            experts=experts,
+            moe_layers=frozenset(n for n, moe in enumerate(sparse) if moe and experts),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+    def _value(self, name: str, source: str | Given | Callable[[Any], Any], config: Any) -> Any:
+        if isinstance(source, Given):
+            return source.value
+        if not isinstance(source, str):
+            return source(config)
+        found = getattr(config, source, self.defaults.get(source))
+        if found is None and source not in self.defaults:
+            raise DataError(
+                f"config.json has no {source}",
+                code="TOK00",
+                why=f"it becomes {name} of a {self.family} model",
+                fix="save the model again with the transformers version that this slime names",
+            )
+        return found
+
+
+@dataclass(slots=True, frozen=True)
+class Given:
+    """A value that every model of a family has."""
+
+    value: Any
+
+
+def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether a row's condition is met: ``NAME``, ``not NAME`` or empty."""
+    name = when.removeprefix("not ")
+    return not when or bool(getattr(config, name, defaults.get(name))) != when.startswith("not ")
+
+
+def _filled(row: Row, layer: int, sizes: Sizes) -> Iterator[Entry]:
+    for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):
+        numbers = {"layer": layer, "expert": expert}
+        hf = tuple(name.format(**numbers) for name in row.hf)
+        yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert)
+
+
+def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The whole Megatron tensor of Hugging Face's, in the order of ``entry.hf``."""
+    import torch
+
+    if entry.kind == "qkv":
+        parts = [t.reshape(sizes.groups, -1, *t.shape[1:]) for t in tensors]
+        return torch.cat(parts, dim=1).reshape(-1, *tensors[0].shape[1:])
+    if entry.kind == "gate_up":
+        return torch.cat(list(tensors))
+    (tensor,) = tensors
+    if entry.kind == "vocabulary" and len(tensor) < sizes.padded_vocab:
+        return torch.cat([tensor, tensor.new_zeros(sizes.padded_vocab - len(tensor), *tensor.shape[1:])])
+    return tensor
+
+
+def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    """The Hugging Face tensors of a whole Megatron tensor, in the order of ``entry.hf``; the inverse of :func:`join`."""
+    if entry.kind == "qkv":
+        grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
+        one = grouped.shape[1] // (sizes.heads // sizes.groups + 2)  # rows of a head: 1 or head_dim by what is stored
+        pieces = grouped.split([grouped.shape[1] - 2 * one, one, one], dim=1)
+        return [piece.reshape(-1, *whole.shape[1:]) for piece in pieces]
+    if entry.kind == "gate_up":
+        return list(whole.chunk(2))
+    return [whole[: sizes.vocab]] if entry.kind == "vocabulary" else [whole]
+
+
+def shard(entry: Entry, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What one of ``size`` tensor-parallel ranks holds of a whole tensor."""
+    import torch
+
+    if size == 1 or entry.kind == "whole":
+        return whole
+    if entry.kind == "gate_up":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=1 if entry.kind == "columns" else 0)[rank]
+
+
+def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor of all ranks' shards, in the order of ranks; the inverse of :func:`shard`."""
+    import torch
+
+    if len(shards) == 1 or entry.kind == "whole":
+        return shards[0]
+    if entry.kind == "gate_up":
+        halves = [shard_.chunk(2) for shard_ in shards]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(list(shards), dim=1 if entry.kind == "columns" else 0)
+
+
+def divisible(entry: Entry, sizes: Sizes, tp: int) -> bool:
+    """Whether a layout's tensor-parallel ranks can share the tensor evenly."""
+    if entry.kind == "qkv":
+        return sizes.groups % tp == 0
+    return True
