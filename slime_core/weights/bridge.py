@@ -81,7 +81,7 @@ class Sizes:
 class Bridge:
     """One family: its tensors, its config, its layers.
 
-    ``fields`` gives fields of Megatron's configs: a name of an attribute of the Hugging Face config, a `Given` value, or
+    ``fields`` gives fields of Megatron's configs: an attribute of the Hugging Face config, a `Given` value, or
     a function of the config. ``layer`` describes what no field says.
     """
 
@@ -185,7 +185,7 @@ def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.T
 
 
 def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """The Hugging Face tensors of a whole Megatron tensor, in the order of ``entry.hf``; the inverse of :func:`join`."""
+    """The Hugging Face tensors of a whole Megatron tensor, ordered as ``entry.hf``; the inverse of :func:`join`."""
     if entry.kind == "qkv":
         grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
         one = grouped.shape[1] // (sizes.heads // sizes.groups + 2)  # rows of a head: 1 or head_dim by what is stored
