@@ -1,0 +1,311 @@
+"""Parallel sizes and a number of ranks in; who has which coordinates and layers out, or why the model does not fit.
+
+    rank = tp + TP * (cp + CP * (dp + DP * pp))           dense layers, megatron-core's order tp-cp-ep-dp-pp
+    rank = etp + ETP * (ep + EP * (edp + EDP * pp))       experts
+
+Everything here is arithmetic, so a layout is refused before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import log2, prod
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_core.weights.bridge import Sizes
+
+FLAGS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""Field of a layout -> its flag."""
+SHOWN = 3  # layouts that a message offers
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Coordinates:
+    """A rank's place in each group: 0 to the group's size."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Layout:
+    """How ranks share a model and a batch.
+
+    Example:
+        Layout(world=8, tp=2, pp=2).dp == 2
+        Layout(world=8, tp=2, pp=2).stages(28) == (range(0, 14), range(14, 28))
+    """
+
+    world: int
+    tp: int = 1  # ranks that share each tensor
+    pp: int = 1  # stages of layers
+    cp: int = 1  # ranks that share each sequence
+    ep: int = 1  # ranks that share the experts
+    etp: int = 1  # ranks that share each expert's tensors
+    first: int | None = None  # layers of the first stage, where it has its own number
+    last: int | None = None  # and of the last
+    embedding_counts: bool = False  # the embedding counts as a layer of the first stage
+    loss_counts: bool = False  # the output layer counts as one of the last
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], world: int) -> Layout:
+        """The layout that a [megatron] table asks for; expert_tensor_parallel_size is by default the tensor's.
+
+        Raises:
+            ConfigError: CFG03 a size below 1.
+        """
+        sizes = {field: table.get(flag, 1) for field, flag in FLAGS.items()}
+        if table.get(FLAGS["etp"]) is None:
+            sizes["etp"] = sizes["tp"]
+        for field, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(
+                    f"{FLAGS[field]} = {size} is out of range",
+                    code="CFG03",
+                    where=f"megatron.{FLAGS[field]}",
+                    fix=f"set {FLAGS[field]} to an integer >= 1",
+                )
+        return cls(
+            world=world,
+            **sizes,
+            first=table.get("decoder_first_pipeline_num_layers"),
+            last=table.get("decoder_last_pipeline_num_layers"),
+            embedding_counts=bool(table.get("account_for_embedding_in_pipeline_split", False)),
+            loss_counts=bool(table.get("account_for_loss_in_pipeline_split", False)),
+        )
+
+    @property
+    def model(self) -> int:
+        """Ranks that hold one copy of the dense layers and share its sequences."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def expert_model(self) -> int:
+        """Ranks that hold one copy of the experts."""
+        return self.etp * self.ep * self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that hold the same dense weights and other sequences."""
+        return self.world // self.model
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // self.expert_model
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank stands in every group."""
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        dp, pp = rest % self.dp, rest // self.dp
+        etp, rest = rank % self.etp, rank // self.etp
+        ep, rest = rest % self.ep, rest // self.ep
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=rest % self.edp)
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank with these dense coordinates."""
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def stages(self, layers: int) -> tuple[range, ...]:
+        """The layers of each pipeline stage, in order; sizes must have been checked."""
+        if self.pp == 1:
+            return (range(layers),)
+        counts = [layers // self.pp] * self.pp
+        if self.embedding_counts or self.loss_counts:
+            counts = [(layers + self.embedding_counts + self.loss_counts) // self.pp] * self.pp
+            counts[0] -= self.embedding_counts
+            counts[-1] -= self.loss_counts
+        elif self.first is not None or self.last is not None:
+            middle, own = self._middle(layers)
+            counts = [own // middle if middle else 0] * self.pp
+            counts[0] = self.first if self.first is not None else counts[0]
+            counts[-1] = self.last if self.last is not None else counts[-1]
+        starts = [sum(counts[:stage]) for stage in range(self.pp)]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    def _middle(self, layers: int) -> tuple[int, int]:
+        """Stages that have no number of their own, and the layers that are left for them."""
+        given = [count for count in (self.first, self.last) if count is not None]
+        return self.pp - len(given), layers - sum(given)
+
+    @property
+    def text(self) -> str:
+        """As flags, without those that are 1: what a message offers."""
+        shown = {field: getattr(self, field) for field in FLAGS}
+        plain = {name: size for name, size in shown.items() if size != (self.tp if name == "etp" else 1)}
+        return (
+            " ".join(f"--{FLAGS[name].replace('_', '-')} {size}" for name, size in plain.items()) or "one rank alone"
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """One reason why a layout does not fit: what, why, and the fields of the layout that it is about."""
+
+    what: str
+    why: str
+    fields: tuple[str, ...]
+
+
+def check(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, sequence_parallel: bool = False) -> None:
+    """Refuse a layout that the ranks or the model do not divide by, with every reason and layouts that would work.
+
+    Args:
+        layout: what is asked for.
+        sizes: of the model.
+        fields: the model's fields of TransformerConfig: ``ffn_hidden_size`` and those of experts are looked at.
+        sequence_parallel: whether activations between layers are shared by tensor-parallel ranks.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    faults = [*of_ranks(layout), *of_model(layout, sizes, fields)]
+    if layout.tp > 1 and sizes.experts and not sequence_parallel:
+        what = f"experts with tensor_model_parallel_size = {layout.tp} and no sequence_parallel"
+        faults.append(Fault(what, "tensor-parallel ranks would route the same tokens twice", ("tp",)))
+    if not faults:
+        return
+    where = ", ".join(f"megatron.{FLAGS[name]}" for name in dict.fromkeys(n for f in faults for n in f.fields))
+    first, *more = faults
+    lines = [f"{fault.what}: {fault.why}" for fault in more]
+    raise ConfigError(
+        first.what,
+        code="CFG04",
+        where=where,
+        why="".join([first.why, *(f"\n    and {line}" for line in lines)]),
+        fix="\n".join(_fixes(layout, sizes, fields, need_sequence_parallel=not sequence_parallel)),
+    )
+
+
+def of_ranks(layout: Layout) -> Iterator[Fault]:
+    """Whether the ranks divide by the layout's groups."""
+    if layout.world % layout.model:
+        yield Fault(
+            f"{layout.world} trainer ranks do not divide into groups of {layout.model}",
+            f"tensor * context * pipeline parallel sizes are {layout.tp} * {layout.cp} * {layout.pp}",
+            ("tp", "cp", "pp"),
+        )
+    if layout.world % layout.expert_model:
+        yield Fault(
+            f"{layout.world} trainer ranks do not divide into expert groups of {layout.expert_model}",
+            f"expert tensor * expert * pipeline parallel sizes are {layout.etp} * {layout.ep} * {layout.pp}",
+            ("etp", "ep", "pp"),
+        )
+
+
+def of_model(layout: Layout, sizes: Sizes, fields: Mapping[str, Any]) -> Iterator[Fault]:
+    """Whether heads, widths, experts and layers divide by the layout's groups."""
+    dense = len(sizes.moe_layers) < sizes.layers
+    yield from _divides(
+        "tp", layout.tp, sizes.heads, "attention heads", "linear_qkv and linear_proj are dealt by head"
+    )
+    if not fields.get("multi_latent_attention"):
+        yield from _divides("tp", layout.tp, sizes.groups, "key-value heads", "linear_qkv is dealt by key-value head")
+    if dense and fields.get("ffn_hidden_size"):
+        ffn = int(fields["ffn_hidden_size"])
+        yield from _divides("tp", layout.tp, ffn, "rows of ffn_hidden_size", "mlp.linear_fc1 is dealt by row")
+    if not sizes.experts:
+        if layout.ep > 1:
+            what = f"expert_model_parallel_size = {layout.ep}, and the model has no experts"
+            yield Fault(what, "its layers are dense", ("ep",))
+    else:
+        yield from _divides("ep", layout.ep, sizes.experts, "experts", "mlp.experts are dealt whole")
+        own = int(fields.get("moe_ffn_hidden_size") or fields.get("ffn_hidden_size") or 0)
+        yield from _divides(
+            "etp", layout.etp, own, "rows of moe_ffn_hidden_size", "an expert's linear_fc1 is dealt by row"
+        )
+        shared = int(fields.get("moe_shared_expert_intermediate_size") or 0)
+        why = "the shared expert's linear_fc1 is dealt by row"
+        yield from _divides("tp", layout.tp, shared, "rows of moe_shared_expert_intermediate_size", why)
+    yield from _of_layers(layout, sizes.layers)
+
+
+def _divides(field: str, size: int, count: int, of: str, why: str) -> Iterator[Fault]:
+    if count % size:
+        yield Fault(f"{FLAGS[field]} = {size} does not divide {count} {of}", why, (field,))
+
+
+def _of_layers(layout: Layout, layers: int) -> Iterator[Fault]:
+    pp, given = layout.pp, [n for n in (layout.first, layout.last) if n is not None]
+    counted = layers + layout.embedding_counts + layout.loss_counts
+    if pp == 1:
+        if given:
+            why = "pipeline_model_parallel_size is 1"
+            yield Fault("layers of a first or last pipeline stage, and there is one stage", why, ("pp",))
+    elif given and counted != layers:
+        why = "the first names numbers, the other counts"
+        yield Fault("decoder_*_pipeline_num_layers and account_for_*_in_pipeline_split are both set", why, ("pp",))
+    elif given:
+        middle, own = layout._middle(layers)
+        if min(given) < 1 or own < middle or (own % middle if middle else own):
+            what = f"{layers} layers less {' and '.join(map(str, given))} leave {own} for {middle} pipeline stages"
+            yield Fault(what, "stages between the first and the last have equally many, at least one", ("pp",))
+    elif counted % pp or counted // pp < 1 + max(layout.embedding_counts, layout.loss_counts):
+        what = f"pipeline_model_parallel_size = {pp} does not divide {counted} layers"
+        yield Fault(what, _uneven(layers, pp), ("pp",))
+
+
+def _uneven(layers: int, pp: int) -> str:
+    each = -(-layers // pp)
+    last = layers - each * (pp - 1)
+    if last < 1:
+        each, last = layers // pp, layers - layers // pp * (pp - 1)
+    if last < 1 or each < 1:
+        return f"there are {layers} layers"
+    return f"stages have equally many unless told: --decoder-last-pipeline-num-layers {last} gives the others {each}"
+
+
+def _fixes(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, need_sequence_parallel: bool) -> Iterator[str]:
+    found = nearest_layouts(layout, sizes, fields)
+    if found == [layout]:
+        yield "--sequence-parallel"
+        return
+    for number, one in enumerate(found):
+        needs = " --sequence-parallel" if need_sequence_parallel and one.tp > 1 and sizes.experts else ""
+        yield f"{'' if number else f'with {layout.world} ranks: '}{one.text}{needs}"
+    step = max(layout.model, layout.expert_model)
+    if layout.world % step and not any(True for _ in of_model(layout, sizes, fields)):
+        below = layout.world // step * step
+        counts = " or ".join(str(n) for n in (below, below + step) if n)
+        yield f"or {counts} ranks: actor_num_nodes * actor_num_gpus_per_node"
+
+
+def nearest_layouts(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], most: int = SHOWN) -> list[Layout]:
+    """Layouts of as many ranks that fit the model, those that change the least first."""
+    divisors = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
+    expert = divisors if sizes.experts else [1]
+    found = []
+    for tp, pp, cp, ep in product(divisors, divisors, divisors, expert):
+        if layout.world % prod((tp, pp, cp)):
+            continue
+        followed = tp if layout.etp == layout.tp else layout.etp
+        for etp in dict.fromkeys((followed, 1, tp)) if sizes.experts else (tp,):
+            one = replace(layout, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+            if pp != layout.pp:
+                one = replace(one, first=None, last=None)
+            if not any(True for _ in of_ranks(one)) and not any(True for _ in of_model(one, sizes, fields)):
+                found.append(one)
+    return sorted(found, key=lambda one: _distance(one, layout))[:most]
+
+
+def _distance(one: Layout, other: Layout) -> tuple[float, float, float]:
+    steps = [abs(log2(getattr(one, name) / getattr(other, name))) for name in FLAGS]
+    etp_follows = (one.etp == one.tp) == (other.etp == other.tp)
+    return sum(steps[:4]) + (0 if etp_follows else steps[4]), float(sum(step > 0 for step in steps)), -float(one.tp)
