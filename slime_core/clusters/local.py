@@ -64,7 +64,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         turns: Any
         if engine is not None:
             turns = Republish(server_turns(config, engine, trainer), trainer, engine)
-            engine.source = turns.source
+            engine.fleet.source = turns.source
         elif absent:
             engine, turns = AbsentEngine(), FreeTurns()
         elif engine_apart(config):

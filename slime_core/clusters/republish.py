@@ -22,7 +22,7 @@ class Republish:
 
     Example:
         turns = Republish(FreeTurns(), trainer, engine)
-        engine.source = turns.source
+        engine.fleet.source = turns.source
     """
 
     def __init__(self, turns: Turns, trainer: Trainer, engine: Engine) -> None:

@@ -68,17 +68,17 @@ async def sglang_engines(
             found = attached(config)
         else:
             found = await launched(config, run_dir, epoch, fixed=fixed)
-        for part in found:
-            for server in part.servers:
-                stack.push_async_callback(server.stop)
-        await _start(found, config.rollout.rollout_start_timeout)
+        servers = [server for part in found for server in part.servers]
+        stack.push_async_callback(_stop, servers)
+        await _start(servers, config.rollout.rollout_start_timeout)
         served: dict[str, SglangEngine] = {}
         for part in found:
             serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
             version = 0 if fixed or part.role != POLICY else -1
             engine = await _engine(config, serves, run_dir, epoch, note, part, version)
             stack.push_async_callback(engine.close)
-            engine.watch = await stack.enter_async_context(Watch(part.servers, engine, limits(config), note=note))
+            watch = Watch(part.servers, engine.fleet, limits(config), note=note)
+            engine.fleet.watch = await stack.enter_async_context(watch)
             served[part.role] = engine
         for text in told(found):
             note(text)
@@ -127,6 +127,7 @@ class Part:
     servers: tuple[Server, ...]
     features: frozenset[str]  # of the installation; empty: they are asked
     version: str = ""  # of SGLang
+    torch: str = ""  # version in the servers' environment; empty: not known
 
 
 def attached(config: Config) -> list[Part]:
@@ -161,6 +162,7 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
             ),
             features=installation.features,
             version=installation.version,
+            torch=installation.torch,
         )
         for role in (POLICY, *placed.roles)
     ]
@@ -190,14 +192,14 @@ def _server(
     return Server.launch(launch, number=number, group=group.name)
 
 
-async def _start(parts: Sequence[Part], timeout: float) -> None:
+async def _start(servers: Sequence[Server], timeout: float) -> None:
     """All servers at once; the first that fails ends the start."""
 
     async def up(server: Server) -> None:
         await server.start()
         await server.ready(timeout)
 
-    starts = [asyncio.ensure_future(up(server)) for part in parts for server in part.servers]
+    starts = [asyncio.ensure_future(up(server)) for server in servers]
     try:
         await asyncio.gather(*starts)
     finally:
@@ -206,12 +208,20 @@ async def _start(parts: Sequence[Part], timeout: float) -> None:
         await asyncio.gather(*starts, return_exceptions=True)
 
 
+async def _stop(servers: Sequence[Server]) -> None:
+    """All servers at once; one that cannot be stopped holds up no other, and its error rises when all are through."""
+    ends = await asyncio.gather(*(server.stop() for server in servers), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+
+
 async def _engine(
     config: Config, folder: ModelFolder, run_dir: Path, epoch: int, note: Note, part: Part, version: int
 ) -> SglangEngine:
     """An engine over servers that are ready."""
     rollout, frozen = config.rollout, part.role != POLICY
-    facts = await external.facts(part.servers[0].address)
+    facts = part.servers[0].facts
     features = part.features or external.features(str(facts.get("version", "")))
     device: Literal["cpu", "cuda"] = "cpu" if facts.get("device", config.cluster.device) == "cpu" else "cuda"
     ways = Ways(

@@ -41,7 +41,9 @@ async def serving(
     part = cluster.Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
     engine = await cluster._engine(config, opened, folder, EPOCH, notes.append, part, -1)
     try:
-        async with Watch((server,), engine, limits or cluster.limits(config), note=notes.append) as engine.watch:
+        async with Watch(
+            (server,), engine.fleet, limits or cluster.limits(config), note=notes.append
+        ) as engine.fleet.watch:
             yield engine
     finally:
         await engine.close()

@@ -45,8 +45,8 @@ def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_
             whole(await late, 3)
             after = server.server.address
             assert (after.generation, after.url != before.url) == (before.generation + 1, True)
-            assert engine.watch is not None
-            assert engine.watch.states == {0: "healthy"}
+            assert engine.fleet.watch is not None
+            assert engine.fleet.watch.states == {0: "healthy"}
             assert server.ask("/model_info")["weight_version"] == f"{EPOCH}.2"
             await assert_holds(engine, sent)
 
@@ -74,9 +74,9 @@ def test_a_server_that_hangs_is_caught_by_its_tokens(
                 await running["stuck"]
             assert caught.value.code == "ENG84", caught.value
             assert "made no token" in f"{caught.value.why} {notes}"
-            assert engine.watch is not None
-            assert engine.watch.states == {0: "retired"}
-            assert engine.watch.error is not None
+            assert engine.fleet.watch is not None
+            assert engine.fleet.watch.states == {0: "retired"}
+            assert engine.fleet.watch.error is not None
 
     server.loop.run(work(), 100)
     assert server.processes() == {}, "a hung server is ended, stopped processes too"

@@ -4,12 +4,12 @@
     load, fingerprints, ...  -> every server at once; one that fails is fenced, and restarted by the `health.Watch`
 
 A server serves once it has weights: what it started with is never sampled. A fenced server comes back through
-`bring_up`, with the weights of the others, every tensor compared.
+`Fleet.bring_up`, with the weights of the others, every tensor compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from slime_core.types import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.engines.sglang.health import Watch
     from slime_core.engines.sglang.server import Server
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Completion, WeightUpdate
@@ -38,12 +37,12 @@ IDLE = 60.0  # seconds until a server has nothing left of requests that were rec
 
 
 class SglangEngine:
-    """Implements `protocols.Engine`, and `health.Engine` for the watch over its servers.
+    """Implements `protocols.Engine`; ``fleet`` is what whoever watches its servers, or publishes again, talks to.
 
     Example:
         engine = SglangEngine(servers, Settings(...), weights=Weights(...), tokenizer=tokenizer)
         await engine.open()  # the servers are ready
-        async with Watch(servers, engine, limits) as engine.watch:
+        async with Watch(servers, engine.fleet, limits) as engine.fleet.watch:
             await engine.load(await trainer.publish(0, await engine.route("all")))
             done = await engine.generate(request)
         await engine.close()
@@ -84,24 +83,6 @@ class SglangEngine:
     @version.setter
     def version(self, value: int) -> None:
         self.fleet.version = value
-
-    @property
-    def watch(self) -> Watch | None:
-        """Who restarts servers; None: a server that fails is gone."""
-        return self.fleet.watch
-
-    @watch.setter
-    def watch(self, value: Watch | None) -> None:
-        self.fleet.watch = value
-
-    @property
-    def source(self) -> Callable[[WeightRoute], Awaitable[WeightUpdate]] | None:
-        """Publishes the trainer's weights once more, for a server that was restarted; not asked with ``disk``."""
-        return self.fleet.source
-
-    @source.setter
-    def source(self, value: Callable[[WeightRoute], Awaitable[WeightUpdate]] | None) -> None:
-        self.fleet.source = value
 
     async def open(self, *, version: int = -1) -> None:
         """Meet all servers, which are ready. ``version`` is of the weights that they started with and may serve.
@@ -182,9 +163,9 @@ class SglangEngine:
         """Send nothing to servers from now on."""
         self._depth += 1
         self.router.hold()
-        if self._hold is None and self.watch is not None:
+        if self._hold is None and self.fleet.watch is not None:
             self._hold = ExitStack()
-            self._hold.enter_context(self.watch.held())
+            self._hold.enter_context(self.fleet.watch.held())
 
     def _release_watch(self) -> None:
         hold, self._hold = self._hold, None
@@ -297,24 +278,6 @@ class SglangEngine:
     async def _memory(self, lane: Lane, path: str, names: Sequence[str]) -> None:
         tags = [tag for name in names for tag in TAGS[name]]
         await lane.client.post(path, {"tags": tags}, timeout=CONTROL)
-
-    # -- what the watch asks
-
-    def progress(self, number: int) -> tuple[int, int]:
-        """See `health.Engine`."""
-        return self.fleet.progress(number)
-
-    def fence(self, number: int, error: EngineError) -> None:
-        """See `health.Engine`: its requests go to other servers with what they have."""
-        self.fleet.fence(number, error)
-
-    async def bring_up(self, number: int) -> None:
-        """See `health.Engine`, and `Fleet.bring_up`."""
-        await self.fleet.bring_up(number)
-
-    def lost(self, error: EngineError) -> None:
-        """See `health.Engine`."""
-        self.fleet.lost(error)
 
     def _require_weights(self, where: str) -> None:
         self.fleet.require_open()

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from slime_core.engines.sglang.client import Client
 from slime_core.errors import EngineError
-
-if TYPE_CHECKING:
-    from slime_core.engines.sglang.address import Address
 
 OLDEST, SPANS = (0, 5, 12), (0, 5, 23)
 CONTROL = ("pause_modes", "memory_tags", "sampling_seed", "weights_checker", "abort")
 OLD = frozenset((*CONTROL, "disk_update", "tensor_update", "nccl_update"))
 NEW = OLD | {"version_spans", "routed_dp_rank", "update_brackets"}
-
-
-async def facts(address: Address) -> dict[str, Any]:
-    """The settings of a server that is ready, and its version."""
-    client = Client(
-        address,
-        vocab_size=1,
-        context_len=1,
-        features=frozenset(),
-        concurrency=1,
-        timeout=60.0,
-        retries=3,
-        epoch=0,
-    )
-    try:
-        return await client.server_info()
-    finally:
-        await client.close()
 
 
 def features(version: str) -> frozenset[str]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime_core.engines.sglang.bodies import NO_TOKENIZER
 from slime_core.engines.sglang.client import Client
 from slime_core.engines.sglang.router import Lane, Router
+from slime_core.engines.sglang.vocabulary import check_vocabulary
 from slime_core.engines.sglang.weights import Weights, told
 from slime_core.errors import EngineError
 from slime_core.protocols import Ability
@@ -261,13 +263,14 @@ class Fleet:
         self.router.lost(error)
 
     async def _meet(self, number: int) -> Lane:
-        """A lane to a server that is ready."""
+        """A lane to a server that is ready; raises TOK40 where its token ids are not the model's."""
         server, settings = self._servers[number], self.settings
+        facts = server.facts
         client = Client(
             server.address,
             vocab_size=settings.vocab_size,
             context_len=settings.context_len,
-            features=settings.features,
+            features=settings.features | ({NO_TOKENIZER} if facts.get(NO_TOKENIZER) else frozenset()),
             concurrency=settings.concurrency,
             timeout=settings.timeout,
             retries=settings.retries,
@@ -275,7 +278,7 @@ class Fleet:
             tokenizer=(lambda: self._tokenizer) if self._tokenizer is not None else None,
         )
         try:
-            facts = await client.server_info()
+            await check_vocabulary(client, facts, vocab_size=settings.vocab_size, tokenizer=self._tokenizer)
         except BaseException:
             await client.close()
             raise

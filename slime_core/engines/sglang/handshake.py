@@ -1,12 +1,15 @@
 """Asks an address whether it is an SGLang server that serves and takes our token: yes, not yet, or never and why.
 
 GET /health (no token) -> GET /model_info with the token -> GET /model_info without it, which must be refused
+                       -> GET /server_info: what it says of itself
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime_core.engines.sglang.address import Address
@@ -17,10 +20,16 @@ REFUSED = (401, 403)
 CAP = 1 << 20  # bytes of an answer
 
 
-async def handshake(address: Address, *, owned: bool, where: str, timeout: float, ca: str = "") -> str:
-    """Empty where the server is ready, otherwise what keeps it from that; ``where`` is the log or key to look at.
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What came of one question."""
 
-    An owned server must refuse whoever has no token. ``ca`` is a PEM file of authorities, for https.
+    missing: str = ""  # what keeps the server from being ready; empty where it is
+    facts: Mapping[str, Any] = field(default_factory=dict)  # its settings and version, by SGLang's names
+
+
+async def handshake(address: Address, *, owned: bool, where: str, timeout: float) -> Greeting:
+    """Ask once; ``where`` is the log or key to look at. An owned server must refuse whoever has no token.
 
     Raises:
         EngineError: what waiting does not mend: ENG71 another service answers, ENG73 it refuses the token or asks for
@@ -34,14 +43,14 @@ async def handshake(address: Address, *, owned: bool, where: str, timeout: float
         if reply.status in REFUSED:
             raise _refused(address, where, reply)
         if reply.status >= 500:
-            return f"/health answered {reply.status}"
+            return Greeting(f"/health answered {reply.status}")
         if reply.status != 200:
             raise _wrong(address, where, reply)
         reply = await door.ask("GET", "/model_info", end=end, cap=CAP)
         if reply.status in REFUSED:
             raise _refused(address, where, reply)
         if reply.status >= 500:
-            return f"/model_info answered {reply.status}"
+            return Greeting(f"/model_info answered {reply.status}")
         if reply.status != 200 or "model_path" not in _object(reply.body):
             raise _wrong(address, where, reply)
         if owned and (await open_door.ask("GET", "/model_info", end=end, cap=CAP)).status == 200:
@@ -52,12 +61,15 @@ async def handshake(address: Address, *, owned: bool, where: str, timeout: float
                 why="SGLang asks for none where it has more than one tokenizer process",
                 fix="leave sglang.tokenizer_worker_num at 1",
             )
+        reply = await door.ask("GET", "/server_info", end=end)
+        if reply.status != 200:
+            return Greeting(f"/server_info answered {reply.status}")
+        return Greeting(facts=_object(reply.body))
     except ServerFault as error:
-        return f"{error.what}: {error.why}" if error.why else error.what
+        return Greeting(f"{error.what}: {error.why}" if error.why else error.what)
     finally:
         await open_door.close()
         await door.close()
-    return ""
 
 
 def _wrong(address: Address, where: str, reply: Reply) -> EngineError:

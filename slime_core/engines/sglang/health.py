@@ -263,7 +263,7 @@ class Watch:
     async def _failed(self, number: int) -> ServerFault:
         """Look until the server fails; it is fenced on return."""
         server, pulse = self._servers[number], Pulse(self._limits)
-        http = Transport(server.address.url, token=server.address.token, ca=server.ca)
+        http = Transport(server.address.url, token=server.address.token, ca=server.address.ca)
         died = asyncio.create_task(server.died())
         reported = asyncio.create_task(self._pokes[number].wait())
         either: list[asyncio.Future[Any]] = [reported, died]

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from slime_core.engines.sglang import leftovers, ports
 from slime_core.engines.sglang.address import Address
@@ -80,9 +80,9 @@ class Server:
         await server.stop()
     """
 
-    def __init__(self, address: Address, launch: Launch | None, ca: str = "") -> None:
+    def __init__(self, address: Address, launch: Launch | None) -> None:
         self.address = address  # of its present generation
-        self.ca = ca
+        self.facts: Mapping[str, Any] = {}  # what it said of itself when it was last ready
         self.log = launch.log if launch is not None else None
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
@@ -282,9 +282,8 @@ class Server:
             if found == "other":
                 return "taken"
             if found == "ours":
-                self._last = await handshake(
-                    self.address, owned=self.owned, where=where, timeout=min(ASK, left), ca=self.ca
-                )
+                greeting = await handshake(self.address, owned=self.owned, where=where, timeout=min(ASK, left))
+                self._last, self.facts = greeting.missing, greeting.facts
                 if not self._last:
                     return "ready"
             await asyncio.sleep(min(POLL, left))

@@ -77,6 +77,28 @@ def test_a_person_is_told_which_servers_there_are():
     assert sglang.told([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
 
 
+class Ending:
+    """A server whose end is a step of a test's."""
+
+    def __init__(self, began, others, error=None):
+        self.began, self.others, self.error = began, others, error
+
+    async def stop(self):
+        self.began.append(self)
+        while len(self.began) < self.others:  # one after another would never end
+            await asyncio.sleep(0.001)
+        if self.error is not None:
+            raise self.error
+
+
+def test_all_servers_are_stopped_at_the_same_time_and_one_that_fails_holds_up_none():
+    began = []
+    servers = [Ending(began, 3), Ending(began, 3, OSError("stuck")), Ending(began, 3)]
+    with pytest.raises(OSError, match="stuck"):
+        asyncio.run(asyncio.wait_for(sglang._stop(servers), 20))
+    assert len(began) == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [

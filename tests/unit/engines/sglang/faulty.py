@@ -43,6 +43,8 @@ class Canned:
         self.running = {}  # rid -> event of its abort
         self.most = 0  # at once
         self.canned = None  # bytes of an answer, for measurements
+        self.ids = VOCAB  # of the model; None: it does not tell
+        self.encode = lambda text: [ord(letter) for letter in text]  # its tokenizer; None: it runs without one
 
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 30)
@@ -87,6 +89,10 @@ class Canned:
                     event.set()
             await self._tell()
             return web.Response()
+        if path == "/tokenize":
+            if self.encode is None:
+                return web.json_response({"message": "'NoneType' object has no attribute 'encode'"}, status=500)
+            return web.json_response({"tokens": [self.encode(text) for text in body["prompt"]]})
         if path == "/flush_cache":
             return web.Response(text="Cache flushed.\n")
         if path == "/weights_checker":
@@ -104,6 +110,9 @@ class Canned:
         if self._refused(request):
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json()
+        if body["sampling_params"].get("logit_bias"):  # an id that no model has: how a client learns their range
+            said = f"logit_bias must has keys in [0, {self.ids - 1}], got 2147483647." if self.ids else "no such key"
+            return web.json_response({"error": {"message": said}}, status=400)
         self.bodies.append(body)
         rid = body["rid"]
         if any(rid.startswith(other) or other.startswith(rid) for other in self.running):

@@ -52,7 +52,9 @@ class Serving(Canned):
         if path == "/pause_generation":
             self.paused.append(body["mode"])
         if path in ("/model_info", "/server_info"):
-            return web.json_response({"model_path": "m", "version": "0.5.23", "dp_size": self.dp, "tp_size": 1})
+            self.calls.append((path, body))
+            facts = {"model_path": "m", "version": "0.5.23", "dp_size": self.dp, "tp_size": 1}
+            return web.json_response(facts | ({"skip_tokenizer_init": True} if self.encode is None else {}))
         if path in ("/begin_weight_update", "/end_weight_update"):
             return web.json_response({"success": True, "message": "Success"})
         if path == "/weights_checker":
@@ -67,17 +69,25 @@ class Serving(Canned):
 
 
 @asynccontextmanager
-async def serving(tmp_path, count=2, *, features=NEW, middleware=(), device="cpu", dp=1, **settings):
-    """An engine that has met ``count`` servers; it has no weights yet."""
+async def serving(
+    tmp_path, count=2, *, features=NEW, middleware=(), device="cpu", dp=1, tokenizer=None, change=None, **settings
+):
+    """An engine that has met ``count`` servers, each of them after ``change``; it has no weights yet."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(Serving(dp=dp, spans=features == NEW)) for _ in range(count)]
+        for fake in fakes:
+            if change is not None:
+                change(fake)
         servers = [Server.attach(fake.url, token=TOKEN, number=number) for number, fake in enumerate(fakes)]
         ways = Ways(model=None, dtype="float32", features=features, folder=tmp_path / "weights", device=device)
         more = {"concurrency": 64, "timeout": PATIENCE, "retries": 1, "epoch": EPOCH, **settings}
+        for server in servers:
+            await server.ready(PATIENCE)
         engine = SglangEngine(
             servers,
             Settings(vocab_size=VOCAB, context_len=512, features=features, **more),
             weights=Weights(ways),
+            tokenizer=tokenizer,
             middleware=middleware,
         )
         stack.push_async_callback(engine.close)

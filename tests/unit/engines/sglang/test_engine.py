@@ -62,7 +62,10 @@ def test_a_server_that_refuses_an_update_serves_nothing_until_it_has_it(tmp_path
     """Case 86: fenced and restarted; no mixed versions are served."""
 
     async def work():
-        async with serving(tmp_path, 2) as (engine, fakes), Watch(engine.servers, engine, QUICK) as engine.watch:
+        async with (
+            serving(tmp_path, 2) as (engine, fakes),
+            Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
+        ):
             await engine.load(update(tmp_path, 1))
             fakes[1].refuse = 1
             await engine.load(update(tmp_path, 2))
@@ -70,7 +73,7 @@ def test_a_server_that_refuses_an_update_serves_nothing_until_it_has_it(tmp_path
             assert fakes[1].version == f"{EPOCH}.1"
             assert [lane.number for lane in engine.router.lanes] == [0]
             first = [await engine.generate(request(f"a{n}-0")) for n in range(4)]
-            await engine.watch.settled()
+            await engine.fleet.watch.settled()
             assert fakes[1].version == f"{EPOCH}.2"
             assert [lane.version for lane in engine.router.lanes] == [2, 2]
             later = await asyncio.gather(*(engine.generate(request(f"b{n}-0")) for n in range(8)))
@@ -82,7 +85,10 @@ def test_a_server_that_refuses_an_update_serves_nothing_until_it_has_it(tmp_path
 
 def test_an_update_that_every_server_refuses_is_taken_by_those_that_come_back(tmp_path):
     async def work():
-        async with serving(tmp_path, 1) as (engine, fakes), Watch(engine.servers, engine, QUICK) as engine.watch:
+        async with (
+            serving(tmp_path, 1) as (engine, fakes),
+            Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
+        ):
             fakes[0].refuse = 1
             await engine.load(update(tmp_path, 1))
             assert engine.version == 1
@@ -361,7 +367,7 @@ def test_a_restarted_server_asks_the_trainer_and_waits_for_no_load_and_no_load_f
     async def work():
         async with (
             serving(tmp_path, 2, device="cuda") as (engine, fakes),
-            Watch(engine.servers, engine, QUICK) as engine.watch,
+            Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
         ):
             asked, idle = asyncio.Event(), asyncio.Event()
 
@@ -371,14 +377,14 @@ def test_a_restarted_server_asks_the_trainer_and_waits_for_no_load_and_no_load_f
                 assert route.transport == "tensor"
                 return update(tmp_path, engine.version, "tensor")
 
-            engine.source = source
+            engine.fleet.source = source
             await engine.load(update(tmp_path, 1, "tensor"))
-            engine.watch.report(1, EngineError("it hangs", code="ENG85"))
+            engine.fleet.watch.report(1, EngineError("it hangs", code="ENG85"))
             await asked.wait()
             await engine.load(update(tmp_path, 2, "tensor"))
             assert [lane.number for lane in engine.router.lanes] == [0]
             idle.set()
-            await engine.watch.settled()
+            await engine.fleet.watch.settled()
             assert [lane.version for lane in engine.router.lanes] == [2, 2]
             assert fakes[1].version == f"{EPOCH}.2"
 
@@ -391,7 +397,7 @@ def test_the_next_load_fills_the_only_server_that_was_restarted(tmp_path):
     async def work():
         async with (
             serving(tmp_path, 1, device="cuda") as (engine, (fake,)),
-            Watch(engine.servers, engine, QUICK) as engine.watch,
+            Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
         ):
             asked = asyncio.Event()
 
@@ -399,9 +405,9 @@ def test_the_next_load_fills_the_only_server_that_was_restarted(tmp_path):
                 asked.set()
                 await asyncio.Event().wait()  # the trainer is busy until the load is through
 
-            engine.source = source
+            engine.fleet.source = source
             await engine.load(update(tmp_path, 1, "tensor"))
-            engine.watch.report(0, EngineError("it hangs", code="ENG85"))
+            engine.fleet.watch.report(0, EngineError("it hangs", code="ENG85"))
             await asked.wait()
             waiting = asyncio.create_task(engine.generate(request("a-0")))
             route = await engine.route("none")

@@ -1,0 +1,42 @@
+"""Servers that are stopped together: as processes, with the real launcher around a stand-in."""
+
+import asyncio
+
+import pytest
+
+from slime_core.clusters.sglang import _start, _stop
+from slime_core.engines.sglang import ports
+from slime_core.errors import EngineError
+
+pytestmark = pytest.mark.integration
+
+LONG = 120.0
+
+
+def test_nothing_is_left_of_servers_that_were_stopped_together(stand_in, shared_memory):
+    async def work():
+        servers = [stand_in("children", number=number) for number in range(3)]
+        await _start(servers, LONG)
+        leaders = [server.pid for server in servers]
+        assert all(ports.members(pid) for pid in leaders)
+        await _stop(servers)
+        assert [ports.members(pid) for pid in leaders] == [[], [], []]
+        assert not shared_memory()
+
+    asyncio.run(asyncio.wait_for(work(), 2 * LONG))
+
+
+def test_nothing_is_left_where_one_of_them_never_came_up(stand_in):
+    """Case 69: its siblings are stopped while they still start."""
+
+    async def work():
+        servers = [stand_in("children", number=0), stand_in("ends", number=1), stand_in("mute", number=2)]
+        try:
+            with pytest.raises(EngineError, match="ENG69"):
+                await _start(servers, LONG)
+            leaders = [server.pid for server in servers]
+        finally:
+            await _stop(servers)
+        assert [ports.members(pid) for pid in leaders if pid] == [[] for pid in leaders if pid]
+
+    asyncio.run(asyncio.wait_for(work(), 2 * LONG))
