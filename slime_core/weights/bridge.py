@@ -16,20 +16,25 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime_core.errors import DataError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
-Kind = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocabulary"]
+Kind = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocabulary", "rope_heads", "rope_tail"]
 """How Hugging Face tensors make one of Megatron's, and how tensor-parallel ranks share it.
 
 whole       one tensor, the same on every rank
 rows        one tensor, rows dealt to ranks (column-parallel layers)
 columns     one tensor, columns dealt to ranks (row-parallel layers)
 qkv         q, k, v; by key-value head: its query heads, its key head, its value head; groups dealt to ranks
-gate_up     gate over up; a rank has its rows of gate over its rows of up
+gate_up     gate over up, of two tensors or already of one; a rank has its rows of gate over its rows of up
 vocabulary  one tensor, rows filled up with zeros to a multiple that the ranks divide
+rope_heads  one tensor of heads, dealt to ranks; the rotary rows at the end of each head, stored as two halves
+            (a b c, A B C), become the pairs that Megatron's latent attention turns (a A, b B, c C)
+rope_tail   the same for a tensor with one such end (the key that all heads share); rows dealt to ranks
 """
 On = Literal["all", "dense", "moe"]
-NAMES: dict[str, int] = {"qkv": 3, "gate_up": 2}  # Hugging Face tensors of a kind; 1 of all others
+ROPE = ("rope_heads", "rope_tail")
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,10 +42,12 @@ class Row:
     """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
 
     ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
-    false: ``not NAME``).
+    false: ``not NAME``). ``shape`` gives the Hugging Face shapes in words of :func:`dimensions`, one for all tensors
+    or one each: ``"q hidden, kv hidden, kv hidden"``.
 
     Example:
-        Row("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), "columns")
+        Row("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), "columns",
+            shape="hidden ffn")
     """
 
     megatron: str
@@ -48,22 +55,27 @@ class Row:
     kind: Kind = "whole"
     on: On = "all"
     when: str = ""
+    shape: str = ""
 
 
 @dataclass(slots=True, frozen=True)
 class Entry:
-    """One tensor of a model: a row with its numbers filled in. ``layer`` and ``expert`` are -1 where it has none."""
+    """One tensor of a model: a row with its numbers filled in. ``layer`` and ``expert`` are -1 where it has none.
+
+    ``shapes`` are those of the Hugging Face tensors, in the order of ``hf``; empty where the row tells none.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     kind: Kind
     layer: int = -1
     expert: int = -1
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sizes:
-    """What of a config decides how tensors are joined."""
+    """What of a config decides how tensors are joined. ``words`` are the numbers of :func:`dimensions`."""
 
     layers: int
     hidden: int
@@ -75,6 +87,8 @@ class Sizes:
     experts: int = 0
     moe_layers: frozenset[int] = frozenset()
     tied: bool = False
+    rope: int = 0  # rotary rows of a head with latent attention
+    words: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -82,7 +96,7 @@ class Bridge:
     """One family: its tensors, its config, its layers.
 
     ``fields`` gives fields of Megatron's configs: an attribute of the Hugging Face config, a `Given` value, or
-    a function of the config. ``layer`` describes what no field says.
+    a function of the config. ``only`` names attributes of the config with the values that the layers here express.
     """
 
     family: str
@@ -91,6 +105,7 @@ class Bridge:
     attention: Literal["gqa", "mla"] = "gqa"
     sandwich: bool = False  # norms after attention and MLP too
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def entries(self, config: Any) -> list[Entry]:
         """Every tensor of a model with this config, in the order of layers."""
@@ -107,14 +122,18 @@ class Bridge:
         """Fields of Megatron's configs and of its GPT model, from the config of the folder.
 
         Raises:
-            DataError: TOK00, the config lacks an attribute.
+            DataError: TOK00 the config lacks an attribute, TOK200 it has a value that these layers do not express.
         """
+        for name, values in self.only.items():
+            if (found := getattr(config, name, None)) is not None and found not in values:
+                raise refused(self.family, name, found, f"its layers are built for {_or(values)}")
         return {name: self._value(name, source, config) for name, source in self.fields.items()}
 
     def sizes(self, config: Any, multiple: int = 1) -> Sizes:
         """Numbers of a config; rows of the vocabulary are filled up to a ``multiple``."""
         known = self.megatron(config)
         vocab = int(config.vocab_size)
+        words = dimensions(known, vocab)
         experts = int(known.get("num_moe_experts") or 0)
         layers = int(known["num_layers"])
         freq = known.get("moe_layer_freq", 1)
@@ -131,6 +150,8 @@ class Bridge:
             experts=experts,
             moe_layers=frozenset(n for n, moe in enumerate(sparse) if moe and experts),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
+            rope=words.get("rope", 0),
+            words=words,
         )
 
     def _value(self, name: str, source: str | Given | Callable[[Any], Any], config: Any) -> Any:
@@ -156,6 +177,51 @@ class Given:
     value: Any
 
 
+def dimensions(known: Mapping[str, Any], vocab: int) -> dict[str, int]:
+    """The words of ``Row.shape``, from the fields of :meth:`Bridge.megatron`; each a number of rows or columns."""
+    heads = int(known["num_attention_heads"])
+    head = int(known.get("kv_channels") or known["hidden_size"] // heads)
+    found: dict[str, Any] = {
+        "vocab": vocab,
+        "hidden": known["hidden_size"],
+        "head": head,
+        "q": heads * head,
+        "kv": int(known.get("num_query_groups") or heads) * head,
+        "ffn": known["ffn_hidden_size"],
+        "ffn_twice": 2 * known["ffn_hidden_size"],  # gate and up in one tensor
+        "experts": known.get("num_moe_experts"),
+        "expert": known.get("moe_ffn_hidden_size"),  # the inner size of one
+        "shared": known.get("moe_shared_expert_intermediate_size"),
+    }
+    if "kv_lora_rank" in known:
+        rope, plain, value = (known[name] for name in ("qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim"))
+        found |= {
+            "rope": rope,
+            "q": heads * (plain + rope),
+            "q_low": known["q_lora_rank"],
+            "kv_low": known["kv_lora_rank"],
+            "kv_down": known["kv_lora_rank"] + rope,
+            "kv": heads * (plain + value),
+            "value": heads * value,
+        }
+    return {name: int(number) for name, number in found.items() if number is not None}
+
+
+def refused(family: str, name: str, value: Any, why: str) -> DataError:
+    """TOK200: a value of config.json that a family's layers do not express."""
+    return DataError(
+        f"config.json has {name} = {value!r}, which is not trained here for {family} models",
+        code="TOK200",
+        where=f"config.json: {name}",
+        why=why,
+        fix='train it with train_backend = "fsdp", which runs the layers of transformers, or choose another model',
+    )
+
+
+def _or(values: Sequence[Any]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
 def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
     """Whether a row's condition is met: ``NAME``, ``not NAME`` or empty."""
     name = when.removeprefix("not ")
@@ -163,10 +229,12 @@ def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def _filled(row: Row, layer: int, sizes: Sizes) -> Iterator[Entry]:
+    given = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
+    shapes = tuple(given * len(row.hf) if len(given) == 1 else given)
     for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):
         numbers = {"layer": layer, "expert": expert}
         hf = tuple(name.format(**numbers) for name in row.hf)
-        yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert)
+        yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert, shapes)
 
 
 def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
@@ -179,6 +247,8 @@ def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.T
     if entry.kind == "gate_up":
         return torch.cat(list(tensors))
     (tensor,) = tensors
+    if entry.kind in ROPE:
+        return _turned(entry, tensor, sizes, (2, sizes.rope // 2))
     if entry.kind == "vocabulary" and len(tensor) < sizes.padded_vocab:
         return torch.cat([tensor, tensor.new_zeros(sizes.padded_vocab - len(tensor), *tensor.shape[1:])])
     return tensor
@@ -192,8 +262,26 @@ def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         pieces = grouped.split([grouped.shape[1] - 2 * one, one, one], dim=1)
         return [piece.reshape(-1, *whole.shape[1:]) for piece in pieces]
     if entry.kind == "gate_up":
-        return list(whole.chunk(2))
+        return list(whole.chunk(len(entry.hf)))
+    if entry.kind in ROPE:
+        return [_turned(entry, whole, sizes, (sizes.rope // 2, 2))]
     return [whole[: sizes.vocab]] if entry.kind == "vocabulary" else [whole]
+
+
+def _turned(entry: Entry, tensor: torch.Tensor, sizes: Sizes, halves: tuple[int, int]) -> torch.Tensor:
+    """The tensor with the last rows of each head transposed: from two halves to pairs, or back."""
+    import torch
+
+    heads = tensor.reshape(sizes.heads if entry.kind == "rope_heads" else 1, -1, *tensor.shape[1:])
+    kept, rotary = heads.split([heads.shape[1] - sizes.rope, sizes.rope], dim=1)
+    turned = rotary.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
+    return torch.cat([kept, turned], dim=1).reshape(tensor.shape)
+
+
+def whole_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of the whole Megatron tensor, from ``entry.shapes``."""
+    rows = sizes.padded_vocab if entry.kind == "vocabulary" else sum(shape[0] for shape in entry.shapes)
+    return (rows, *entry.shapes[0][1:])
 
 
 def shard(entry: Entry, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -223,4 +311,34 @@ def divisible(entry: Entry, sizes: Sizes, tp: int) -> bool:
     """Whether a layout's tensor-parallel ranks can share the tensor evenly."""
     if entry.kind == "qkv":
         return sizes.groups % tp == 0
-    return True
+    if entry.kind == "rope_heads":
+        return sizes.heads % tp == 0
+    if entry.kind == "whole" or not entry.shapes:
+        return True
+    shape = whole_shape(entry, sizes)
+    pieces = 2 * tp if entry.kind == "gate_up" else tp
+    return shape[1 if entry.kind == "columns" else 0] % pieces == 0
+
+
+def check_tensors(entries: Sequence[Entry], sizes: Sizes, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Compare a folder's tensor names and shapes with those that the entries need.
+
+    A copy of a tied output matrix is let through, so is nothing else that no entry names.
+
+    Args:
+        found: shapes by name, as in the headers (``Shards.infos``)
+
+    Raises:
+        DataError: TOK46 tensors that are missing, not of this model, or of another shape.
+    """
+    from slime_core.weights.build import Fit, misfit
+
+    expected = {name: shape for entry in entries for name, shape in zip(entry.hf, entry.shapes)}
+    copies = {"lm_head.weight"} if sizes.tied else set()
+    met = Fit(
+        missing=sorted(name for name in expected if name not in found),
+        extra=sorted(name for name in found if name not in expected and name not in copies),
+        shapes=[(name, found[name], shape) for name, shape in expected.items() if found.get(name, shape) != shape],
+    )
+    if not met:
+        raise misfit(met, folder)

@@ -1,0 +1,19 @@
+"""The plugin `models`: bridges by `slime_model_bridge`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slime_core import hookimpl
+from slime_models.families import BRIDGES
+
+if TYPE_CHECKING:
+    from slime_core.weights.bridge import Bridge
+
+slime_api = 1
+
+
+@hookimpl
+def slime_model_bridge(hf_config: Any) -> Bridge | None:
+    """The bridge of the config's family, None where there is none here."""
+    return BRIDGES.get(getattr(hf_config, "model_type", ""))

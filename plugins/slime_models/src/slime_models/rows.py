@@ -1,0 +1,99 @@
+"""Rows that families share: embedding, attention, dense MLP and experts, as every model of Llama's descent names them.
+
+    Row(Megatron's name, (Hugging Face's names,), kind, shape of each Hugging Face tensor)
+
+`slime_core.weights.bridge` says what the kinds and the words of a shape mean.
+"""
+
+from __future__ import annotations
+
+from slime_core.weights.bridge import Row
+
+TO = "decoder.layers.{layer}"  # Megatron's layer
+OF = "model.layers.{layer}"  # Hugging Face's
+
+ENDS = (
+    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
+    Row(
+        "output_layer.weight",
+        ("lm_head.weight",),
+        "vocabulary",
+        when="not tie_word_embeddings",
+        shape="vocab hidden",
+    ),
+)
+
+NORMS = (
+    Row(f"{TO}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
+    Row(f"{TO}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
+)
+
+ATTENTION = (
+    Row(
+        f"{TO}.self_attention.linear_qkv.weight",
+        (f"{OF}.self_attn.q_proj.weight", f"{OF}.self_attn.k_proj.weight", f"{OF}.self_attn.v_proj.weight"),
+        "qkv",
+        shape="q hidden, kv hidden, kv hidden",
+    ),
+    Row(f"{TO}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"),
+)
+
+QKV_BIAS = Row(
+    f"{TO}.self_attention.linear_qkv.bias",
+    (f"{OF}.self_attn.q_proj.bias", f"{OF}.self_attn.k_proj.bias", f"{OF}.self_attn.v_proj.bias"),
+    "qkv",
+    shape="q, kv, kv",
+)
+
+QK_NORMS = (
+    Row(f"{TO}.self_attention.q_layernorm.weight", (f"{OF}.self_attn.q_norm.weight",), shape="head"),
+    Row(f"{TO}.self_attention.k_layernorm.weight", (f"{OF}.self_attn.k_norm.weight",), shape="head"),
+)
+
+MLP = (
+    Row(
+        f"{TO}.mlp.linear_fc1.weight",
+        (f"{OF}.mlp.gate_proj.weight", f"{OF}.mlp.up_proj.weight"),
+        "gate_up",
+        on="dense",
+        shape="ffn hidden",
+    ),
+    Row(f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", on="dense", shape="hidden ffn"),
+)
+
+ROUTER = Row(f"{TO}.mlp.router.weight", (f"{OF}.mlp.gate.weight",), on="moe", shape="experts hidden")
+
+EXPERTS = (
+    Row(
+        f"{TO}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
+        (f"{OF}.mlp.experts.{{expert}}.gate_proj.weight", f"{OF}.mlp.experts.{{expert}}.up_proj.weight"),
+        "gate_up",
+        on="moe",
+        shape="expert hidden",
+    ),
+    Row(
+        f"{TO}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
+        (f"{OF}.mlp.experts.{{expert}}.down_proj.weight",),
+        "columns",
+        on="moe",
+        shape="hidden expert",
+    ),
+)
+
+SHARED_EXPERTS = (
+    Row(
+        f"{TO}.mlp.shared_experts.linear_fc1.weight",
+        (f"{OF}.mlp.shared_experts.gate_proj.weight", f"{OF}.mlp.shared_experts.up_proj.weight"),
+        "gate_up",
+        on="moe",
+        shape="shared hidden",
+    ),
+    Row(
+        f"{TO}.mlp.shared_experts.linear_fc2.weight",
+        (f"{OF}.mlp.shared_experts.down_proj.weight",),
+        "columns",
+        on="moe",
+        shape="hidden shared",
+    ),
+)

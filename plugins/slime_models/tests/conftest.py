@@ -1,0 +1,80 @@
+"""A small random model of each family, saved as transformers saves it: what the bridges are held against."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_core.weights.bridge import Bridge, Entry, Sizes
+from slime_core.weights.shards import Shards
+from slime_models.families import BRIDGES
+
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 16384,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": SCALED},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
+}
+
+
+@dataclass(frozen=True)
+class Small:
+    """A folder, its config as transformers reads it, and its bridge with all that follows from the two."""
+
+    folder: Path
+    config: Any
+    bridge: Bridge
+    sizes: Sizes
+    entries: list[Entry]
+    shards: Shards
+
+
+def make(name: str, folder: Path) -> Small:
+    """Draw, save and read back the variant of that name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**COMMON, **VARIANTS[name]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    bridge = BRIDGES[config.model_type]
+    return Small(folder, config, bridge, bridge.sizes(config, 8), bridge.entries(config), Shards.open(folder))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Small]:
+    """All variants, by name."""
+    return {name: make(name, tmp_path_factory.mktemp(name)) for name in VARIANTS}
+
+
+@pytest.fixture(params=VARIANTS)
+def small(request: pytest.FixtureRequest, models: dict[str, Small]) -> Small:
+    """Each variant in turn."""
+    return models[request.param]
