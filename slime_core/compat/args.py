@@ -122,7 +122,11 @@ def _servers(config: Config) -> dict[str, Any]:
     """slime's names for what concerns SGLang: an option X of [sglang] is ``sglang_X``; so are some keys of ours."""
     rollout = config.rollout
     served = rollout.rollout_engine == "sglang"
-    options = {name.replace("-", "_"): value for name, value in config.sglang.items() if name not in ("python", "env")}
+    options = {
+        name.replace("-", "_"): value
+        for name, value in config.sglang.items()
+        if name not in ("python", "env", "router")
+    }
     return {
         "sglang_dp_size": 1,
         "sglang_pp_size": 1,

@@ -3,7 +3,8 @@
     slime run recipe.toml --lr 1e-6 --no-colocate --rollout-stop "a" "b" train.clip_grad=0.5 --plugin rm_math
 
 A bare name is a core key, else an option of a named plugin, else Megatron's; two candidates in the last two are an
-error that names both full keys. ``--sglang-NAME`` is an option of SGLang; which there are is not known here.
+error that names both full keys. ``--sglang-NAME`` is an option of SGLang, ``--sglang-router-NAME`` one of its router;
+which there are is not known here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
-_SGLANG = re.compile(r"(no_)?sglang_(\w+)")
+_SGLANG = re.compile(r"(no_)?sglang_(router_)?(\w+)")
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 Models = Mapping[str, "type[BaseModel] | None"]
@@ -127,9 +128,9 @@ def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Ma
 
 
 def _sglang_option(plain: str) -> tuple[bool, str] | None:
-    """Whether ``sglang_x`` or ``no_sglang_x`` is negated, and ``x``; None for any other name."""
+    """Whether ``sglang_x`` or ``no_sglang_x`` is negated, and ``x`` (``router.x``); None for any other name."""
     found = _SGLANG.fullmatch(plain)
-    return (bool(found[1]), found[2]) if found else None
+    return (bool(found[1]), ("router." if found[2] else "") + found[3]) if found else None
 
 
 def _sglang_flag(option: tuple[bool, str], shown: str, tokens: Sequence[str], at: int) -> tuple[Word, int]:

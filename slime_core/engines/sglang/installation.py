@@ -27,7 +27,7 @@ from slime_core.errors import ConfigError
 
 PROBE = Path(__file__).with_name("probe.py")
 PYTHON_ENV = "SLIME_SGLANG_PYTHON"
-RESERVED = ("python", "env")  # of [sglang]; the rest are SGLang's own
+RESERVED = ("python", "env", "router")  # of [sglang]; the rest are SGLang's own
 OLDEST = (0, 5, 12)
 FACTS_SECONDS, OPTIONS_SECONDS = 120.0, 600.0
 INSTALL = (
@@ -50,6 +50,8 @@ class Installation:
     features: frozenset[str]  # see probe.FEATURES: version_spans weights_checker pause_modes tensor_update ...
     folder: str = ""
     torch: str = ""  # version in its environment
+    router: str = ""  # version of SGLang's router there; empty where there is none
+    router_options: Mapping[str, Option] = field(default_factory=dict, repr=False)
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Variables of a process of that environment: ours, ``[sglang.env]``, and ``more``."""
@@ -74,13 +76,14 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
     version = str(found.get("version", ""))
     _check_version(python, version)
     file = _file(cache if cache is not None else cache_folder(), python, env)
-    key = {"python": python, "version": version, "folder": found["folder"], "changed": found["changed"]}
+    key = {name: found[name] for name in ("folder", "changed", "router")} | {"python": python, "version": version}
     key["probe"] = hashlib.sha256(PROBE.read_bytes()).hexdigest()[:16]
-    options = _cached(file, key)
-    if options is None:
-        listed = _ask(python, env, "options", OPTIONS_SECONDS)["options"]
-        options = read_options(listed)
-        _keep(file, {"key": key, "options": listed})
+    tables = _cached(file, key)
+    if tables is None:
+        listed = _ask(python, env, "options", OPTIONS_SECONDS)
+        tables = _tables(listed)
+        _keep(file, {"key": key, "options": listed["options"], "router": listed["router"]})
+    options, router_options = tables
     return Installation(
         python=python,
         env=dict(env),
@@ -89,6 +92,8 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
         features=frozenset(found["features"]),
         folder=str(found["folder"]),
         torch=str(found["torch"]),
+        router=str(found["router"]) if router_options else "",
+        router_options=router_options,
     )
 
 
@@ -261,11 +266,15 @@ def _file(folder: Path, python: str, env: Mapping[str, str]) -> Path:
     return folder / f"sglang-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def _cached(file: Path, key: Mapping[str, Any]) -> dict[str, Option] | None:
+def _tables(listed: Mapping[str, Any]) -> tuple[dict[str, Option], dict[str, Option]]:
+    return read_options(listed["options"]), read_options(listed["router"])
+
+
+def _cached(file: Path, key: Mapping[str, Any]) -> tuple[dict[str, Option], dict[str, Option]] | None:
     """Options of an earlier answer; None where there is none, it is another's, or it cannot be read."""
     try:
         data = json.loads(file.read_bytes())
-        return read_options(data["options"]) if data["key"] == key else None
+        return _tables(data) if data["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
 

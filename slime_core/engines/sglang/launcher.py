@@ -58,17 +58,9 @@ def serve() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    server_args = prepare_server_args(asked["arguments"])
-    if asked["token"]:
-        server_args.api_key = Token(asked["token"])
     code = 1
     try:
-        run_server(server_args)
+        PROGRAMS[asked.get("program", "server")](asked["arguments"], asked["token"])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -77,6 +69,36 @@ def serve() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary end would wait for SGLang's processes; the supervisor ends them
+
+
+def run_server(arguments: list[str], token: str) -> None:
+    """SGLang's server, until it ends."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    server_args = prepare_server_args(arguments)
+    if token:
+        server_args.api_key = Token(token)
+    run_server(server_args)
+
+
+def run_router(arguments: list[str], token: str) -> None:
+    """SGLang's router, until it ends. Its own entry would import all of SGLang first, which takes seconds."""
+    import argparse
+
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser("sglang_router")
+    RouterArgs.add_cli_args(parser)
+    router_args = RouterArgs.from_cli_args(parser.parse_args(arguments))
+    router_args.api_key = Token(token)
+    Router.from_args(router_args).start()
+
+
+PROGRAMS = {"server": run_server, "router": run_router}
 
 
 # -- the supervisor

@@ -69,6 +69,20 @@ SLIMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Whose options they are, for messages, and what slime says of some of them."""
+
+    title: str
+    genitive: str
+    flags: str  # what their flags begin with
+    own: Mapping[str, str]  # set by slime -> what to write in their place
+    elsewhere: Mapping[str, str]  # no options of this program -> the key that is meant
+
+
+SERVER = Family(title="SGLang", genitive="SGLang's", flags="--sglang-", own=OWN, elsewhere=SLIMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option of a server, as its parser declares it.
 
@@ -97,6 +111,7 @@ def arguments(
     version: str = "",
     where: str | Place = "sglang",
     own: bool = False,
+    family: Family = SERVER,
 ) -> list[str]:
     """A table of options as words of SGLang's command line, in the table's order.
 
@@ -109,6 +124,7 @@ def arguments(
         version: of SGLang, for messages.
         where: the table's name for messages, or a function that knows each option's place.
         own: let options pass that slime sets by itself.
+        family: the server's options, or the router's.
 
     Raises:
         ConfigError: CFG01 no such option, CFG02 a wrong type, CFG03 no such choice, CFG04 one that slime sets itself,
@@ -123,15 +139,15 @@ def arguments(
         option = options.get(name)
         found: list[str] | Problem
         if option is None:
-            found = _unknown(name, options, version, place)
-        elif option.name in OWN and not own:
-            what = f"'{name}' of SGLang is set by slime"
-            found = Problem(code="CFG04", what=what, where=place, fix=OWN[option.name])
+            found = _unknown(name, options, version, place, family)
+        elif option.name in family.own and not own:
+            what = f"'{name}' of {family.title} is set by slime"
+            found = Problem(code="CFG04", what=what, where=place, fix=family.own[option.name])
         elif option.name in seen:
-            what = f"{option.flag} of SGLang is given twice: as '{seen[option.name]}' and as '{written}'"
+            what = f"{option.flag} of {family.title} is given twice: as '{seen[option.name]}' and as '{written}'"
             found = Problem(code="CFG07", what=what, where=place, fix="remove one of them")
         else:
-            found = _words(option, value, written, place)
+            found = _words(option, value, written, place, family)
             seen[option.name] = written
         if isinstance(found, Problem):
             problems.append(found)
@@ -141,39 +157,39 @@ def arguments(
     return words
 
 
-def _unknown(name: str, options: Mapping[str, Option], version: str, place: str) -> Problem:
+def _unknown(name: str, options: Mapping[str, Option], version: str, place: str, family: Family) -> Problem:
     longer = [known for known in options if known.startswith(name)]
     near = f"did you mean '{longer[0]}'?" if len(longer) == 1 else nearest(name, tuple(options))
-    fix = SLIMES.get(name) or near
+    fix = family.elsewhere.get(name) or near
     return Problem(
         code="CFG01",
-        what=f"SGLang {version} has no option '{name}'".replace("  ", " "),
+        what=f"{family.title} {version} has no option '{name}'".replace("  ", " "),
         where=place,
         fix="\n".join(filter(None, [fix, "all options: slime config keys --sglang"])),
     )
 
 
-def _words(option: Option, value: Any, written: str, place: str) -> list[str] | Problem:
+def _words(option: Option, value: Any, written: str, place: str, family: Family) -> list[str] | Problem:
     """The words of one option, or what is wrong with its value."""
     if option.kind in ("flag", "switch"):
         if not isinstance(value, bool):
-            return _wrong(option, value, written, place)
+            return _wrong(option, value, written, place, family)
         return [option.flag] if value else [option.off] if option.off else []
     if option.kind == "maybe" and isinstance(value, bool):
         return [option.flag] if value else []
     if option.kind == "list":
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         if not items:
-            return [option.flag] if option.empty else _wrong(option, value, written, place)
+            return [option.flag] if option.empty else _wrong(option, value, written, place, family)
     else:
         items = [value]
     texts: list[str] = []
     for item in items:
         text = _text(option, item)
         if text is None:
-            return _wrong(option, value, written, place)
+            return _wrong(option, value, written, place, family)
         if option.choices and text not in option.choices:
-            return _no_choice(option, text, written, place)
+            return _no_choice(option, text, written, place, family)
         texts.append(text)
     if option.kind != "list" and texts[0].startswith("-"):
         return [f"{option.flag}={texts[0]}"]
@@ -223,27 +239,28 @@ def _json(value: Any, wanted: type | None) -> str | None:
     return json.dumps(value)
 
 
-def _wrong(option: Option, value: Any, written: str, place: str) -> Problem:
+def _wrong(option: Option, value: Any, written: str, place: str, family: Family) -> Problem:
     wanted = describe(option)
     fix = f"{written} = {_example(option)}"
     if option.kind in ("flag", "switch") and isinstance(value, (str, list)):
-        fix += f"   or --sglang-{option.name.replace('_', '-')} before another flag (a recipe stands before all flags)"
+        flag = f"{family.flags}{option.name.replace('_', '-')}"
+        fix += f"   or {flag} before another flag (a recipe stands before all flags)"
     elif option.kind != "list" and isinstance(value, (list, tuple)):
         fix += "   (a recipe stands before all flags)"
     return Problem(
         code="CFG02",
         what=f"{written} = {show(value, option.name)} has the wrong type",
         where=place,
-        why=f"it is {kind_of(value)}, and SGLang's {option.flag} takes {wanted}",
+        why=f"it is {kind_of(value)}, and {family.genitive} {option.flag} takes {wanted}",
         fix=fix,
     )
 
 
-def _no_choice(option: Option, text: str, written: str, place: str) -> Problem:
+def _no_choice(option: Option, text: str, written: str, place: str, family: Family) -> Problem:
     shown = "a value" if is_secret(option.name, text) else f"'{text}'"
     return Problem(
         code="CFG03",
-        what=f"{written}: {shown} is no choice of SGLang's {option.flag}",
+        what=f"{written}: {shown} is no choice of {family.genitive} {option.flag}",
         where=place,
         why=f"it takes {describe(option)}",
         fix=nearest(text, option.choices) or f"{written} = {_example(option)}",

@@ -1,7 +1,8 @@
 """Run by the Python of SGLang's own environment, never imported by slime: that installation in, JSON out.
 
     python probe.py facts      version, folder, features; SGLang is looked at and not imported: fast
-    python probe.py options    every option of its server, from its own argument parser: imports SGLang, seconds
+    python probe.py options    every option of its server and of its router, from their own argument parsers: imports
+                               SGLang, seconds
 
 Plain Python of 3.10 and later. The answer alone goes to stdout; what SGLang prints on the way goes to stderr.
 """
@@ -58,6 +59,7 @@ def facts() -> dict[str, Any]:
         "changed": max([changed, *map(_changed, sources)]),
         "features": sorted(features(folder)),
         "torch": _version_of("torch"),
+        "router": _version_of("sglang-router"),
         "python": sys.version.split()[0],
     }
 
@@ -76,6 +78,24 @@ def options() -> list[dict[str, Any]]:
     module = importlib.import_module("sglang.srt.server_args")
     parser = argparse.ArgumentParser(add_help=False)
     module.ServerArgs.add_cli_args(parser)
+    return _listed(parser)
+
+
+def router_options() -> list[dict[str, Any]]:
+    """Every option of the router, in its parser's order; none where it is not installed, or is another's package."""
+    import argparse
+
+    parser = argparse.ArgumentParser(add_help=False)
+    try:
+        module = importlib.import_module("sglang_router.router_args")
+        module.RouterArgs.add_cli_args(parser)
+    except Exception:
+        traceback.print_exc()
+        return []
+    return _listed(parser)
+
+
+def _listed(parser: Any) -> list[dict[str, Any]]:
     return [option(action) for action in parser._actions if any(f.startswith("--") for f in action.option_strings)]
 
 
@@ -135,7 +155,8 @@ def main() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # its neighbours have common names
     answer: dict[str, Any]
     try:
-        answer = {"options": options()} if sys.argv[1:] == ["options"] else facts()
+        wanted = sys.argv[1:] == ["options"]
+        answer = {"options": options(), "router": router_options()} if wanted else facts()
     except BaseException as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}

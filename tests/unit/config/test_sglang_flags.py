@@ -16,6 +16,12 @@ pytestmark = pytest.mark.unit
         pytest.param(["--sglang-disable-radix-cache"], {"disable_radix_cache": True}, id="flag at the end"),
         pytest.param(["--sglang-disable-radix-cache", "--lr", "1"], {"disable_radix_cache": True}, id="flag"),
         pytest.param(["--sglang-disable-radix-cache", "train.lr=1"], {"disable_radix_cache": True}, id="before a key"),
+        pytest.param(["--sglang-router-policy", "manual"], {"router": {"policy": "manual"}}, id="router"),
+        pytest.param(
+            ["--sglang-router-cache-threshold=0.5"], {"router": {"cache_threshold": 0.5}}, id="router equals"
+        ),
+        pytest.param(["--sglang-router-enable-trace"], {"router": {"enable_trace": True}}, id="router flag"),
+        pytest.param(["--no-sglang-router-enable-trace"], {"router": {"enable_trace": False}}, id="router no"),
         pytest.param(["--no-sglang-dllm-fdfo", "--lr", "1"], {"dllm_fdfo": False}, id="no"),
         pytest.param(["--sglang-chunked-prefill-size", "-1"], {"chunked_prefill_size": -1}, id="minus"),
         pytest.param(["--sglang-cuda-graph-bs", "1", "2", "4"], {"cuda_graph_bs": [1, 2, 4]}, id="several"),
@@ -67,3 +73,10 @@ def test_the_folder_of_weights_is_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(None, ["--update-weight-disk-dir", "weights"])
     assert config.rollout.update_weight_disk_dir == str(tmp_path / "weights")
+
+
+def test_the_flag_wins_over_the_recipe_for_the_router_too(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[sglang.router]\ncache-threshold = 0.9\npolicy = "manual"\n')
+    config = load_config(recipe, ["--sglang-router-cache-threshold", "0.5"])
+    assert config.sglang == {"router": {"policy": "manual", "cache_threshold": 0.5}}

@@ -163,7 +163,7 @@ def test_a_broken_cache_is_read_anew(make_sglang, read, tmp_path):
     tables = [another_kind, *({**json.loads(whole), "options": told} for told in (None, 5, [{"flags": []}], [{}]))]
     broken = [b"", b"[]", b"\xff\xfe", b'{"key": 1}', whole[:-20], *(json.dumps(table).encode() for table in tables)]
     key = json.loads(whole)["key"]
-    assert installation._cached(file, key) == first.options
+    assert installation._cached(file, key) == (first.options, first.router_options)
     for text in broken:
         file.write_bytes(text)
         assert installation._cached(file, key) is None, text[:40]
