@@ -16,7 +16,8 @@ from slime_core.clusters import sglang as cluster
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.engines.sglang.external import features
-from slime_core.engines.sglang.health import Limits, Watch
+from slime_core.engines.sglang.health import Watch
+from slime_core.engines.sglang.pulse import Limits
 from slime_core.engines.sglang.server import Server
 from slime_core.engines.sglang.topology import POLICY
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 ServerMode = Literal["abort", "retract", "in_place"]
+BROKEN = frozenset({"ENG69", "ENG77"})  # a connection, not an answer
+ALIVE = 30.0  # seconds in which a server says that it lives, all tries together
 Quiet = Callable[[], AbstractAsyncContextManager[bool]]
 """Nothing runs on servers inside; the value says whether their prefix cache can be dropped."""
 
@@ -91,7 +93,8 @@ class Fleet:
         self._coming = asyncio.Event()  # a load that will fill whoever has no weights
         self._servers = {server.address.number: server for server in servers}
         self._weights, self._tokenizer = weights, tokenizer
-        self._clients: dict[int, Client] = {}
+        self._lanes: dict[int, Lane] = {}  # the last generation of each, fenced or not
+        self._doubts: dict[Lane, asyncio.Task[bool]] = {}  # servers that are asked whether they live
         self._update: WeightUpdate | None = None  # the last that was loaded
         self._closing: set[asyncio.Task[None]] = set()  # clients of fenced servers
 
@@ -108,7 +111,8 @@ class Fleet:
         if self.over is None or self.over.code != "ENG84":
             self.over = EngineError("the engine was closed", code="ENG84")
         self.router.lost(self.over)
-        await asyncio.gather(*(client.close() for client in self._clients.values()), *self._closing)
+        closing = [lane.client.close() for lane in self._lanes.values()]
+        await asyncio.gather(*closing, *self._closing, *self._doubts.values())
 
     def require_open(self) -> None:
         """Raise what :meth:`lost` was told, or ENG84 after :meth:`close`."""
@@ -184,12 +188,15 @@ class Fleet:
 
     # -- servers that fail and come back
 
-    def progress(self, number: int) -> tuple[int, int]:
+    def progress(self, number: int) -> Sequence[tuple[int, int]]:
         """See `health.Engine`."""
-        client = self._clients.get(number)
-        if client is None:
-            return 0, 0
-        return client.progress.in_flight, client.progress.tokens + client.progress.replies
+        lane = self._lanes.get(number)
+        if lane is None:
+            return [(0, 0)]
+        if lane.ranks > 1:
+            return list(zip(lane.by_rank, lane.came, strict=True))
+        seen = lane.client.progress
+        return [(seen.in_flight, seen.tokens + seen.replies)]
 
     def fence(self, number: int, error: EngineError) -> None:
         """See `health.Engine`: its requests go to other servers with what they have."""
@@ -282,8 +289,7 @@ class Fleet:
         except BaseException:
             await client.close()
             raise
-        self._clients[number] = client
-        return Lane(
+        lane = self._lanes[number] = Lane(
             client=client,
             number=number,
             room=settings.concurrency,
@@ -291,6 +297,7 @@ class Fleet:
             ranks=max(1, int(facts.get("dp_size") or 1)),
             facts=facts,
         )
+        return lane
 
     async def each(self, lanes: Sequence[Lane], call: Callable[[Lane], Awaitable[Any]]) -> list[EngineError]:
         """Call all lanes at once. Those that fail are fenced, with the errors as the answer; others' errors rise."""
@@ -299,12 +306,29 @@ class Fleet:
         for lane, result in zip(lanes, results, strict=True):
             if isinstance(result, EngineError):
                 failures.append(result)
-                self.fault(lane, result)
+                self.give_up(lane, result)
             elif isinstance(result, BaseException):
                 raise result
         return failures
 
-    def fault(self, lane: Lane, error: EngineError) -> None:
+    async def fault(self, lane: Lane, error: EngineError) -> None:
+        """A server failed a request: :meth:`give_up`, unless a connection broke and the server answers a question.
+
+        One broken connection says little: a busy machine, or whatever stands between, breaks them too.
+        """
+        if error.code not in BROKEN or not await self._answers(lane):
+            self.give_up(lane, error)
+
+    async def _answers(self, lane: Lane) -> bool:
+        """Whether a server lives, asked once by all whose connections broke."""
+        if lane.fenced is not None or not self._servers[lane.number].running:
+            return False
+        if (doubt := self._doubts.get(lane)) is None:
+            doubt = self._doubts[lane] = asyncio.get_running_loop().create_task(_alive(lane))
+            doubt.add_done_callback(lambda _: self._doubts.pop(lane, None))
+        return await asyncio.shield(doubt)
+
+    def give_up(self, lane: Lane, error: EngineError) -> None:
         """Fence a server that failed, and have it restarted; once a generation."""
         if lane.fenced is None:
             self.fence(lane.number, error)
@@ -312,3 +336,12 @@ class Fleet:
                 self.watch.report(lane.number, error)
             elif not self.router.lanes:
                 self.lost(error)
+
+
+async def _alive(lane: Lane) -> bool:
+    """A question that computes nothing, asked as often as the client asks anything."""
+    try:
+        await lane.client.get("/model_info", timeout=ALIVE)
+    except EngineError:
+        return False
+    return True

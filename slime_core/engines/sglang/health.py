@@ -3,10 +3,11 @@
     healthy --fails--> fenced --budget left--> starting --ready, weights, canary--> healthy
                          `--budget spent--> retired; fewer than `min_healthy` that are not: the run ends
 
-A server may answer /health while its requests stand still, so what counts is tokens: those that the engine has seen
+A connection that broke under one request is none of its business: `Fleet.fault` asks the server once more then. And a
+server may answer /health while its requests stand still, so what counts is tokens: those that the engine has seen
 come back, and those that the server itself holds (`num_used_tokens` of /v1/loads, in 0.5.12 and 0.5.23 alike), which
 move with every few decode steps of requests that have not answered yet. Streaming would tell the same at the cost of
-a message a token. `Pulse` and `Ward` decide and do no I/O; `Watch` looks, and does what they decide.
+a message a token. `pulse` decides and does no I/O; `Watch` looks, and does what it decides.
 """
 
 from __future__ import annotations
@@ -16,30 +17,23 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 from slime_core.engines.sglang.http import ServerFault, Transport, fault
+from slime_core.engines.sglang.pulse import Limits, Look, Pulse, State, Ward
 from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError, SlimeError
 
-State = Literal["starting", "healthy", "fenced", "retired"]
-
-SHORTEST_ASK = 1.0
-"""Seconds for the answer to one look, at least; otherwise it has one interval."""
-REFUSALS = 3
-"""Looks in a row without a connection, until a server whose process lives counts as failed."""
 DYING = 10.0
 """Seconds for a server of ours that refuses connections to be found dead, so that its end can be named."""
-LONGEST_PAUSE = 60.0
-"""Seconds before a restart; the first waits one interval, each further one twice as long."""
 
 
 class Engine(Protocol):
     """What the watch asks of the engine whose servers it watches, by the server's number."""
 
-    def progress(self, number: int) -> tuple[int, int]:
-        """Requests in flight there, and a number that rises with every token and reply that came from there."""
+    def progress(self, number: int) -> Sequence[tuple[int, int]]:
+        """Requests in flight there, and a number that rises with every token and reply that came from there: of each
+        data-parallel rank, or of all together where they are not told apart."""
         ...
 
     def fence(self, number: int, error: ServerFault) -> None:
@@ -53,120 +47,6 @@ class Engine(Protocol):
     def lost(self, error: EngineError) -> None:
         """Too few servers are left: every call, waiting or new, fails with ``error``."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Seconds and counts of the [rollout] section that the watch goes by."""
-
-    interval: float = 5.0  # rollout_health_check_interval
-    timeout: float = 120.0  # rollout_health_check_timeout
-    start_timeout: float = 900.0  # rollout_start_timeout
-    max_restarts: int = 3  # rollout_max_restarts
-    min_healthy: int = 1  # min_healthy_engines
-
-    @property
-    def ask(self) -> float:
-        """Seconds for the answer to one look."""
-        return max(self.interval, SHORTEST_ASK)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What one look at a living server found."""
-
-    at: float  # seconds, monotonic
-    in_flight: int = 0  # requests of ours
-    came: int = 0  # rises with every token and reply that came from it
-    held: tuple[int, ...] = ()  # tokens in its cache, by data-parallel rank; empty where it did not say
-    refused: bool = False  # there was no connection
-    expected: bool = True  # progress is; not while it is paused
-
-
-class Pulse:
-    """Judges one generation of a server by a series of looks; no I/O, and no clock but that of the looks.
-
-    A gap between looks that is longer than a look can take was our own (this process was suspended, or busy), and
-    counts as one interval.
-
-    Example:
-        pulse = Pulse(Limits())
-        failed = pulse.judge(Look(at=time.monotonic(), in_flight=3, came=17, held=(512,)))
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._last: Look | None = None
-        self._still = 0.0  # seconds without progress, with requests in flight
-        self._refusals = 0
-
-    def judge(self, look: Look) -> ServerFault | None:
-        """Why the server has failed, or None."""
-        last, self._last = self._last, look
-        self._refusals = self._refusals + 1 if look.refused else 0
-        if self._refusals >= REFUSALS:
-            return fault(f"refused {REFUSALS} connections in a row", "ENG69", "")
-        if last is None or not look.expected or not look.in_flight or not last.in_flight or _moved(last, look):
-            self._still = 0.0
-        else:
-            gap = look.at - last.at
-            self._still += gap if gap <= self._limits.interval + self._limits.ask + 1.0 else self._limits.interval
-        if not look.held:  # it did not say: compare with what it said before
-            self._last = Look(
-                at=look.at, in_flight=look.in_flight, came=look.came, held=last.held if last is not None else ()
-            )
-        if self._still < self._limits.timeout:
-            return None
-        return fault(
-            f"made no token for {self._still:.0f} s with {look.in_flight} requests in flight",
-            "ENG85",
-            "",
-            running=True,
-        )
-
-
-def _moved(last: Look, look: Look) -> bool:
-    return look.came != last.came or bool(look.held and last.held and look.held != last.held)
-
-
-class Ward:
-    """The states of one server and its budget of restarts; no I/O.
-
-    Example:
-        ward = Ward(max_restarts=3)
-        ward.fail()  # "starting" next, or "retired"
-    """
-
-    def __init__(self, max_restarts: int) -> None:
-        self.state: State = "healthy"
-        self.restarts = 0
-        self._max = max_restarts
-
-    @property
-    def usable(self) -> bool:
-        """Whether it serves, or may serve again."""
-        return self.state != "retired"
-
-    def fence(self) -> None:
-        """It failed, and must not be chosen."""
-        self.state = "fenced"
-
-    def next(self) -> bool:
-        """What follows a fence: True where it is started once more, False where it is retired."""
-        if self.restarts >= self._max:
-            self.state = "retired"
-            return False
-        self.restarts += 1
-        self.state = "starting"
-        return True
-
-    def up(self) -> None:
-        """It serves, with the right weights."""
-        self.state = "healthy"
-
-    def pause(self, interval: float) -> float:
-        """Seconds to wait before the restart that is due."""
-        return min(interval * 2.0 ** (self.restarts - 1), LONGEST_PAUSE)
 
 
 class Watch:
@@ -289,7 +169,7 @@ class Watch:
             await http.close()
 
     async def _look(self, number: int, http: Transport) -> Look:
-        in_flight, came = self._engine.progress(number)
+        ranks = tuple(self._engine.progress(number))
         held: tuple[int, ...] = ()
         refused = False
         try:
@@ -297,14 +177,7 @@ class Watch:
             held = _held(reply.body) if reply.status == 200 else ()
         except ServerFault as error:
             refused = error.code == "ENG69"
-        return Look(
-            at=time.monotonic(),
-            in_flight=in_flight,
-            came=came,
-            held=held,
-            refused=refused,
-            expected=not self._paused,
-        )
+        return Look(at=time.monotonic(), ranks=ranks, held=held, refused=refused, expected=not self._paused)
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
         """Start a fenced server once more; False where that failed, or where it is retired."""
@@ -394,6 +267,7 @@ class Watch:
 def _held(body: bytes) -> tuple[int, ...]:
     """Tokens that the server holds, by data-parallel rank; empty where the answer is not /v1/loads' own."""
     try:
-        return tuple(int(load["num_used_tokens"]) for load in json.loads(body)["loads"])
-    except (ValueError, TypeError, KeyError):
+        loads = sorted(json.loads(body)["loads"], key=lambda load: int(load.get("dp_rank") or 0))
+        return tuple(int(load["num_used_tokens"]) for load in loads)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return ()

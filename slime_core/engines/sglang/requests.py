@@ -11,7 +11,7 @@ watches it, and is not chosen again for the same request while another is open.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ BUSY = "ENG74"  # the server has too much to do: no fault of its own
 LATE = "ENG76"  # the request's time is over, on whichever server
 AGAIN = 0.05, 1.0  # seconds until an abort is asked for again: it may have met the server before its request did
 
-Fault = Callable[[Lane, EngineError], None]
-"""Told of a server that failed a request; it is fenced when this returns, unless it is only busy."""
+Fault = Callable[[Lane, EngineError], Awaitable[None]]
+"""Told of a server that failed a request; when this returns the server is fenced, or has shown that it lives."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,20 +101,20 @@ class Requests:
         failed: list[LaneKey] = []
         while True:
             place = await self._router.pick(request, failed)
+            work = asyncio.ensure_future(place.lane.client.score(tokens, start))
+            self._scores.add(work)
             try:
-                work = asyncio.ensure_future(place.lane.client.score(tokens, start))
-                self._scores.add(work)
-                try:
-                    return await work
-                finally:
-                    self._scores.discard(work)
+                found = await work
+                _came(place, 1)
+                return found
             except EngineError as error:
-                fenced = place.lane.fenced
+                fenced, caught = place.lane.fenced, error
                 if fenced is None and not isinstance(error, ServerFault):
                     raise
-                self._failed(place.lane, ServerFault(**(fenced or error).as_dict()), failed, request.id)
             finally:
+                self._scores.discard(work)
                 self._router.leave(place)
+            await self._failed(place.lane, ServerFault(**(fenced or caught).as_dict()), failed, request.id)
 
     async def stop(self, ids: Collection[str] | None = None) -> list[Completion]:
         """End these requests (None: all) with what they have; the completions of those that were ended by it."""
@@ -157,7 +157,7 @@ class Requests:
         try:
             await lane.client.abort(ids)
         except ServerFault as error:
-            self._fault(lane, error)
+            await self._fault(lane, error)
 
     async def _piece(self, job: Job) -> None:
         """One server's part of a request."""
@@ -174,24 +174,26 @@ class Requests:
         lane = place.lane
         job.place, job.called_back = place, False
         job.left.clear()
+        error: EngineError | None = None
         try:
             piece = await lane.client.generate(wanted, dp_rank=place.rank, low=lane.version, high=self._high)
-        except ServerFault as error:
-            self._failed(lane, error, job.failed, f"request {job.id}")
-            return
-        except EngineError as error:
-            if lane.fenced is not None:  # its client was closed under the request
-                self._failed(lane, ServerFault(**lane.fenced.as_dict()), job.failed, f"request {job.id}")
-            elif job.turn.pieces and error.code == FULL:
-                job.turn.finish = "length"
-            else:
-                raise
-            return
+            _came(place, 1 + len(piece.tokens))
+        except EngineError as caught:
+            error = caught
         finally:
             job.place = None
             job.left.set()
             self._router.leave(place)
-        self._note(job, piece, wanted, lane)
+        if error is None:
+            self._note(job, piece, wanted, lane)
+        elif isinstance(error, ServerFault):
+            await self._failed(lane, error, job.failed, f"request {job.id}")
+        elif lane.fenced is not None:  # its client was closed under the request
+            await self._failed(lane, ServerFault(**lane.fenced.as_dict()), job.failed, f"request {job.id}")
+        elif job.turn.pieces and error.code == FULL:
+            job.turn.finish = "length"
+        else:
+            raise error
 
     async def _placed(self, job: Job, wanted: GenerateRequest) -> Place | None:
         """A place, or None where the request was stopped while it waited for one."""
@@ -224,7 +226,7 @@ class Requests:
             )
             self._bounded(error, job.failed, f"request {job.id}", lane)
 
-    def _failed(self, lane: Lane, error: ServerFault, failed: list[LaneKey], what: str) -> None:
+    async def _failed(self, lane: Lane, error: ServerFault, failed: list[LaneKey], what: str) -> None:
         """Say that a server failed; the request goes on elsewhere unless it has tried as often as it may.
 
         Raises:
@@ -234,7 +236,7 @@ class Requests:
             if error.code == LATE:
                 raise error
             if error.code != BUSY:
-                self._fault(lane, error)
+                await self._fault(lane, error)
         self._bounded(error, failed, what, lane)
 
     def _bounded(self, error: ServerFault, failed: list[LaneKey], what: str, lane: Lane) -> None:
@@ -248,3 +250,9 @@ class Requests:
                 fix="see the servers' logs; raise rollout.rollout_max_retries if such failures are to be expected",
             ) from error
         self.requeued += 1
+
+
+def _came(place: Place, count: int) -> None:
+    """So many tokens and replies came from a server's rank."""
+    if place.rank is not None:
+        place.lane.came[place.rank] += count

@@ -48,12 +48,13 @@ class Lane:
     version: int = -1  # of the weights that it serves
     in_flight: int = 0
     by_rank: list[int] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)  # by rank: rises with every token and reply
     fenced: EngineError | None = None  # why it is chosen no more
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the server says of itself
     released: set[str] = field(default_factory=set)  # memory that it has given back
 
     def __post_init__(self) -> None:
-        self.by_rank = [0] * self.ranks
+        self.by_rank, self.came = [0] * self.ranks, [0] * self.ranks
 
     def fact(self, name: str, default: Any = None) -> Any:
         """One of its settings."""

@@ -76,8 +76,8 @@ async def serving(
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(Serving(dp=dp, spans=features == NEW)) for _ in range(count)]
         for fake in fakes:
-            if change is not None:
-                change(fake)
+            if change is not None and (changing := change(fake)) is not None:
+                await changing
         servers = [Server.attach(fake.url, token=TOKEN, number=number) for number, fake in enumerate(fakes)]
         ways = Ways(model=None, dtype="float32", features=features, folder=tmp_path / "weights", device=device)
         more = {"concurrency": 64, "timeout": PATIENCE, "retries": 1, "epoch": EPOCH, **settings}

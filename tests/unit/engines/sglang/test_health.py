@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.health import LONGEST_PAUSE, REFUSALS, Limits, Look, Pulse, Ward, Watch
+from slime_core.engines.sglang.health import Watch
 from slime_core.engines.sglang.http import ServerFault
+from slime_core.engines.sglang.pulse import LONGEST_PAUSE, REFUSALS, Limits, Look, Pulse, Ward
 from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError
 
@@ -29,8 +30,9 @@ def judged(looks, limits=LIMITS):
     """The fault after these looks, one every five seconds; and how many looks it took."""
     pulse = Pulse(limits)
     for count, look in enumerate(looks, 1):
-        given = {"at": 5.0 * count, "in_flight": 1, **look}
-        if (failed := pulse.judge(Look(**given))) is not None:
+        given = {"at": 5.0 * count, "in_flight": 1, "came": 0, **look}
+        one = given.pop("in_flight"), given.pop("came")
+        if (failed := pulse.judge(Look(**{"ranks": (one,), **given}))) is not None:
             return failed, count
     return None, len(looks)
 
@@ -49,7 +51,7 @@ def test_requests_without_a_new_token_are_a_hung_server():
     [
         pytest.param([{"came": n} for n in range(20)], id="tokens come back"),
         pytest.param([{"held": (100 + n,)} for n in range(20)], id="the server's cache grows: nothing came back yet"),
-        pytest.param([{"held": (100, 7 + n)} for n in range(20)], id="one of its ranks goes on"),
+        pytest.param([{"held": (100, 7 + n)} for n in range(20)], id="ranks are not told apart: one goes on"),
         pytest.param([{"in_flight": 0}] * 20, id="nothing is asked of it"),
         pytest.param([{"expected": False}] * 20, id="it is paused"),
         pytest.param([{}, {}, {}, {"came": 1}] * 5, id="slow, but not still for so long"),
@@ -59,6 +61,31 @@ def test_requests_without_a_new_token_are_a_hung_server():
 )
 def test_a_server_that_goes_on_or_has_nothing_to_do_is_healthy(looks):
     assert judged(looks)[0] is None
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([{"ranks": ((2, n), (3, 7))} for n in range(20)], id="tokens of the other come back"),
+        pytest.param([{"ranks": ((2, 0), (3, 7)), "held": (n, 50)} for n in range(20)], id="the other's cache grows"),
+        pytest.param([{"ranks": ((0, 0), (3, 7)), "held": (n, 50)} for n in range(20)], id="the other is idle"),
+    ],
+)
+def test_a_data_parallel_rank_that_hangs_is_seen_beside_one_that_goes_on(looks):
+    """Case 85: ranks are told apart."""
+    failed, count = judged(looks)
+    assert failed.code == "ENG85"
+    assert "with 3 requests in flight at data-parallel rank 1" in failed.what
+    assert count == 5
+
+
+def test_ranks_that_all_go_on_are_healthy():
+    looks = [{"ranks": ((2, n // 3), (3, n // 2), (0, 0)), "held": (5, n, 0)} for n in range(40)]
+    assert judged(looks)[0] is None
+
+
+def test_refused_connections_of_a_server_whose_tokens_come_are_no_failure():
+    assert judged([{"refused": True, "came": n} for n in range(20)])[0] is None
 
 
 def test_a_look_without_an_answer_is_no_progress():
@@ -141,7 +168,7 @@ class Engine:
     servers: dict = field(default_factory=dict)
 
     def progress(self, number):
-        return self.in_flight, self.came
+        return [(self.in_flight, self.came)]
 
     def fence(self, number, error):
         self.fenced.append((number, error))
