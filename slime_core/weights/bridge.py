@@ -42,7 +42,7 @@ class Row:
     """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
 
     ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
-    false: ``not NAME``). ``shape`` gives the Hugging Face shapes in words of :func:`dimensions`, one for all tensors
+    false: ``not NAME``; several with ``and``). ``shape`` gives the Hugging Face shapes in words of :func:`dimensions`, one for all tensors
     or one each: ``"q hidden, kv hidden, kv hidden"``.
 
     Example:
@@ -223,9 +223,13 @@ def _or(values: Sequence[Any]) -> str:
 
 
 def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
-    """Whether a row's condition is met: ``NAME``, ``not NAME`` or empty."""
-    name = when.removeprefix("not ")
-    return not when or bool(getattr(config, name, defaults.get(name))) != when.startswith("not ")
+    """Whether a row's condition is met: ``NAME``, ``not NAME``, several with ``and`` between, or empty."""
+
+    def true(text: str) -> bool:
+        name = text.removeprefix("not ")
+        return bool(getattr(config, name, defaults.get(name))) != text.startswith("not ")
+
+    return all(true(text) for text in when.split(" and ") if text)
 
 
 def _filled(row: Row, layer: int, sizes: Sizes) -> Iterator[Entry]:

@@ -32,11 +32,42 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": SCALED},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2},
+    "qwen3_moe-mixed": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "glm4": {"model_type": "glm4"},
+    "glm4-unbiased": {"model_type": "glm4", "attention_bias": False},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
+    "deepseek_v3-halves": {"model_type": "deepseek_v3", **LATENT, "rope_interleave": False},
+    "deepseek_v3-direct": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "rope_interleave": False},
 }
 
 

@@ -1,10 +1,11 @@
-"""Qwen2.5 (biases on q, k, v) and Qwen3 (norms on q, k instead)."""
+"""Qwen2.5 (biases on q, k, v), Qwen3 (norms on q, k instead), and Qwen3 with experts."""
 
 from __future__ import annotations
 
 from slime_core.weights.bridge import Bridge, Given
 from slime_models.fields import DECODER, ONLY, no_scaling
-from slime_models.rows import ATTENTION, ENDS, MLP, NORMS, QK_NORMS, QKV_BIAS
+from slime_models.routing import QWEN3_EXPERTS
+from slime_models.rows import ATTENTION, ENDS, EXPERTS, MLP, NORMS, QK_NORMS, QKV_BIAS, ROUTER
 
 QWEN2 = Bridge(
     family="qwen2",
@@ -18,4 +19,11 @@ QWEN3 = Bridge(
     rows=(*ENDS, *NORMS, *ATTENTION, *QK_NORMS, *MLP),
     fields={**DECODER, "qk_layernorm": Given(True), "rope_scaling": no_scaling},
     only={**ONLY, "attention_bias": (False,)},
+)
+
+QWEN3_MOE = Bridge(
+    family="qwen3_moe",
+    rows=(*QWEN3.rows, ROUTER, *EXPERTS),
+    fields={**QWEN3.fields, **QWEN3_EXPERTS},
+    only=QWEN3.only,
 )

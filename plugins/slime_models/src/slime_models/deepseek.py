@@ -1,0 +1,147 @@
+"""Models of DeepSeek V3's kind: latent attention, dense layers first, then routed and shared experts.
+
+transformers turns the rotary rows of a head in pairs (``rope_interleave``, as DeepSeek stores them), and so does
+megatron-core's latent attention: those rows travel as they are. Where a folder stores two halves, the kinds
+``rope_heads`` and ``rope_tail`` bring them into pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slime_core.weights.bridge import Bridge, Given, Kind, Row, refused
+from slime_models.fields import DECODER, ONLY, rope
+from slime_models.routing import DEEPSEEK_EXPERTS
+from slime_models.rows import ENDS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
+
+ATTENTION = f"{TO}.self_attention"
+HF_ATTENTION = f"{OF}.self_attn"
+
+
+def rope_type(config: Any) -> str:
+    """``rope`` or ``yarn``.
+
+    Raises:
+        DataError: TOK200 another scaling, or yarn with a magnitude that megatron-core works out in another way.
+    """
+    found = rope(config)
+    kind = found["rope_type"]
+    if kind == "default":
+        return "rope"
+    if kind != "yarn":
+        raise refused(config.model_type, "rope_type", kind, "rotary angles are 'default' or 'yarn'")
+    if found.get("attention_factor") is not None:
+        why = "megatron-core works it out of factor, mscale and mscale_all_dim"
+        raise refused(config.model_type, "attention_factor", found["attention_factor"], why)
+    if not found.get("truncate", True):
+        raise refused(config.model_type, "truncate", False, "megatron-core rounds yarn's bounds to whole rows")
+    if found.get("mscale_all_dim") and not found.get("mscale"):
+        raise refused(config.model_type, "mscale", found.get("mscale"), "mscale_all_dim is set, so it must be set too")
+    return "yarn"
+
+
+def yarn(name: str, default: float) -> Callable[[Any], float]:
+    """A reader of one of yarn's numbers; ``default`` without yarn, or where it is not set."""
+
+    def read(config: Any) -> float:
+        found = rope(config)
+        return float(found.get(name) or default) if found["rope_type"] == "yarn" else default
+
+    return read
+
+
+def magnitude(config: Any) -> float:
+    """Yarn's ``mscale``, which transformers reads only beside ``mscale_all_dim``; else 1."""
+    return yarn("mscale", 1.0)(config) if rope(config).get("mscale_all_dim") else 1.0
+
+
+def stretch(config: Any) -> float:
+    """Yarn's ``factor``; where it is not set, the ratio of the two lengths. 1 without yarn."""
+    found = rope(config)
+    if found["rope_type"] != "yarn":
+        return 1.0
+    return float(found.get("factor") or config.max_position_embeddings / trained_length(config))
+
+
+def trained_length(config: Any) -> int:
+    """Positions before yarn stretched them."""
+    return int(rope(config).get("original_max_position_embeddings") or config.max_position_embeddings)
+
+
+def rotary(megatron: str, hf: str, halves: Kind, *, shape: str, when: str = "") -> tuple[Row, Row]:
+    """A row for pairs, as both sides store them, and one for a folder with two halves."""
+    first = f"{when} and " if when else ""
+    names = (f"{ATTENTION}.{megatron}.weight", (f"{HF_ATTENTION}.{hf}.weight",))
+    return (
+        Row(*names, "rows", when=f"{first}rope_interleave", shape=shape),
+        Row(*names, halves, when=f"{first}not rope_interleave", shape=shape),
+    )
+
+
+DEEPSEEK_V3 = Bridge(
+    family="deepseek_v3",
+    attention="mla",
+    rows=(
+        *ENDS,
+        *NORMS,
+        *rotary("linear_q_proj", "q_proj", "rope_heads", shape="q hidden", when="not q_lora_rank"),
+        Row(
+            f"{ATTENTION}.linear_q_down_proj.weight",
+            (f"{HF_ATTENTION}.q_a_proj.weight",),
+            "rows",
+            when="q_lora_rank",
+            shape="q_low hidden",
+        ),
+        Row(
+            f"{ATTENTION}.q_layernorm.weight",
+            (f"{HF_ATTENTION}.q_a_layernorm.weight",),
+            when="q_lora_rank",
+            shape="q_low",
+        ),
+        *rotary("linear_q_up_proj", "q_b_proj", "rope_heads", shape="q q_low", when="q_lora_rank"),
+        *rotary("linear_kv_down_proj", "kv_a_proj_with_mqa", "rope_tail", shape="kv_down hidden"),
+        Row(f"{ATTENTION}.kv_layernorm.weight", (f"{HF_ATTENTION}.kv_a_layernorm.weight",), shape="kv_low"),
+        Row(f"{ATTENTION}.linear_kv_up_proj.weight", (f"{HF_ATTENTION}.kv_b_proj.weight",), "rows", shape="kv kv_low"),
+        Row(f"{ATTENTION}.linear_proj.weight", (f"{HF_ATTENTION}.o_proj.weight",), "columns", shape="hidden value"),
+        *MLP,
+        ROUTER,
+        Row(
+            f"{TO}.mlp.router.expert_bias",
+            (f"{OF}.mlp.gate.e_score_correction_bias",),
+            on="moe",
+            shape="experts",
+        ),
+        *EXPERTS,
+        *SHARED_EXPERTS,
+    ),
+    fields={
+        **DECODER,
+        **DEEPSEEK_EXPERTS,
+        "multi_latent_attention": Given(True),
+        "num_query_groups": "num_attention_heads",
+        "kv_channels": "qk_nope_head_dim",
+        "qk_layernorm": Given(True),
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "rope_type": rope_type,
+        "rotary_scaling_factor": stretch,
+        "original_max_position_embeddings": trained_length,
+        "beta_fast": yarn("beta_fast", 32.0),
+        "beta_slow": yarn("beta_slow", 1.0),
+        "mscale": magnitude,
+        "mscale_all_dim": yarn("mscale_all_dim", 0.0),
+    },
+    defaults={"q_lora_rank": None, "rope_interleave": True, "routed_scaling_factor": 1.0},
+    only={
+        **ONLY,
+        "attention_bias": (False,),
+        "rms_norm_eps": (1e-6,),  # transformers norms the latents with 1e-6 whatever the config says
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
+)

@@ -1,0 +1,39 @@
+"""GLM-4-9B: norms before and after attention and MLP, half of each head rotated in pairs, biases on q, k, v."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime_core.weights.bridge import Bridge, Given, Row
+from slime_models.fields import DECODER, ONLY, no_scaling, rope
+from slime_models.rows import ATTENTION, ENDS, NORMS, OF, QKV_BIAS, TO
+
+
+def rotated_part(config: Any) -> float:
+    """The part of each head that is rotated, one half where the config is silent."""
+    return float(rope(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 0.5)))
+
+
+GLM4 = Bridge(
+    family="glm4",
+    rows=(
+        *ENDS,
+        *NORMS,
+        Row(f"{TO}.post_self_attn_layernorm.weight", (f"{OF}.post_self_attn_layernorm.weight",), shape="hidden"),
+        Row(f"{TO}.post_mlp_layernorm.weight", (f"{OF}.post_mlp_layernorm.weight",), shape="hidden"),
+        *ATTENTION,
+        replace(QKV_BIAS, when="attention_bias"),
+        Row(f"{TO}.mlp.linear_fc1.weight", (f"{OF}.mlp.gate_up_proj.weight",), "gate_up", shape="ffn_twice hidden"),
+        Row(f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
+    ),
+    fields={
+        **DECODER,
+        "add_qkv_bias": "attention_bias",
+        "rotary_percent": rotated_part,
+        "rotary_interleaved": Given(True),
+        "rope_scaling": no_scaling,
+    },
+    sandwich=True,
+    only=ONLY,
+)
