@@ -42,8 +42,8 @@ class Row:
     """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
 
     ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
-    false: ``not NAME``; several with ``and``). ``shape`` gives the Hugging Face shapes in words of :func:`dimensions`, one for all tensors
-    or one each: ``"q hidden, kv hidden, kv hidden"``.
+    false: ``not NAME``; several with ``and``). ``shape`` gives the Hugging Face shapes in words of
+    :func:`dimensions`, one for all tensors or one each: ``"q hidden, kv hidden, kv hidden"``.
 
     Example:
         Row("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), "columns",
