@@ -28,8 +28,8 @@ from slime_core.engines.sglang.pulse import Limits
 from slime_core.engines.sglang.router import Middleware
 from slime_core.engines.sglang.server import Launch, Server
 from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
-from slime_core.engines.sglang.weights import Ways, Weights
-from slime_core.errors import EngineError
+from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
+from slime_core.errors import ConfigError, EngineError
 from slime_core.notices import NOTICES
 from slime_core.protocols import Serving
 from slime_core.types import WeightUpdate
@@ -150,6 +150,7 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
     """
     python, env = find_python(config.sglang), environment_of(config.sglang)
     installation = await asyncio.to_thread(read_installation, python, env)
+    check_transport(config, installation)
     placed = topology(config, gpus=_gpus(config))
     how = commands(config, installation, placed)
     return [
@@ -167,6 +168,22 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
         )
         for role in (POLICY, *placed.roles)
     ]
+
+
+def check_transport(config: Config, installation: Installation) -> None:
+    """Refuse weights by tensor that was asked for where the torch of both sides differs, before a server starts.
+
+    Raises:
+        ConfigError: CFG04 with both versions.
+    """
+    if config.rollout.update_weight_transport == "tensor" and (why := why_unmapped(installation.torch)):
+        raise ConfigError(
+            "update_weight_transport = tensor with another torch beside SGLang",
+            code="CFG04",
+            where="rollout.update_weight_transport",
+            why=why,
+            fix=f"--update-weight-transport auto   or the same torch in the environment of {installation.python}",
+        )
 
 
 def _stamp(group: ServerGroup, epoch: int, fixed: bool) -> tuple[str, ...]:
@@ -223,26 +240,28 @@ async def _engine(
     """An engine over servers that are ready."""
     rollout, frozen = config.rollout, part.role != POLICY
     facts = part.servers[0].facts
-    features = part.features or external.features(str(facts.get("version", "")))
+    features = part.features or external.common_features(server.facts for server in part.servers)
     device: Literal["cpu", "cuda"] = "cpu" if facts.get("device", config.cluster.device) == "cpu" else "cuda"
     ways = Ways(
         model=folder.config,
-        dtype=external.dtype(facts, config.train.dtype, folder.config),
+        dtype=external.common_dtype(part.servers, config.train.dtype, folder.config),
         features=features,
         folder=Path(rollout.update_weight_disk_dir or run_dir / "weights"),
         device=device,
         wanted=rollout.update_weight_transport,
-        shared=config.cluster.colocate and part.servers[0].owned,
+        shared=config.cluster.colocate and part.servers[0].owned and not frozen,
         buffer_bytes=rollout.update_weight_buffer_size,
         timeout=rollout.rollout_start_timeout,
         gpu=_gpu,
+        torch=part.torch,
     )
-    deterministic = bool(facts.get("enable_deterministic_inference", rollout.rollout_deterministic))
-    if rollout.rollout_deterministic and not deterministic:
+    mode, wanted = "enable_deterministic_inference", rollout.rollout_deterministic
+    others = [server.address.url for server in part.servers if not server.facts.get(mode, wanted)]
+    if wanted and others:
         raise EngineError(
             "rollout_deterministic with a server that is not in deterministic mode",
             code="ENG86",
-            where=part.servers[0].address.url,
+            where=", ".join(others),
             why="how a server computes is settled where it is started",
             fix="start it with --enable-deterministic-inference",
         )
@@ -252,8 +271,8 @@ async def _engine(
         features=features,
         epoch=epoch,
         pause_mode=rollout.pause_generation_mode,
-        deterministic=deterministic,
-        memory_saver=bool(facts.get("enable_memory_saver")),
+        deterministic=not others,
+        memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
         concurrency=rollout.server_concurrency,
         timeout=rollout.rollout_request_timeout,
         retries=rollout.rollout_max_retries,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from slime_core.engines.sglang.server import Server
 
 OLDEST, SPANS = (0, 5, 12), (0, 5, 23)
 CONTROL = ("pause_modes", "memory_tags", "sampling_seed", "weights_checker", "abort")
@@ -31,6 +34,29 @@ def features(version: str) -> frozenset[str]:
             fix="update it",
         )
     return NEW if numbers >= SPANS else OLD
+
+
+def common_features(each: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """What all servers can do, by what each said of itself. Raises as :func:`features`."""
+    return frozenset.intersection(*(features(str(facts.get("version", ""))) for facts in each))
+
+
+def common_dtype(servers: Sequence[Server], wanted: str, model: Any) -> Literal["float32", "bfloat16"]:
+    """Of all servers' tensors.
+
+    Raises:
+        EngineError: ENG86 as :func:`dtype`, or where they differ.
+    """
+    found = {server.address.url: dtype(server.facts, wanted, model) for server in servers}
+    if len(set(found.values())) > 1:
+        raise EngineError(
+            "the servers hold their weights in different dtypes",
+            code="ENG86",
+            where=", ".join(f"{url}: {name}" for url, name in found.items()),
+            why="one update is made for all of them",
+            fix="start them with the same --dtype",
+        )
+    return next(iter(found.values()))
 
 
 def dtype(facts: Mapping[str, Any], wanted: str, model: Any) -> Literal["float32", "bfloat16"]:

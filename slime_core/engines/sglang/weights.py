@@ -1,15 +1,18 @@
 """How weights reach servers, and what is compared afterwards: settings and what servers say of themselves in,
 `transfer.WeightRoute` out.
 
-    transport: update_weight_transport; auto: disk on a CPU, tensor where servers share the trainer's GPUs, else nccl
+    transport: update_weight_transport; auto: disk on a CPU, where servers share the trainer's GPUs tensor (disk where
+               the torch of both sides differs), else nccl
     checks:    names of `/weights_checker` -> layout -> all, or a few in turn
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,16 +45,26 @@ class Ways:
     host: str = "127.0.0.1"  # where the trainer listens for servers that join its process group
     timeout: float = 600.0
     gpu: Callable[[], str] = field(default=lambda: "")  # uuid of the GPU that is shared
+    torch: str = ""  # version in the servers' environment; empty: not known
 
     @property
     def transport(self) -> Transport:
         """The one that is used.
 
         Raises:
-            EngineError: ENG86 the installation lacks it.
+            EngineError: ENG86 the installation lacks it, or its torch opens no handles of ours.
         """
-        auto: Transport = "disk" if self.device == "cpu" else "tensor" if self.shared else "nccl"
+        maps: Transport = "disk" if why_unmapped(self.torch) else "tensor"
+        auto: Transport = "disk" if self.device == "cpu" else maps if self.shared else "nccl"
         found: Transport = auto if self.wanted == "auto" else self.wanted
+        if found == "tensor" and (why := why_unmapped(self.torch)):
+            raise EngineError(
+                "weights cannot go by tensor",
+                code="ENG86",
+                where="rollout.update_weight_transport",
+                why=why,
+                fix="--update-weight-transport disk   or the same torch in both environments",
+            )
         if NEEDS[found] not in self.features:
             raise EngineError(
                 f"this SGLang takes no weights by {found}",
@@ -72,6 +85,8 @@ class Weights:
 
     def __init__(self, ways: Ways, note: Callable[[str], None] = lambda text: None) -> None:
         self._ways, self._note = ways, note
+        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (why := why_unmapped(ways.torch)):
+            note(f"weights go through a folder (disk) and not from memory to memory: {why}")
         self._choice: Choice | None = None
         self._silent = False  # nothing can be compared
         self._group = ""  # of processes, for nccl
@@ -163,6 +178,25 @@ class Weights:
 
         kind, dtype = checksum_of(self._ways.device), getattr(torch, self._ways.dtype)
         return expected(Shards.open(folder), self.all_checks(), dtype, kind)
+
+
+def why_unmapped(theirs: str, ours: str = "") -> str:
+    """Why servers with torch ``theirs`` cannot map memory of this process, ``ours`` empty: its own torch; empty where
+    they can.
+
+    What both sides exchange is torch's own, and has changed between minor versions.
+    """
+    ours = ours or version_of("torch")
+    if not theirs:
+        return f"the servers' torch is not known, ours is {ours}"
+    if _minor(theirs) == _minor(ours):
+        return ""
+    return f"the servers have torch {theirs} and the trainer {ours}; both need the same minor version"
+
+
+def _minor(version: str) -> str:
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else version
 
 
 def checksum_of(device: str) -> Checksum:

@@ -1,6 +1,7 @@
 """An engine over servers in this process that speak SGLang's wire: they take weights, pause, give memory, and fail."""
 
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 
 import numpy as np
 from aiohttp import web
@@ -79,7 +80,8 @@ async def serving(
             if change is not None and (changing := change(fake)) is not None:
                 await changing
         servers = [Server.attach(fake.url, token=TOKEN, number=number) for number, fake in enumerate(fakes)]
-        ways = Ways(model=None, dtype="float32", features=features, folder=tmp_path / "weights", device=device)
+        ways = Ways(model=None, dtype="float32", features=features, folder=tmp_path / "weights", device=device,
+                    torch=version("torch"))  # fmt: skip
         more = {"concurrency": 64, "timeout": PATIENCE, "retries": 1, "epoch": EPOCH, **settings}
         for server in servers:
             await server.ready(PATIENCE)

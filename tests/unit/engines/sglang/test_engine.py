@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 from faulty import draw
-from serving import EPOCH, NEW, OLD, PATIENCE, request, serving, update
+from serving import EPOCH, OLD, PATIENCE, request, serving, update
 
 from slime_core.engines.sglang.bodies import seed
 from slime_core.engines.sglang.health import Watch
 from slime_core.engines.sglang.pulse import Limits
-from slime_core.engines.sglang.weights import Ways
 from slime_core.errors import EngineError
 
 pytestmark = pytest.mark.unit
@@ -434,28 +433,6 @@ def test_a_closed_engine_says_so_to_whoever_waits(tmp_path):
                 await engine.generate(request("b-0"))
 
     run(work())
-
-
-@pytest.mark.parametrize(
-    ("device", "shared", "wanted", "found"),
-    [
-        ("cpu", True, "auto", "disk"),
-        ("cuda", True, "auto", "tensor"),
-        ("cuda", False, "auto", "nccl"),
-        ("cuda", True, "disk", "disk"),
-    ],
-)
-def test_the_transport_follows_from_where_trainer_and_servers_live(tmp_path, device, shared, wanted, found):
-    ways = Ways(
-        model=None, dtype="float32", features=NEW, folder=tmp_path, device=device, shared=shared, wanted=wanted
-    )
-    assert ways.transport == found
-
-
-def test_a_transport_that_the_installation_lacks_is_an_error(tmp_path):
-    ways = Ways(model=None, dtype="float32", features=frozenset(), folder=tmp_path)
-    with pytest.raises(EngineError, match="takes no weights by disk"):
-        _ = ways.transport
 
 
 @pytest.mark.parametrize(("deterministic", "expected"), [(True, True), (False, False)])

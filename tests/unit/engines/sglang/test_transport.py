@@ -1,0 +1,86 @@
+"""Which way weights take: by where both sides live, by what the installation can, by the torch of both sides."""
+
+from importlib.metadata import version
+
+import pytest
+from serving import NEW
+
+from slime_core.clusters.sglang import check_transport
+from slime_core.config.load import load_config
+from slime_core.engines.sglang.installation import Installation
+from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
+from slime_core.errors import ConfigError, EngineError
+
+pytestmark = pytest.mark.unit
+
+OURS = version("torch")
+OTHER = "1.7.1+cu101"
+
+
+def ways(tmp_path, **more):
+    return Ways(**{"model": None, "dtype": "float32", "features": NEW, "folder": tmp_path, "torch": OURS, **more})
+
+
+@pytest.mark.parametrize(
+    ("device", "shared", "wanted", "torch", "found"),
+    [
+        ("cpu", True, "auto", OURS, "disk"),
+        ("cuda", True, "auto", OURS, "tensor"),
+        ("cuda", True, "auto", f"{'.'.join(OURS.split('.')[:2])}.99+cu130", "tensor"),
+        ("cuda", True, "auto", OTHER, "disk"),  # nccl takes one rank a GPU
+        ("cuda", True, "auto", "", "disk"),
+        ("cuda", False, "auto", OURS, "nccl"),
+        ("cuda", False, "auto", OTHER, "nccl"),
+        ("cuda", True, "disk", OTHER, "disk"),
+        ("cuda", False, "nccl", OTHER, "nccl"),
+    ],
+)
+def test_the_transport_follows_from_where_both_sides_live_and_their_torch(
+    tmp_path, device, shared, wanted, torch, found
+):
+    assert ways(tmp_path, device=device, shared=shared, wanted=wanted, torch=torch).transport == found
+
+
+def test_a_transport_that_the_installation_lacks_is_an_error(tmp_path):
+    with pytest.raises(EngineError, match="takes no weights by disk"):
+        _ = ways(tmp_path, features=frozenset()).transport
+
+
+def test_tensor_that_was_asked_for_and_cannot_work_is_refused_with_both_versions(tmp_path):
+    with pytest.raises(EngineError, match="ENG86") as caught:
+        _ = ways(tmp_path, device="cuda", wanted="tensor", torch=OTHER).transport
+    assert f"the servers have torch {OTHER} and the trainer {OURS}" in caught.value.why
+
+
+@pytest.mark.parametrize(("torch", "said"), [(OTHER, OTHER), ("", "is not known")])
+def test_it_is_refused_before_a_server_starts(torch, said):
+    there = Installation(
+        python="/sg/python", env={}, version="0.5.23", options={}, features=NEW, torch=torch
+    )  # fmt: skip
+    asked = load_config(None, ["--hf-checkpoint", ".", "--device", "cpu"])
+    check_transport(asked, there)
+    asked = asked.model_copy(
+        update={"rollout": asked.rollout.model_copy(update={"update_weight_transport": "tensor"})}
+    )
+    with pytest.raises(ConfigError, match="CFG04") as caught:
+        check_transport(asked, there)
+    assert said in caught.value.why
+    assert OURS in caught.value.why
+
+
+def test_another_way_than_one_may_think_is_said(tmp_path):
+    notes = []
+    Weights(ways(tmp_path, device="cuda", torch=OTHER), notes.append)
+    Weights(ways(tmp_path, device="cuda"), notes.append)
+    Weights(ways(tmp_path, device="cuda", torch=OTHER, shared=False), notes.append)
+    Weights(ways(tmp_path, torch=OTHER), notes.append)
+    assert [note.partition(":")[0] for note in notes] == [
+        "weights go through a folder (disk) and not from memory to memory"
+    ]
+    assert OTHER in notes[0]
+
+
+def test_patches_and_builds_of_a_minor_version_are_alike():
+    assert why_unmapped("2.9.1+cu130", "2.9.0") == ""
+    assert "both need the same minor version" in why_unmapped("2.9.1", "2.13.0")
+    assert "both need the same minor version" in why_unmapped("2.1.0", "2.13.0")
