@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
 TRIES = 64
 """Random starts for a row of ports that are all free."""
+
+ATTENTION_PORTS = 16
+"""Ports that SGLang counts upwards from --dist-init-addr with data-parallel attention."""
 
 LISTENING = "0A"  # the kernel's state of a listening socket
 
@@ -83,6 +86,36 @@ def _bound(host: str, port: int) -> socket.socket:
         held.close()
         raise
     return held
+
+
+def further(arguments: Sequence[str], host: str) -> list[tuple[Hold, list[str]]]:
+    """Ports beside that of HTTP that SGLang would only guess, held, each with the words that name it."""
+    if option(arguments, "--nnodes", "1") != "1":
+        return []  # the user names the rendezvous of several machines
+    found = []
+    attention = "--enable-dp-attention" in arguments
+    if attention and not option(arguments, "--dist-init-addr"):
+        held = hold(count=ATTENTION_PORTS)
+        found.append((held, ["--dist-init-addr", f"127.0.0.1:{held.port}"]))
+    # data-parallel workers without common attention take one port each, and refuse a common one
+    ranks = option(arguments, "--dp-size", option(arguments, "--data-parallel-size", "1"))
+    if (attention or ranks == "1") and not option(arguments, "--nccl-port"):
+        held = hold()
+        found.append((held, ["--nccl-port", str(held.port)]))
+    if option(arguments, "--disaggregation-mode") == "prefill":
+        held = hold(host)
+        found.append((held, ["--disaggregation-bootstrap-port", str(held.port)]))
+    return found
+
+
+def option(arguments: Sequence[str], name: str, default: str = "") -> str:
+    """The value of an option in SGLang's command line, as ``NAME VALUE`` or ``NAME=VALUE``."""
+    for at, argument in enumerate(arguments):
+        if argument == name and at + 1 < len(arguments):
+            return arguments[at + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return default
 
 
 def listeners(port: int) -> frozenset[str]:

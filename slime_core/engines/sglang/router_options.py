@@ -85,7 +85,7 @@ def router_arguments(
     """Words of the router's command line but host, ports and token; ``paired`` for prefill and decode servers.
 
     Raises:
-        ConfigError: CFG04 no router is installed beside SGLang; others as `slime_core.engines.sglang.options.arguments`.
+        ConfigError: CFG04 no router is installed beside SGLang; others as `options.arguments`.
     """
     known = installation.router_options
     if not known:

@@ -46,8 +46,6 @@ TAIL_BYTES, TAIL_LINES, TAIL_WIDTH = 64 << 10, 30, 300
 HIGHEST = 55_535
 """Of a server's port: SGLang 0.5.12 makes its gRPC port of it, 10,000 above, and refuses one that is none."""
 
-ATTENTION_PORTS = 16  # that SGLang counts upwards from --dist-init-addr with data-parallel attention
-
 ACCESS = re.compile(r'"(GET|POST) \S+ HTTP/[0-9.]+" 200')  # requests that were served say nothing of an end
 CHILD = re.compile(r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)")
 IN_USE = re.compile(r"address already in use", re.IGNORECASE)
@@ -67,6 +65,7 @@ class Launch:
     host: str = "127.0.0.1"
     threads: int = 1  # OMP_NUM_THREADS where ``env`` has none
     launcher: Path = LAUNCHER
+    program: str = "server"  # or router: see the launcher
 
 
 class Server:
@@ -94,15 +93,20 @@ class Server:
         self._from = 0  # where the present generation's part of the log begins
 
     @classmethod
-    def launch(cls, launch: Launch, *, number: int = 0, group: str = "rollout") -> Self:
-        """A server of ours, not started; its token is drawn here."""
-        token = secrets.token_urlsafe(32)
+    def launch(cls, launch: Launch, *, number: int = 0, group: str = "rollout", token: str = "") -> Self:
+        """A server of ours, not started; its token is drawn here, unless it shares one."""
+        token = token or secrets.token_urlsafe(32)
         return cls(Address(url="", token=token, number=number, group=group, generation=0), launch)
 
     @classmethod
     def attach(cls, url: str, *, token: str = "", ca: str = "", number: int = 0, group: str = "rollout") -> Self:
         """A server that somebody else runs: never started and never stopped by us."""
         return cls(Address(url=url.rstrip("/"), token=token, ca=ca, number=number, group=group), None)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"SGLang server {self.address.number}"
 
     @property
     def owned(self) -> bool:
@@ -148,7 +152,7 @@ class Server:
             self._let_go()
             leftovers.remove(self._folder)
             raise EngineError(
-                f"SGLang server {self.address.number} cannot be started: {error}",
+                f"{self.title} cannot be started: {error}",
                 code="ENG69",
                 where=str(launch.log),
                 fix="sglang.python names the python of an environment that has sglang",
@@ -158,7 +162,14 @@ class Server:
         self.address = replace(self.address, url=f"http://{host}:{port}", generation=generation)
         self._end = asyncio.create_task(self._bury(self._process), name=f"slime-sglang-{self.address.number}")
         arguments = [*launch.arguments, "--host", launch.host, "--port", str(port), *further]
-        asked = json.dumps({"arguments": arguments, "token": self.address.token, "folder": str(self._folder)})
+        asked = json.dumps(
+            {
+                "program": launch.program,
+                "arguments": arguments,
+                "token": self.address.token,
+                "folder": str(self._folder),
+            }
+        )
         assert self._process.stdin is not None
         with suppress(OSError):  # where it is gone, `ready` says so
             self._process.stdin.write(f"{asked}\n".encode())
@@ -167,19 +178,9 @@ class Server:
     def _hold_ports(self, launch: Launch) -> tuple[int, list[str]]:
         """The port of HTTP, and arguments for the further ports of SGLang that it would only guess."""
         self._holds = [ports.hold(launch.host, highest=HIGHEST)]
-        further: list[str] = []
-        if _option(launch.arguments, "--nnodes", "1") != "1":
-            return self._holds[0].port, further  # the user names the rendezvous of several machines
-        attention = "--enable-dp-attention" in launch.arguments
-        if attention and not _option(launch.arguments, "--dist-init-addr"):
-            self._holds.append(ports.hold(count=ATTENTION_PORTS))
-            further += ["--dist-init-addr", f"127.0.0.1:{self._holds[-1].port}"]
-        # data-parallel workers without common attention take one port each, and refuse a common one
-        ranks = _option(launch.arguments, "--dp-size", _option(launch.arguments, "--data-parallel-size", "1"))
-        if (attention or ranks == "1") and not _option(launch.arguments, "--nccl-port"):
-            self._holds.append(ports.hold())
-            further += ["--nccl-port", str(self._holds[-1].port)]
-        return self._holds[0].port, further
+        further = ports.further(launch.arguments, launch.host)
+        self._holds += [held for held, _ in further]
+        return self._holds[0].port, [word for _, words in further for word in words]
 
     def _let_go(self) -> None:
         for held in self._holds:
@@ -282,12 +283,17 @@ class Server:
             if found == "other":
                 return "taken"
             if found == "ours":
-                greeting = await handshake(self.address, owned=self.owned, where=where, timeout=min(ASK, left))
-                self._last, self.facts = greeting.missing, greeting.facts
+                self._last = await self._greet(where, min(ASK, left))
                 if not self._last:
                     return "ready"
             await asyncio.sleep(min(POLL, left))
         return "late"
+
+    async def _greet(self, where: str, timeout: float) -> str:
+        """Empty where it is ready, else what keeps it from that."""
+        greeting = await handshake(self.address, owned=self.owned, where=where, timeout=timeout)
+        self.facts = greeting.facts
+        return greeting.missing
 
     def _listener(self) -> str:
         """Who listens on the port: ``ours``, ``other``, or ``nobody``; another's server is taken as it is."""
@@ -301,7 +307,7 @@ class Server:
     # -- what it says
 
     def _silent(self, how: str) -> EngineError:
-        what = f"SGLang server {self.address.number} at {self.address.url} {how}"
+        what = f"{self.title} at {self.address.url} {how}"
         if not self.owned:
             return EngineError(
                 what,
@@ -347,16 +353,6 @@ def _environment(launch: Launch) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in launch.env:
         env["OMP_NUM_THREADS"] = str(launch.threads)
     return env
-
-
-def _option(arguments: tuple[str, ...], name: str, default: str = "") -> str:
-    """The value of an option in SGLang's command line, as ``NAME VALUE`` or ``NAME=VALUE``."""
-    for at, argument in enumerate(arguments):
-        if argument == name and at + 1 < len(arguments):
-            return arguments[at + 1]
-        if argument.startswith(f"{name}="):
-            return argument.partition("=")[2]
-    return default
 
 
 def _signal(number: int) -> str:
