@@ -202,7 +202,7 @@ def of_ranks(layout: Layout) -> Iterator[Fault]:
             f"tensor * context * pipeline parallel sizes are {layout.tp} * {layout.cp} * {layout.pp}",
             ("tp", "cp", "pp"),
         )
-    if layout.world % layout.expert_model:
+    if layout.world % layout.expert_model and (layout.etp, layout.ep) != (layout.tp, 1):
         yield Fault(
             f"{layout.world} trainer ranks do not divide into expert groups of {layout.expert_model}",
             f"expert tensor * expert * pipeline parallel sizes are {layout.etp} * {layout.ep} * {layout.pp}",

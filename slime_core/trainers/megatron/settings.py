@@ -1,0 +1,300 @@
+"""A bridge, the config of a model folder, [megatron] and [train] in; what megatron-core's configs are made of out.
+
+    config.json --bridge--> the model  --- flags that describe it must agree
+    [megatron]  --flags---> the run        defaults here, then flags, then what slime fixes
+    [train]                 dtype, learning rate, clipping
+
+`settings` is arithmetic over plain values and imports no megatron; `build` makes the config objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields as fields_of, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.problems import Problem, dotted, raise_all
+from slime_core.errors import ConfigError
+from slime_core.trainers.megatron import layout as layouts
+from slime_core.trainers.megatron.agreement import disagreements
+from slime_core.trainers.megatron.flags import problems, values
+from slime_core.trainers.megatron.layout import Layout
+
+if TYPE_CHECKING:
+    from slime_core.config.problems import Origins
+    from slime_core.config.schema import TrainSection
+    from slime_core.weights.bridge import Bridge, Sizes
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron-LM's default of make_vocab_size_divisible_by."""
+
+GPT_FIELDS = frozenset(
+    {
+        "position_embedding_type",
+        "rotary_percent",
+        "rotary_base",
+        "rope_scaling",
+        "rope_scaling_factor",
+        "max_sequence_length",
+        "share_embeddings_and_output_weights",
+        "seq_len_interpolation_factor",
+    }
+)
+"""Arguments of GPTModel that a bridge may give; all other fields of a bridge are the config's."""
+MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
+"""Of these, what MLATransformerConfig has as a field of its own."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Settings:
+    """Everything that a rank makes its model and its optimizer of: plain values, the same on every rank.
+
+    Types are names here (``params_dtype: "bfloat16"``, ``activation_func: "silu"``); `build` looks them up.
+
+    Example:
+        made = settings(bridge, folder.config, config.megatron, config.train, world=8, device="cuda")
+        configs = build(made)
+        model = PackedGPT(configs.transformer, bridge, vocab=made.sizes.vocab, **made.model)
+    """
+
+    layout: Layout
+    sizes: Sizes
+    mla: bool
+    transformer: Mapping[str, Any]  # fields of TransformerConfig or MLATransformerConfig
+    model: Mapping[str, Any]  # arguments of GPTModel: vocab_size, max_sequence_length, rotary_base ...
+    ddp: Mapping[str, Any]  # fields of DistributedDataParallelConfig
+    optimizer: Mapping[str, Any]  # fields of OptimizerConfig
+    vocabulary_multiple: int  # rows of the vocabulary are filled up to one
+    notices: tuple[str, ...] = ()
+
+
+def settings(
+    bridge: Bridge,
+    hf_config: Any,
+    megatron: Mapping[str, Any],
+    train: TrainSection,
+    world: int,
+    device: str,
+    *,
+    origins: Origins | None = None,
+) -> Settings:
+    """What a run's model, data parallelism and optimizer are made of, everything about them checked.
+
+    Args:
+        bridge: of the model's family.
+        hf_config: the config of its folder.
+        megatron: the [megatron] table.
+        train: the [train] section; ``dtype`` is settled.
+        world: trainer ranks.
+        device: ``cpu`` or ``cuda``.
+        origins: where each flag was written, for messages.
+
+    Raises:
+        ConfigError: CFG01 to CFG04 flags that are unknown or mean nothing here, flags that disagree with the folder's
+            config.json, a layout that ranks or model do not divide by; all of a kind in one message.
+        DataError: TOK00 the config lacks an attribute.
+    """
+    megatron = {name.replace("-", "_"): value for name, value in megatron.items()}
+    _raise(problems(megatron, train=train), origins)
+    known = bridge.megatron(hf_config)
+    layout = Layout.of(megatron, world)
+    multiple = int(megatron.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)) * layout.tp
+    sizes = bridge.sizes(hf_config, multiple)
+    _raise(disagreements(megatron, bridge, hf_config, known, sizes), origins)
+    mla = bridge.attention == "mla"
+    asked = values(megatron)
+    shared = _shared_sequence(megatron, layout)
+    layouts.check(layout, sizes, {**known, "multi_latent_attention": mla}, sequence_parallel=shared)
+    of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
+    of_config = {name: value for name, value in known.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)}
+    fixed = _fixed(layout, train, device, mla=mla, shared=shared)
+    return Settings(
+        layout=layout,
+        sizes=sizes,
+        mla=mla,
+        transformer=_ordered(_defaults(device, sizes) | of_config | asked.transformer | fixed),
+        model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
+        ddp=_ordered(_ddp_defaults() | asked.ddp),
+        optimizer=_ordered(_optimizer_defaults() | asked.optimizer | _of_train(train)),
+        vocabulary_multiple=multiple,
+        notices=asked.notices,
+    )
+
+
+def _raise(problems: list[Problem], origins: Origins | None) -> None:
+    placed = [origins.place(problem) if origins else problem for problem in problems]
+    raise_all([one if one.where else replace(one, where=", ".join(map(dotted, one.keys))) for one in placed])
+
+
+def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
+    """Sequence parallelism: on where tensors are shared, unless it is switched off."""
+    asked = megatron.get("sequence_parallel")
+    return layout.tp > 1 if asked is None else bool(asked) and layout.tp > 1
+
+
+def _defaults(device: str, sizes: Sizes) -> dict[str, Any]:
+    """What a flag or the bridge may say otherwise."""
+    gpu = device == "cuda"
+    engine = gpu and _installed("transformer_engine")
+    found: dict[str, Any] = {
+        "add_bias_linear": False,
+        "bias_dropout_fusion": gpu,
+        "bias_activation_fusion": gpu,
+        "gradient_accumulation_fusion": gpu and _installed("fused_weight_gradient_mlp_cuda"),
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "deallocate_pipeline_outputs": gpu,
+    }
+    if sizes.experts:
+        found |= {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": engine,
+            "moe_permute_fusion": engine,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_router_bias_update_rate": 0.0,
+            "moe_aux_loss_coeff": 0.0,
+        }
+    return found
+
+
+def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, shared: bool) -> dict[str, Any]:
+    """What nothing may say otherwise."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "num_layers_in_first_pipeline_stage": layout.first,
+        "num_layers_in_last_pipeline_stage": layout.last,
+        "sequence_parallel": shared,
+        "multi_latent_attention": mla,
+        "params_dtype": train.dtype,
+        "pipeline_dtype": train.dtype,
+        "bf16": train.dtype == "bfloat16",
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": layout.pp > 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,  # rows of a pack have positions of their own
+        "batch_p2p_comm": False,
+        "use_cpu_initialization": device == "cpu",
+    }
+
+
+def _model_defaults(hf_config: Any, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "position_embedding_type": "rope",
+        "max_sequence_length": int(getattr(hf_config, "max_position_embeddings", 0) or 1 << 20),
+        "share_embeddings_and_output_weights": sizes.tied,
+    }
+
+
+def _ddp_defaults() -> dict[str, Any]:
+    return {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
+
+
+def _optimizer_defaults() -> dict[str, Any]:
+    return {"optimizer": "adam", "use_distributed_optimizer": True}
+
+
+def _of_train(train: TrainSection) -> dict[str, Any]:
+    """What [train] alone says."""
+    keys = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    found: dict[str, Any] = {key: getattr(train, key) for key in keys}
+    return found | {"bf16": train.dtype == "bfloat16", "params_dtype": train.dtype}
+
+
+def _ordered(table: dict[str, Any]) -> Mapping[str, Any]:
+    return {name: table[name] for name in sorted(table)}
+
+
+def _installed(name: str) -> bool:
+    return find_spec(name) is not None
+
+
+@dataclass(slots=True, frozen=True)
+class Built:
+    """megatron-core's config objects."""
+
+    transformer: Any
+    ddp: Any
+    optimizer: Any
+
+
+def build(made: Settings) -> Built:
+    """The config objects of megatron-core; imports it.
+
+    Raises:
+        ConfigError: CFG04 the installed megatron-core refuses a value, or has no such field.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if made.mla else TransformerConfig
+    return Built(
+        transformer=_made(kind, made.transformer),
+        ddp=_made(DistributedDataParallelConfig, made.ddp),
+        optimizer=_made(OptimizerConfig, made.optimizer),
+    )
+
+
+def _made(kind: Any, table: Mapping[str, Any]) -> Any:
+    fields = {field.name for field in fields_of(kind)}
+    if missing := [name for name in table if name not in fields]:
+        raise ConfigError(
+            f"the installed megatron-core has no {kind.__name__}.{missing[0]}",
+            code="CFG04",
+            where=", ".join(f"megatron.{name}" for name in missing),
+            why="the flag or the model's family needs another version of it",
+            fix='pip install --upgrade "slime-rl[megatron]"',
+        )
+    try:
+        return kind(**{name: _looked_up(name, value) for name, value in table.items()})
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"megatron-core refuses the settings: {error}",
+            code="CFG04",
+            where=f"[megatron], as {kind.__name__}",
+            fix="change the flag that the message names",
+        ) from error
+
+
+def _looked_up(name: str, value: Any) -> Any:
+    """A value of ours as megatron-core wants it: types and functions by name."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, tuple) else value
+    if name.endswith("dtype") and name != "moe_router_dtype":
+        import torch
+
+        return getattr(
+            torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(value, value)
+        )
+    if name == "activation_func":
+        return _activation(value)
+    if name == "attention_backend":
+        from megatron.core.transformer.enums import AttnBackend
+
+        return AttnBackend[value]
+    return value
+
+
+def _activation(name: str) -> Any:
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    known = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
+    if name not in known:
+        raise ConfigError(
+            f"there is no activation function '{name}'",
+            code="CFG04",
+            where="the bridge's activation_func",
+            fix="one of " + ", ".join(known),
+        )
+    return known[name]
