@@ -1,0 +1,69 @@
+"""A bridge's layers as megatron-core builds them: its modules, our core attention and, where it has none, our norms."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from slime_core.trainers.megatron.attention import CoreAttention
+from slime_core.trainers.megatron.norms import Norm
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from slime_core.weights.bridge import Bridge
+
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
+
+
+def has_transformer_engine() -> bool:
+    """Whether its modules are used for linear layers, norms and experts."""
+    return find_spec("transformer_engine") is not None
+
+
+class SandwichLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that norms what attention and MLP give, before it is added to the residual (GLM-4)."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, **kwargs)
+        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attention.register_forward_hook(lambda *call: self._normed("post_self_attn_layernorm", call[-1]))
+        self.mlp.register_forward_hook(lambda *call: self._normed("post_mlp_layernorm", call[-1]))
+
+    def _normed(self, norm: str, out: tuple[Any, Any]) -> tuple[Any, Any]:
+        hidden, bias = out
+        return getattr(self, norm)(hidden if bias is None else hidden + bias), None
+
+
+def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
+    """The decoder's layers of this pipeline stage, and its last norm."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=has_transformer_engine(), normalization=config.normalization
+    )
+    for layer in block.layer_specs:
+        if bridge.sandwich:
+            layer.module = SandwichLayer
+        _replace(layer)
+    if not has_transformer_engine():
+        block.layer_norm = Norm
+    return block
+
+
+def _replace(spec: Any) -> None:
+    """Our modules in a layer's tree of specs."""
+    submodules = spec.submodules
+    if not has_transformer_engine():
+        for name in NORMS:
+            if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
+                setattr(submodules, name, Norm)
+    if hasattr(submodules, "core_attention"):
+        submodules.core_attention = CoreAttention
+    for child in vars(submodules).values():
+        if isinstance(child, ModuleSpec) and child.submodules is not None:
+            _replace(child)

@@ -1,0 +1,197 @@
+"""A rank's parameters by the bridge: which whole tensor each is a shard of, filled from a folder, gathered for engines.
+
+decoder.layers.0.mlp.linear_fc1.weight of stage 2 --names--> decoder.layers.14.mlp.linear_fc1.weight --bridge--> ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime_core.errors import TrainerError
+from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
+from slime_core.weights.transports.buckets import Part, Source
+
+if TYPE_CHECKING:
+    from slime_core.trainers.megatron.model import PackedGPT
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+EXPERT = re.compile(
+    r"^(.*mlp\.experts\.)(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+)|(linear_fc[12])\.(\w+?)(\d+))$"
+)
+FUSED = (  # Transformer Engine keeps a norm with the linear layer behind it
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """A parameter or buffer of this rank, and the tensor of the model that it is a shard of."""
+
+    entry: Entry
+    tensor: torch.Tensor
+
+    @property
+    def group(self) -> Any:
+        """The ranks that share the whole tensor."""
+        if self.entry.expert >= 0:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+
+class Tensors:
+    """Every tensor of a model's stages on this rank.
+
+    Example:
+        tensors = Tensors([stage], bridge, hf_config, multiple=128)
+        tensors.fill(folder.tensors())
+        sources = tensors.sources()
+    """
+
+    def __init__(self, stages: Sequence[PackedGPT], bridge: Bridge, config: Any, *, multiple: int) -> None:
+        self.sizes: Sizes = bridge.sizes(config, multiple)
+        self.entries = bridge.entries(config)
+        by_name = {entry.megatron: entry for entry in self.entries}
+        self.held: dict[str, Held] = {}
+        for stage in stages:
+            for name, tensor in _stored(stage):
+                whole = canonical(name, stage)
+                if whole not in by_name:
+                    if whole == "output_layer.weight" and self.sizes.tied:
+                        continue  # the last stage's copy of the embedding, kept equal by megatron-core
+                    raise TrainerError(
+                        f"the bridge of {bridge.family} has no row for {whole}",
+                        code="TRN108",
+                        why=f"the model holds it, of shape {list(tensor.shape)}",
+                        fix="add a row to the bridge",
+                    )
+                self.held[whole] = Held(by_name[whole], tensor)
+
+    @torch.no_grad()
+    def fill(self, folder: Mapping[str, torch.Tensor], tied_last: Iterable[torch.Tensor] = ()) -> None:
+        """Copy this rank's shards from a folder's tensors.
+
+        Args:
+            folder: by Hugging Face name, each read when it is asked for
+            tied_last: other holders of the embedding on this rank (a last stage's output matrix)
+        """
+        for held in self.held.values():
+            held.tensor.copy_(self._mine(held, folder))
+        embedding = next(entry for entry in self.entries if entry.kind == "vocabulary")
+        for tensor in tied_last:
+            whole = join(embedding, [folder[name] for name in embedding.hf], self.sizes)
+            group = parallel_state.get_tensor_model_parallel_group()
+            tensor.copy_(shard(embedding, whole, group.rank(), group.size()))
+
+    def _mine(self, held: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        whole = join(held.entry, [folder[name] for name in held.entry.hf], self.sizes)
+        mine = shard(held.entry, whole, held.group.rank(), held.group.size())
+        if mine.shape != held.tensor.shape:
+            raise TrainerError(
+                f"{held.entry.megatron} has shape {list(held.tensor.shape)} in the model and {list(mine.shape)} "
+                f"made of {', '.join(held.entry.hf)}",
+                code="TRN108",
+            )
+        return mine
+
+    def sources(self, dtype: torch.dtype | None = None) -> list[Source]:
+        """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective."""
+        mine = {name: (list(held.tensor.shape), _first_of_copies(held)) for name, held in self.held.items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        found = []
+        for entry in self.entries:
+            owner = next(r for r, names in enumerate(everyone) if names.get(entry.megatron, ([], False))[1])
+            shape = self._whole_shape(entry, everyone[owner][entry.megatron][0])
+            parts = tuple(
+                Part(name, tuple(piece.shape), partial(self._cut, entry, number))
+                for number, (name, piece) in enumerate(
+                    zip(entry.hf, part(entry, torch.empty(shape, device="meta"), self.sizes))
+                )
+            )
+            found.append(Source(parts, partial(self.gather, entry, owner, shape, dtype)))
+        return found
+
+    @torch.no_grad()
+    def gather(self, entry: Entry, owner: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole tensor on rank 0, from the ``owner`` and those that share it; empty elsewhere; a collective."""
+        rank, whole = dist.get_rank(), torch.empty(0)
+        held = self.held.get(entry.megatron)
+        if held is not None:
+            mine = held.tensor.detach().contiguous()
+            shards = [torch.empty_like(mine) for _ in range(held.group.size())]
+            if len(shards) > 1 and entry.kind != "whole":
+                dist.all_gather(shards, mine, group=held.group)
+            else:
+                shards = [mine]
+            whole = unshard(entry, shards)
+        if owner == 0:
+            return whole if rank == 0 else torch.empty(0)
+        if rank == owner:
+            dist.send(whole.contiguous(), 0)
+        elif rank == 0:
+            any_held = next(iter(self.held.values())).tensor
+            whole = torch.empty(tuple(shape), dtype=dtype or any_held.dtype, device=any_held.device)
+            dist.recv(whole, owner)
+        return whole if rank == 0 else torch.empty(0)
+
+    def _cut(self, entry: Entry, number: int, whole: torch.Tensor) -> torch.Tensor:
+        return part(entry, whole, self.sizes)[number]
+
+    def _whole_shape(self, entry: Entry, mine: list[int]) -> list[int]:
+        expert = entry.expert >= 0
+        size = (
+            parallel_state.get_expert_tensor_parallel_world_size()
+            if expert
+            else parallel_state.get_tensor_model_parallel_world_size()
+        )
+        if entry.kind == "whole":
+            return mine
+        axis = 1 if entry.kind == "columns" else 0
+        return [n * size if i == axis else n for i, n in enumerate(mine)]
+
+
+def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds (an expert bias)."""
+    yield from stage.named_parameters()
+    for prefix, module in stage.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and name == "expert_bias":
+                yield f"{prefix}.{name}", buffer
+
+
+def canonical(name: str, stage: PackedGPT) -> str:
+    """A parameter's name in a stage to its name in the whole model, as the local spec without fusion has it."""
+    if found := LAYER.match(name):
+        number, rest = int(found[1]), found[2]
+        layer = stage.decoder.layers[number]
+        for fused, plain in FUSED:
+            if rest.startswith(fused):
+                rest = plain + rest.removeprefix(fused)
+        name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
+    if expert := EXPERT.match(name):
+        prefix, local, linear, leaf, te_linear, te_leaf, te_local = expert.groups()
+        per_rank = stage.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        first = per_rank * parallel_state.get_expert_model_parallel_rank()
+        number = first + int(local if local is not None else te_local)
+        name = f"{prefix}local_experts.{number}.{linear or te_linear}.{leaf or te_leaf}"
+    return name
+
+
+def _first_of_copies(held: Held) -> bool:
+    """Whether this rank speaks for all that hold a copy: the first of its group and of the data-parallel ranks."""
+    if held.entry.expert >= 0:
+        replicas = parallel_state.get_expert_data_parallel_group()
+    else:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return bool(held.group.rank() == 0 and replicas.rank() == 0)

@@ -1,0 +1,46 @@
+"""The released megatron-core on CPU ranks over gloo: whatever asks for a CUDA device gets the CPU. For tests alone.
+
+Enter it once a process, on the thread that computes, before megatron.core is used.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def _is_cuda(device) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+class _Redirect(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # the optimizer compares names of types
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cpu_redirect() -> Iterator[None]:
+    """CUDA devices are the CPU inside; generators of CUDA are nothing, so dropout must be 0."""
+    nothing = {
+        "torch.cuda.current_device": lambda: torch.device("cpu"),
+        "torch.cuda.synchronize": lambda *_, **__: None,
+    }
+    with ExitStack() as stack:
+        for name, value in nothing.items():
+            stack.enter_context(patch(name, value))
+        stack.enter_context(_Redirect())
+        random = "megatron.core.tensor_parallel.random"
+        stack.enter_context(patch(f"{random}._get_cuda_rng_state", lambda *_, **__: torch.zeros(1)))
+        stack.enter_context(patch(f"{random}._set_cuda_rng_state", lambda *_, **__: None))
+        yield
