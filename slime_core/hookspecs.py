@@ -286,11 +286,11 @@ def slime_batch(batch: Batch, ctx: Context) -> None:
 
 @hookspec
 def slime_model_bridge(hf_config: Any) -> Any:
-    """Return a bridge for a Hugging Face config (names, splits, merges, layer spec), or None to decline.
+    """Return a `slime_core.weights.bridge.Bridge` for a Hugging Face config, or None to decline.
 
     @slime_core.hookimpl
     def slime_model_bridge(hf_config):
-        return MyBridge(hf_config) if hf_config.model_type == "mine" else None
+        return BRIDGE if hf_config.model_type == "mine" else None
     """
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
+from slime_core.plugins.bridges import find_bridge
 from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
@@ -224,6 +225,10 @@ class Plugins:
         for answer in self._router.listeners("slime_batch", ctx.config):
             self._call_now(answer, ctx, f"step {batch.version}", batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
+
+    def bridge(self, hf_config: Any) -> Any:
+        """The bridge of a Hugging Face config (`slime_model_bridge`), as :func:`find_bridge` says."""
+        return find_bridge(self._loaded.values(), hf_config)
 
     def sinks(self, ctx: Context) -> list[Sink]:
         """Every tracker of every plugin (`slime_sinks`)."""

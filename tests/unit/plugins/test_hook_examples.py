@@ -31,7 +31,7 @@ NAMES = {
     "torch": SimpleNamespace(),
     "__file__": __file__,
     "curriculum": SimpleNamespace(),
-    "MyBridge": SimpleNamespace,
+    "BRIDGE": SimpleNamespace(),
     "MySink": SimpleNamespace,
     **{kind.__name__: kind for kind in (Group, Prompt, Reward, Sample, SamplingParams, Status)},
     **{name: getattr(slime_core, name) for name in ("Check", "CheckResult", "Drop", "Estimator", "Loss")},

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slime_core.weights.bridge import Bridge
 
 slime_api = 1
+slime_families = tuple(BRIDGES)
 
 
 @hookimpl
