@@ -1,6 +1,6 @@
 """A pipeline stage of a bridge's model: megatron-core's GPTModel, fed packs, that ends in hidden states.
 
-Pack -> embedding -> layers with `attention.CoreAttention` -> last norm -> rows that predict -> `vocabulary.log_probs`
+Pack -> embedding -> layers with our core attention -> last norm -> rows that predict -> `vocabulary.log_probs`
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Norm(nn.Module):
     """RMSNorm or LayerNorm of the last axis, by ``config.normalization``.
 
-    megatron-core's own without Apex and Transformer Engine refuses sequence parallelism; there each rank sees some rows,
+    megatron-core's own without Apex and Transformer Engine refuses sequence parallelism: a rank sees some rows there,
     and the gradient of the weight is summed over ranks where ``weight.sequence_parallel`` says so.
     """
 

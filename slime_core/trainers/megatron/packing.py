@@ -30,11 +30,11 @@ Ints = Any  # NDArray[np.int64]
 class Pack(PackedSeqParams):
     """What travels with a micro-batch through a model's layers, recomputation included.
 
-    megatron-core takes it for unpacked parameters (``qkv_format``), so that it rotates by the rows of the embedding that
+    megatron-core takes it for unpacked parameters (``qkv_format``), so it rotates by the rows of the embedding that
     it is given, and hands queries, keys and values on as [T, 1, heads, d].
 
-    ``tokens`` and ``positions`` [T] are this rank's; ``spans`` holds (first, last + 1) of its query rows and the rows of
-    all ranks' keys, in the order of `gathered`, that they see. ``longest`` bounds positions.
+    ``tokens`` and ``positions`` [T] are this rank's; ``spans`` holds (first, last + 1) of its query rows and the rows
+    that they see of all ranks' keys, one rank's after the other's. ``longest`` bounds positions.
     """
 
     qkv_format: str = "sbhd"

@@ -1,4 +1,4 @@
-"""A bridge's layers as megatron-core builds them: its modules, our core attention and, where it has none, our norms."""
+"""A bridge's layers as megatron-core builds them: its modules, our core attention and, without Apex, our norms."""
 
 from __future__ import annotations
 

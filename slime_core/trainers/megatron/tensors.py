@@ -1,6 +1,6 @@
-"""A rank's parameters by the bridge: which whole tensor each is a shard of, filled from a folder, gathered for engines.
+"""A rank's parameters by the bridge: which whole tensor each is part of, filled from a folder, gathered for engines.
 
-decoder.layers.0.mlp.linear_fc1.weight of stage 2 --names--> decoder.layers.14.mlp.linear_fc1.weight --bridge--> ...
+decoder.layers.0.mlp.linear_fc1.weight of stage 2 --names--> decoder.layers.14.mlp.linear_fc1.weight --bridge-->
 """
 
 from __future__ import annotations
