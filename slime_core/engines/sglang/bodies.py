@@ -40,9 +40,8 @@ def check_ids(tokens: Sequence[int], vocab_size: int, where: str) -> None:
 
 
 def seed(value: int) -> int:
-    """64 bits as SGLang takes them: the same bits, signed (two's complement)."""
-    bits = value & (1 << 64) - 1
-    return bits - (1 << 64) if bits >> 63 else bits
+    """63 bits of it: SGLang wants a signed number of 64, and its router takes no negative one."""
+    return value & (1 << 63) - 1
 
 
 def body(

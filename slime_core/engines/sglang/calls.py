@@ -20,7 +20,6 @@ from slime_core.engines.sglang.http import (
     Reply,
     ServerFault,
     Transport,
-    Tries,
     checked,
     decoded,
     dumps,
@@ -28,6 +27,7 @@ from slime_core.engines.sglang.http import (
     stranger,
 )
 from slime_core.engines.sglang.seats import Flight, Seats
+from slime_core.engines.sglang.tries import Tries
 from slime_core.errors import EngineError
 
 if TYPE_CHECKING:

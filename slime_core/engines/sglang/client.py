@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +21,8 @@ from slime_core.engines.admission import too_long
 from slime_core.engines.sglang import bodies, stops, wire
 from slime_core.engines.sglang.calls import Calls, Progress
 from slime_core.engines.sglang.http import (
+    Reply,
     ServerFault,
-    Tries,
     checked,
     decoded,
     dumps,
@@ -32,6 +32,7 @@ from slime_core.engines.sglang.http import (
 )
 from slime_core.engines.sglang.pieces import Pieces
 from slime_core.engines.sglang.seats import Flight
+from slime_core.engines.sglang.tries import Tries
 from slime_core.errors import EngineError
 from slime_core.types import Completion
 
@@ -107,7 +108,7 @@ class Client(Calls):
 
         async def one_try(end: float) -> Completion:
             body = self._body(flight, request, limit, dp_rank, stream=False)
-            answer = decoded(checked(await self._http.ask("POST", "/generate", body, end=end, cap=_cap(limit))))
+            answer = await self._asked(body, request, end=end, cap=_cap(limit))
             self._own(answer, flight)
             done = wire.completion(answer, self._expected(request, limit, low, high))
             return self._came(stops.cut(done, request, self._decode(), tokenizer=self._texts), flight, 0)
@@ -161,8 +162,7 @@ class Client(Calls):
 
         async def one_try(end: float) -> NDArray[Any]:
             body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self.features)
-            cap = _cap(len(tokens) - start)
-            answer = decoded(checked(await self._http.ask("POST", "/generate", dumps(body), end=end, cap=cap)))
+            answer = await self._asked(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
             self._own(answer, flight)
             found = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
             self._seen(0)
@@ -240,6 +240,19 @@ class Client(Calls):
 
     # -- a request that generates
 
+    async def _asked(self, body: bytes, request: GenerateRequest | None, *, end: float, cap: int) -> Any:
+        headers = self._headers(request)
+        reply = await self._http.ask("POST", "/generate", body, end=end, cap=cap, headers=headers)
+        return decoded(self._answered(reply))
+
+    def _headers(self, request: GenerateRequest | None) -> Mapping[str, str]:
+        """More headers of a request; None stands for a score."""
+        return {}
+
+    def _answered(self, reply: Reply) -> Reply:
+        """The reply where it is an answer; raises as `http.checked`."""
+        return checked(reply)
+
     def _check(self, request: GenerateRequest) -> int:
         limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
         if self._tokenizer_of is None and stops.needs_text(request, tokenizer=self._texts):
@@ -265,7 +278,9 @@ class Client(Calls):
         while True:
             body, pieces = self._body(flight, request, limit, dp_rank, stream=True), Pieces()
             try:
-                async with aclosing(self._http.events("/generate", body, end=tries.end, cap=_cap(limit))) as events:
+                headers = self._headers(request)
+                sent = self._http.events("/generate", body, end=tries.end, cap=_cap(limit), headers=headers)
+                async with aclosing(sent) as events:
                     async for data in events:
                         if data == b"[DONE]":
                             break

@@ -1,7 +1,6 @@
 """HTTP over aiohttp: one try in, a whole answer or a named fault out; and when asking again is safe.
 
     Transport.ask (one try, deadline, size cap) -> Reply -> checked (status) -> decoded (JSON)
-    Tries.again(fault): the pause before the next try, or the fault itself where tries or time are spent
 
 Nothing here knows what is asked. No environment variable is read (proxies, .netrc), and no redirect is followed.
 """
@@ -10,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
@@ -35,8 +33,6 @@ CAP = 64 << 20
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
 """A connection that idled longer is not used again: SGLang's server closes them after 5 s."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-LONGEST_RETRY_AFTER = 60.0
 BUSY = frozenset({429, 503})
 FAILED = frozenset({500, 502, 504})
 
@@ -47,6 +43,7 @@ class ServerFault(EngineError):
     again = False  # the same server may be asked at once
     running = False  # it may still be at work on the request
     wait = 0.0  # seconds for which it asked
+    server: tuple[int, int] | None = None  # number and generation, where it came through a router that names one
 
 
 def fault(
@@ -68,36 +65,6 @@ class Reply:
     body: bytes
 
 
-@dataclass(slots=True)
-class Tries:
-    """How often and until when something is asked again; pauses double and are drawn at random around that.
-
-    Example:
-        tries = Tries(left=3, end=time.monotonic() + 60)
-        try: ...
-        except ServerFault as error: await tries.again(error)
-    """
-
-    left: int  # after the first
-    end: float  # time.monotonic()
-    stop: asyncio.Event | None = None  # set: nobody waits any more, a pause ends at once
-    pause: float = field(default=FIRST_PAUSE)
-
-    async def again(self, error: ServerFault) -> None:
-        """Wait until the next try is due, or raise ``error``."""
-        pause = max(self.pause * random.uniform(0.5, 1.5), min(error.wait, LONGEST_RETRY_AFTER))
-        if not error.again or self.left <= 0 or time.monotonic() + pause >= self.end:
-            raise error
-        self.left -= 1
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        if self.stop is None:
-            await asyncio.sleep(pause)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self.stop.wait()
-
-
 class Transport:
     """One service's base URL and the connections to it, made when they are first needed.
 
@@ -115,7 +82,16 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
-    async def ask(self, method: str, path: str, body: bytes | None = None, *, end: float, cap: int = CAP) -> Reply:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        end: float,
+        cap: int = CAP,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
         """One try: send and read the whole answer before ``end`` (time.monotonic()), whatever its status.
 
         Raises:
@@ -127,7 +103,9 @@ class Transport:
         session = self._session or self._open()
         with _named(where):
             async with asyncio.timeout(_left(end)):
-                async with session.request(method, self.url + path, data=body, allow_redirects=False) as response:
+                async with session.request(
+                    method, self.url + path, data=body, headers=headers, allow_redirects=False
+                ) as response:
                     _fits(response.content_length or 0, cap, response, where)
                     parts, size = [], 0
                     async for part in response.content.iter_any():
@@ -137,7 +115,9 @@ class Transport:
                     whole = parts[0] if len(parts) == 1 else b"".join(parts)
                     return Reply(where, response.status, response.headers, whole)
 
-    async def events(self, path: str, body: bytes, *, end: float, cap: int = CAP) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, path: str, body: bytes, *, end: float, cap: int = CAP, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """POST and yield the data of each server-sent event, ``cap`` bytes at most.
 
         Raises:
@@ -148,7 +128,7 @@ class Transport:
         session = self._session or self._open()
         with _named(where):
             async with asyncio.timeout(_left(end)):
-                response = await session.post(self.url + path, data=body, allow_redirects=False)
+                response = await session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
         try:
             if response.status != 200:
                 with _named(where):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from faulty import BROKEN, REJECTED, TOKEN, Canned, FaultProxy
 
-from slime_core.engines.sglang import calls, client as client_module, http, seats
+from slime_core.engines.sglang import calls, client as client_module, http, seats, tries
 from slime_core.engines.sglang.address import Address
 from slime_core.engines.sglang.client import Client, ServerFault
 from slime_core.errors import EngineError
@@ -78,8 +78,8 @@ async def error_of(work, kind=EngineError):
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     """Tests do not wait for the pauses between tries."""
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.005)
-    monkeypatch.setattr(http.Tries, "__init__", _quick(http.Tries.__init__))
+    monkeypatch.setattr(tries, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(tries.Tries, "__init__", _quick(tries.Tries.__init__))
 
 
 def _quick(init):
@@ -219,6 +219,7 @@ def test_at_most_concurrency_requests_are_at_the_server_and_waiting_costs_no_dea
     clock = Clock()
     monkeypatch.setattr(calls, "time", clock)
     monkeypatch.setattr(http, "time", clock)
+    monkeypatch.setattr(tries, "time", clock)
 
     async def main():
         server = Canned()
