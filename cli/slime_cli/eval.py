@@ -40,9 +40,9 @@ def evaluate(
     model: str, words: tuple[str, ...], session: Session, at: Path | None
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Metrics by set name, and the directory that holds them."""
-    from slime_cli.settings import Settings, load_words
+    from slime_cli.settings import Settings, load_words, split_words
     from slime_core.clusters.machine import resolve_machine
-    from slime_core.config.load import split, stages
+    from slime_core.config.load import stages
     from slime_core.errors import ConfigError
     from slime_core.evaluate import evaluate as run_evaluation
     from slime_core.plugins import load_plugins
@@ -50,7 +50,7 @@ def evaluate(
 
     quiet_libraries()
     folder, own_config = find_model(model)
-    given = split([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
+    given = split_words([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
     if given.recipe is None and own_config is not None:
         given.recipe = str(own_config)
     loaded = load_words(given, session)

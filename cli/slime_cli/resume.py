@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import Session, say
-from slime_core.config.load import Words, split, stages
+from slime_core.config.load import Words, stages
 from slime_core.config.redact import REDACTED, texts_in
 from slime_core.config.tokens import Word
 from slime_core.errors import ConfigError, PluginError, StorageError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
 
 AUTO = "auto"
+SERVERS = "sglang.env."
+"""Variables of servers, by name."""
 _REFERENCE = re.compile(r"(?<!\$)\$\{")
 
 
@@ -93,15 +96,15 @@ def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
     Raises:
         ConfigError: CFG01 to CFG11, CFG09 with every key whose secret was not saved.
     """
-    from slime_cli.settings import Settings, load_words
+    from slime_cli.settings import Settings, load_words, split_words
     from slime_core.plugins import load_plugins
 
-    given = split(words)
+    given = split_words(words)
     brought: dict[str, str] = {}
     if given.recipe is None:
         given.recipe = str(path / "config.toml")
-        brought = _from_environment(RunDir(path).read_info().get("references"))
-    given.overrides[:0] = [Word(key, (value,), f"{key} of run.json") for key, value in brought.items()]
+        brought = _of_servers(path) | _from_environment(RunDir(path).read_info().get("references"))
+    given.overrides[:0] = [Word(key, (_plain(key, value),), f"{key} of run.json") for key, value in brought.items()]
     loaded = load_words(given, session, quiet=brought)
     loaded = replace(loaded, secrets=loaded.secrets | set(brought.values()))
     session.secrets = loaded.secrets
@@ -354,12 +357,30 @@ def _from_environment(saved: Any) -> dict[str, str]:
     return found
 
 
+def _of_servers(path: Path) -> dict[str, str]:
+    """Values of redacted variables of `[sglang.env]` that our own environment has: the same name, the same value."""
+    from slime_core.config.recipe import read_recipe
+
+    names = [
+        key.removeprefix(SERVERS)
+        for key, text in texts_in(read_recipe(path / "config.toml").written)
+        if key.startswith(SERVERS) and REDACTED in text
+    ]
+    return {SERVERS + name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _plain(key: str, value: str) -> str:
+    """A word that stands for exactly this text: in a table of anything ``1e5`` would be a number."""
+    return json.dumps(value) if key.startswith(SERVERS) else value
+
+
 def _refuse_redacted(data: Any, path: Path) -> None:
     """Every secret that was kept out of ``config.toml`` must have come back."""
     missing = [key for key, text in texts_in(data) if REDACTED in text]
     if missing:
         saved = RunDir(path).read_info().get("references") or {}
-        ways = [f"export {saved[key][2:-1]}=..." if key in saved else f"{key}=VALUE" for key in missing]
+        names = {key: saved[key][2:-1] if key in saved else key.removeprefix(SERVERS) for key in missing}
+        ways = [f"export {name}=..." if name != key else f"{key}=VALUE" for key, name in names.items()]
         raise ConfigError(
             f"{len(missing)} secret(s) of the run were not saved: {', '.join(missing)}",
             code="CFG09",

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from slime_cli.failure import Session, say
 from slime_core.config.load import Loaded, Words, read, split
+from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
+from slime_core.trainers.megatron import flags as megatron
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -37,17 +39,29 @@ def load_settings(words: Sequence[str], session: Session, *, complete: bool = Tr
         ConfigError: CFG01 to CFG11 and CFG15.
         PluginError: PLG50 to PLG55.
     """
-    loaded = load_words(split(words), session)
+    loaded = load_words(split_words(words), session)
     if complete:
         loaded.require_complete()
     return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
 
 
+def split_words(words: Sequence[str]) -> Words:
+    """A command line taken apart; Megatron's flags are known by name.
+
+    Raises:
+        ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
+    """
+    return split(words, megatron.kinds())
+
+
 def load_words(words: Words, session: Session, *, quiet: Collection[str] = ()) -> Loaded:
     """The config of a split command line; notices go to stderr, but for those about the keys in ``quiet``."""
-    loaded = read(find_recipe(words), words, models=option_models)
+    loaded = read(find_recipe(words), words, models=option_models, megatron=megatron.kinds())
     session.secrets = loaded.secrets
-    for notice in loaded.notices:
+    table, train = loaded.config.megatron, loaded.config.train
+    raise_all([loaded.origins.place(problem) for problem in megatron.problems(table, train=train)])
+    idle = megatron.values(table).notices if train.train_backend == "megatron" else ()
+    for notice in (*loaded.notices, *(f"notice: {text}" for text in idle)):
         if not any(key in notice for key in quiet):
             say(notice)
     return loaded

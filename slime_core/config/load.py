@@ -9,7 +9,7 @@ Every problem of a stage of this way is named at once, with its file and line or
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,19 @@ class Loaded:
         raise_all([self.origins.place(problem) for problem in rules.incomplete(self.config)])
 
 
-def load_config(recipe: Path | None, overrides: Sequence[str] = (), *, models: ModelsOf | None = None) -> Config:
+def load_config(
+    recipe: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    models: ModelsOf | None = None,
+    megatron: Mapping[str, Any] | None = None,
+) -> Config:
     """The Config of a recipe file (or of defaults) under flags such as ``["--lr", "1e-3", "train.clip_grad=0.5"]``.
 
     Raises:
         ConfigError: CFG01 to CFG11 and CFG15, each with where and the fix.
     """
-    return read(recipe, overrides, models=models).config
+    return read(recipe, overrides, models=models, megatron=megatron or {}).config
 
 
 def read(
@@ -65,7 +71,7 @@ def read(
     overrides: Sequence[str] | Words = (),
     *,
     models: ModelsOf | None = None,
-    megatron: Collection[str] = (),
+    megatron: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Loaded:
     """:func:`load_config`, with notices, secrets and the origin of every key.
@@ -74,14 +80,14 @@ def read(
         recipe: TOML file; None is defaults alone.
         overrides: words of the command line, or what :func:`split` made of them.
         models: options models of plugins by name; without it plugin tables are left to the plugin loader.
-        megatron: names of Megatron options that bare flags may mean.
+        megatron: names of Megatron options that bare flags may mean, with the types of their values.
         check: False reads an old run's config: files may be gone, backends not installed.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
     file = read_recipe(recipe) if recipe is not None else Recipe(data={})
-    words = overrides if isinstance(overrides, Words) else split(overrides)
+    words = overrides if isinstance(overrides, Words) else split(overrides, megatron)
     if words is not overrides and words.recipe is not None:
         raise ConfigError(
             f"what is '{words.recipe}'?",
@@ -90,7 +96,7 @@ def read(
             fix="write keys as --key VALUE or section.key=VALUE",
         )
     options = models(plugin_names(file.data, words)) if models is not None else {}
-    data, origins = _merge(file, words, options, megatron)
+    data, origins = _merge(file, words, options, megatron or {})
     config = _validate(data, origins, options)
     parts = _stages(config, origins, options)
     if check:
@@ -113,7 +119,7 @@ def plugin_names(data: Mapping[str, Any], words: Words) -> list[str]:
     return list(dict.fromkeys([*names, *words.plugins]))
 
 
-def _merge(file: Recipe, words: Words, options: Models, megatron: Collection[str]) -> tuple[dict[str, Any], Origins]:
+def _merge(file: Recipe, words: Words, options: Models, megatron: Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
     """Recipe tables with the flags laid over them, all local paths absolute."""
     base = file.path.parent if file.path is not None else Path.cwd()
     data = absolute_paths(file.data, base, options)

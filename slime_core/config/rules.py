@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slime_core.config import algorithm_rules, buffer_rules, debug_rules, engine_rules, sampling_rules
+from slime_core.config import (
+    algorithm_rules,
+    buffer_rules,
+    debug_rules,
+    engine_rules,
+    megatron_rules,
+    sampling_rules,
+)
 from slime_core.config.problems import Problem, conflict as _conflict
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ def conflicts(config: Config) -> list[Problem]:
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
         *engine_rules.conflicts(config),
+        *megatron_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
@@ -67,7 +75,7 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += [*buffer_rules.notices(config), *engine_rules.notices(config)]
+    found += [*buffer_rules.notices(config), *engine_rules.notices(config), *megatron_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]

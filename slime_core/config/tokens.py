@@ -10,7 +10,7 @@ which there are is not known here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,8 +61,8 @@ class Override:
     place: str  # "command line: --lr"
 
 
-def split(tokens: Sequence[str]) -> Words:
-    """Take apart what stands after `slime run`.
+def split(tokens: Sequence[str], megatron: Mapping[str, Any] | None = None) -> Words:
+    """Take apart what stands after `slime run`; ``megatron``: names of its options, with the types of their values.
 
     Raises:
         ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
@@ -73,7 +73,7 @@ def split(tokens: Sequence[str]) -> Words:
         at += 1
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token[2:].partition("=")
-            word, at = _flag(name, value if equals else None, tokens, at, keys)
+            word, at = _flag(name, value if equals else None, tokens, at, keys, megatron or {})
             words.overrides.append(word)
         elif found := _DOTTED.fullmatch(token):
             words.overrides.append(Word(_name(found[1]), (found[2],), found[1]))
@@ -90,12 +90,21 @@ def split(tokens: Sequence[str]) -> Words:
     return words
 
 
-def _flag(name: str, value: str | None, tokens: Sequence[str], at: int, keys: Mapping[str, Key]) -> tuple[Word, int]:
+def _flag(
+    name: str,
+    value: str | None,
+    tokens: Sequence[str],
+    at: int,
+    keys: Mapping[str, Key],
+    megatron: Mapping[str, Any],
+) -> tuple[Word, int]:
     plain = _name(name)
     plain = ALIASES.get(plain, plain)
     shown = f"--{name}"
     if (option := _sglang_option(plain)) and value is None:
         return _sglang_flag(option, shown, tokens, at)
+    if plain not in keys and (found := _megatron_flag(plain, shown, value, tokens, at, megatron)):
+        return found
     key = keys.get(plain.rpartition(".")[2]) if plain.count(".") < 2 and not plain.startswith(SPACES) else None
     if key is None and value is None and plain.startswith("no_"):
         following = at < len(tokens) and not _is_key(tokens[at])
@@ -145,6 +154,31 @@ def _sglang_flag(option: tuple[bool, str], shown: str, tokens: Sequence[str], at
     return Word(f"sglang.{name}", tuple(tokens[at:end]), shown, negated=negated), end
 
 
+def _megatron_flag(
+    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, megatron: Mapping[str, Any]
+) -> tuple[Word, int] | None:
+    """An option of Megatron with the words that are its value; None for any other name, and after ``=``."""
+    if value is not None or not (plain in megatron or (plain.startswith("no_") and plain[3:] in megatron)):
+        return None
+    if plain not in megatron:
+        return Word(plain[3:], (), shown, negated=True), at
+    end = at
+    if megatron[plain] is bool:
+        end += at < len(tokens) and tokens[at].lower() in ("true", "false")
+        return Word(plain, tuple(tokens[at:end]), shown), end
+    while end < len(tokens) and not _is_key(tokens[end]) and (end == at or megatron[plain] is list):
+        end += 1
+    if end > at:
+        return Word(plain, tuple(tokens[at:end]), shown), end
+    raise ConfigError(
+        f"{shown} needs a value",
+        code="CFG02",
+        where=f"command line: {shown}",
+        why=f"megatron.{plain} takes {describe(megatron[plain]) if megatron[plain] is not list else 'values'}",
+        fix=f"{shown} VALUE",
+    )
+
+
 def _is_key(token: str) -> bool:
     return token.startswith("--") or bool(_DOTTED.fullmatch(token)) or token.endswith(".toml")
 
@@ -157,12 +191,14 @@ def _name(text: str) -> str:
     return text.replace("-", "_")
 
 
-def resolve(words: Words, models: Models, megatron: Collection[str] = ()) -> tuple[list[Override], list[Problem]]:
+def resolve(
+    words: Words, models: Models, megatron: Mapping[str, Any] | None = None
+) -> tuple[list[Override], list[Problem]]:
     """Every override with its full key and typed value, and what is wrong with the others."""
     keys, overrides, problems = core_keys(), [], []
     for word in words.overrides:
         place = f"command line: {word.shown}"
-        found = _locate(word, keys, models, megatron, place)
+        found = _locate(word, keys, models, megatron or {}, place)
         if isinstance(found, Problem):
             problems.append(found)
             continue
@@ -178,7 +214,7 @@ def resolve(words: Words, models: Models, megatron: Collection[str] = ()) -> tup
 
 
 def _locate(
-    word: Word, keys: Mapping[str, Key], models: Models, megatron: Collection[str], place: str
+    word: Word, keys: Mapping[str, Key], models: Models, megatron: Mapping[str, Any], place: str
 ) -> tuple[KeyPath, Any] | Problem:
     parts = word.name.split(".")
     if len(parts) == 1:
@@ -206,7 +242,7 @@ def _locate(
 
 
 def _bare(
-    word: Word, keys: Mapping[str, Key], models: Models, megatron: Collection[str], place: str
+    word: Word, keys: Mapping[str, Key], models: Models, megatron: Mapping[str, Any], place: str
 ) -> tuple[KeyPath, Any] | Problem:
     name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
     if name in keys:
@@ -218,7 +254,7 @@ def _bare(
         if model is not None and name in model.model_fields
     ]
     if name in megatron:
-        found.append((("megatron", name), Any))
+        found.append((("megatron", name), Any if megatron[name] is list else megatron[name]))
     if len(found) == 1:
         return found[0]
     if found:

@@ -140,7 +140,7 @@ def _problem(flag: Flag, value: Any, train: TrainSection | None) -> Problem | No
     if not _is(value, flag.kind):
         why = f"it is {kind_of(value)}, and {flag.name} takes {KINDS[flag.kind]}"
         return _of(flag.name, "CFG02", f"{shown} has the wrong type", why, f"give {KINDS[flag.kind]}")
-    if flag.name == "bf16" and train is not None and value != (train.dtype == "bfloat16"):
+    if flag.name == "bf16" and train is not None and train.dtype != "auto" and value != (train.dtype == "bfloat16"):
         why = f"train.dtype is {train.dtype}, and it alone says what is computed in"
         return _of(flag.name, "CFG04", shown, why, "leave --bf16 out, or --dtype bfloat16")
     wrong = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one not in flag.choices]

@@ -113,7 +113,7 @@ def settings(
         layout=layout,
         sizes=sizes,
         mla=mla,
-        transformer=_ordered(_defaults(device, sizes) | of_config | asked.transformer | fixed),
+        transformer=_ordered(_defaults(device, sizes, train) | of_config | asked.transformer | fixed),
         model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
         ddp=_ordered(_ddp_defaults() | asked.ddp),
         optimizer=_ordered(_optimizer_defaults() | asked.optimizer | _of_train(train)),
@@ -133,7 +133,7 @@ def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
     return layout.tp > 1 if asked is None else bool(asked) and layout.tp > 1
 
 
-def _defaults(device: str, sizes: Sizes) -> dict[str, Any]:
+def _defaults(device: str, sizes: Sizes, train: TrainSection) -> dict[str, Any]:
     """What a flag or the bridge may say otherwise."""
     gpu = device == "cuda"
     engine = gpu and _installed("transformer_engine")
@@ -145,6 +145,8 @@ def _defaults(device: str, sizes: Sizes) -> dict[str, Any]:
         "transformer_impl": "transformer_engine" if engine else "local",
         "deallocate_pipeline_outputs": gpu,
     }
+    if train.gradient_checkpointing:
+        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if sizes.experts:
         found |= {
             "moe_token_dispatcher_type": "alltoall",

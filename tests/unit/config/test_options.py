@@ -34,7 +34,7 @@ def models(names):
     return {name: MODELS[name] for name in names}
 
 
-def load(path, *flags, megatron=()):
+def load(path, *flags, megatron=None):
     return read(path, flags, models=models, megatron=megatron)
 
 
@@ -80,13 +80,13 @@ def test_a_bare_flag_that_two_plugins_know_names_both_full_keys(recipe):
 
 def test_a_bare_flag_that_a_plugin_and_megatron_know_names_both_full_keys(recipe):
     with pytest.raises(ConfigError) as caught:
-        load(recipe("plugins = ['calc']\n"), "--gamma", "0.9", megatron={"gamma"})
+        load(recipe("plugins = ['calc']\n"), "--gamma", "0.9", megatron={"gamma": float})
     assert "plugin.calc.gamma or megatron.gamma" in caught.value.what
     assert "megatron.gamma=0.9" in caught.value.fix
 
 
 def test_a_bare_flag_that_only_megatron_knows_goes_there(recipe):
-    config = load(recipe(), "--num-layers", "4", megatron={"num_layers"}).config
+    config = load(recipe(), "--num-layers", "4", megatron={"num_layers": int}).config
     assert config.megatron == {"num_layers": 4}
 
 
