@@ -14,6 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime_core.engines.sglang.fleet import Fleet, ServerMode, Settings
+from slime_core.engines.sglang.gateway_router import GatewayRouter
 from slime_core.engines.sglang.requests import Requests
 from slime_core.engines.sglang.router import Lane, Middleware, Router, chained
 from slime_core.engines.sglang.weights import Weights
@@ -24,6 +25,7 @@ from slime_core.types import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.sglang.gateway import Gateway
     from slime_core.engines.sglang.server import Server
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Completion, WeightUpdate
@@ -38,6 +40,8 @@ IDLE = 60.0  # seconds until a server has nothing left of requests that were rec
 
 class SglangEngine:
     """Implements `protocols.Engine`; ``fleet`` is what whoever watches its servers, or publishes again, talks to.
+
+    With ``gateway``, which runs, SGLang's router chooses the server of a request, else slime's.
 
     Example:
         engine = SglangEngine(servers, Settings(...), weights=Weights(...), tokenizer=tokenizer)
@@ -56,9 +60,10 @@ class SglangEngine:
         weights: Weights,
         tokenizer: Any = None,
         middleware: Sequence[Middleware] = (),
+        gateway: Gateway | None = None,
     ) -> None:
         self.epoch, self.abilities = settings.epoch, settings.abilities
-        self.router = Router()
+        self.router = Router() if gateway is None else self._behind(gateway, settings)
         self.fleet = Fleet(servers, settings, weights=weights, tokenizer=tokenizer, router=self.router)
         self.requests = Requests(
             self.router,
@@ -74,6 +79,14 @@ class SglangEngine:
         self._hold: ExitStack | None = None  # the watch expects no progress
         self._released: set[str] = set()
         self._scores = 0
+
+    def _behind(self, gateway: Gateway, settings: Settings) -> GatewayRouter:
+        return GatewayRouter(
+            gateway,
+            connect=lambda address, **more: self.fleet.connect(address, **more),
+            room=settings.concurrency,
+            gone=lambda error: self.fleet.lost(error),
+        )
 
     @property
     def version(self) -> int:

@@ -7,7 +7,7 @@ bring_up: restarted -> weights of the others (the trainer publishes once more, o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.engines.sglang.bodies import NO_TOKENIZER
 from slime_core.engines.sglang.client import Client
+from slime_core.engines.sglang.gateway_client import GatewayClient
 from slime_core.engines.sglang.router import Lane, Router
 from slime_core.engines.sglang.vocabulary import check_vocabulary
 from slime_core.engines.sglang.weights import Weights, told
@@ -23,6 +24,7 @@ from slime_core.protocols import Ability
 from slime_core.weights.canary import compare, merged
 
 if TYPE_CHECKING:
+    from slime_core.engines.sglang.address import Address
     from slime_core.engines.sglang.health import Watch
     from slime_core.engines.sglang.server import Server
     from slime_core.transfer import Check as WeightCheck, Held, WeightRoute
@@ -49,11 +51,12 @@ class Settings:
     concurrency: int = 512  # requests in flight a server
     timeout: float = 1800.0  # seconds of one request
     retries: int = 3
+    scores: bool = True  # its servers take a prompt without a token to make
 
     @property
     def abilities(self) -> frozenset[Ability]:
         """See `protocols.Ability`."""
-        found: set[Ability] = {"score"}
+        found: set[Ability] = {"score"} if self.scores else set()
         if self.deterministic:
             found.add("per_sample_seed")
         if self.memory_saver:
@@ -104,7 +107,7 @@ class Fleet:
         self.version = self.newest = version
         for lane in lanes:
             lane.version = version
-            self.router.admit(lane)
+        await asyncio.gather(*(self.router.join(lane) for lane in lanes))
 
     async def close(self) -> None:
         """Fail what waits with ENG84 and close all connections."""
@@ -112,7 +115,7 @@ class Fleet:
             self.over = EngineError("the engine was closed", code="ENG84")
         self.router.lost(self.over)
         closing = [lane.client.close() for lane in self._lanes.values()]
-        await asyncio.gather(*closing, *self._closing, *self._doubts.values())
+        await asyncio.gather(*closing, self.router.close(), *self._closing, *self._doubts.values())
 
     def require_open(self) -> None:
         """Raise what :meth:`lost` was told, or ENG84 after :meth:`close`."""
@@ -193,6 +196,8 @@ class Fleet:
         lane = self._lanes.get(number)
         if lane is None:
             return [(0, 0)]
+        if self.router.shared is not None:
+            return [(self.router.shared, 0)]
         if lane.ranks > 1:
             return list(zip(lane.by_rank, lane.came, strict=True))
         seen = lane.client.progress
@@ -200,7 +205,7 @@ class Fleet:
 
     def fence(self, number: int, error: EngineError) -> None:
         """See `health.Engine`: its requests go to other servers with what they have."""
-        lane = self.router.fence(number, error)
+        lane = self.router.fence(number, error, dying=self._servers[number].owned)
         if lane is not None:
             task = asyncio.get_running_loop().create_task(lane.client.close())
             self._closing.add(task)
@@ -235,7 +240,7 @@ class Fleet:
             else:
                 await self._fill(lane, update, fresh)
             self.require_open()
-            self.router.admit(lane)
+            await self.router.join(lane)
             return True
 
     async def _published(self, lane: Lane) -> Fresh | None:
@@ -273,17 +278,7 @@ class Fleet:
         """A lane to a server that is ready; raises TOK40 where its token ids are not the model's."""
         server, settings = self._servers[number], self.settings
         facts = server.facts
-        client = Client(
-            server.address,
-            vocab_size=settings.vocab_size,
-            context_len=settings.context_len,
-            features=settings.features | ({NO_TOKENIZER} if facts.get(NO_TOKENIZER) else frozenset()),
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            epoch=settings.epoch,
-            tokenizer=(lambda: self._tokenizer) if self._tokenizer is not None else None,
-        )
+        client = Client(server.address, concurrency=settings.concurrency, **self._words(facts))
         try:
             await check_vocabulary(client, facts, vocab_size=settings.vocab_size, tokenizer=self._tokenizer)
         except BaseException:
@@ -298,6 +293,25 @@ class Fleet:
             facts=facts,
         )
         return lane
+
+    def _words(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What clients of this engine have in common."""
+        settings = self.settings
+        return {
+            "vocab_size": settings.vocab_size,
+            "context_len": settings.context_len,
+            "features": settings.features | ({NO_TOKENIZER} if facts.get(NO_TOKENIZER) else frozenset()),
+            "timeout": settings.timeout,
+            "retries": settings.retries,
+            "epoch": settings.epoch,
+            "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
+        }
+
+    def connect(self, address: Address, **more: Any) -> GatewayClient:
+        """A client of SGLang's router before these servers; ``more`` as `GatewayClient` has it."""
+        facts = next((server.facts for server in self._servers.values()), {})
+        room = self.settings.concurrency * len(self._servers)
+        return GatewayClient(address, concurrency=room, **self._words(facts), **more)
 
     async def each(self, lanes: Sequence[Lane], call: Callable[[Lane], Awaitable[Any]]) -> list[EngineError]:
         """Call all lanes at once. Those that fail are fenced, with the errors as the answer; others' errors rise."""
@@ -316,8 +330,9 @@ class Fleet:
 
         One broken connection says little: a busy machine, or whatever stands between, breaks them too.
         """
-        if error.code not in BROKEN or not await self._answers(lane):
-            self.give_up(lane, error)
+        found = self.router.culprit(lane, error)
+        if found is not None and (error.code not in BROKEN or not await self._answers(found)):
+            self.give_up(found, error)
 
     async def _answers(self, lane: Lane) -> bool:
         """Whether a server lives, asked once by all whose connections broke."""

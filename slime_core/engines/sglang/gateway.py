@@ -62,7 +62,7 @@ class Keeper(Protocol):
         """It serves at this address and knows all servers."""
         ...
 
-    def lost(self, error: EngineError) -> None:
+    def ended(self, error: EngineError) -> None:
         """It will not come back: every request, waiting or new, fails with ``error``."""
         ...
 
@@ -176,7 +176,7 @@ class Gateway:
         While the router is down this waits.
 
         Raises:
-            EngineError: ENG69 it did not meet the server in time; what :meth:`Keeper.lost` was told.
+            EngineError: ENG69 it did not meet the server in time; what :meth:`Keeper.ended` was told.
         """
         await self.remove(number)
         self._workers[number] = worker
@@ -365,4 +365,4 @@ class Gateway:
         self._error = error
         self._serving.set()
         if self.keeper is not None:
-            self.keeper.lost(error)
+            self.keeper.ended(error)

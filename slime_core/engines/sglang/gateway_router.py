@@ -31,15 +31,14 @@ BROKEN = frozenset({"ENG69", "ENG77"})
 class GatewayRouter(Router):
     """See the module; also `gateway.Keeper` of its gateway.
 
-    ``connect`` makes the client of an address of the gateway, with the servers' clients and whose address is whose.
-    ``gone`` is told when the gateway will not come back.
+    ``connect`` makes a client of the gateway's address; ``gone`` is told when the gateway will not come back.
     """
 
     def __init__(
         self,
         gateway: Gateway,
         *,
-        connect: Callable[[Address, Callable[[], Sequence[Client]], dict[str, LaneKey]], GatewayClient],
+        connect: Callable[..., GatewayClient],
         room: int,
         gone: Callable[[EngineError], None],
     ) -> None:
@@ -51,10 +50,9 @@ class GatewayRouter(Router):
         self._born = 0
         self._gate: Lane | None = None
         gateway.keeper = self
-        self.up(gateway.address)
 
     @property
-    def shared(self) -> int | None:
+    def shared(self) -> int:
         """See `Router`."""
         return self._gate.in_flight if self._gate is not None else 0
 
@@ -69,6 +67,8 @@ class GatewayRouter(Router):
         await self._gateway.add(
             lane.number, Worker(url=address.url, token=address.token, kind=kind, bootstrap_port=port)
         )
+        if not self._born:
+            self.up(self._gateway.address)
         self.admit(lane)
 
     def fence(self, number: int, error: EngineError, *, dying: bool = True) -> Lane | None:
@@ -120,14 +120,16 @@ class GatewayRouter(Router):
     def up(self, address: Address) -> None:
         """See `gateway.Keeper`."""
         self._born += 1
-        client = self._connect(address, lambda: [lane.client for lane in self.lanes], self._keys)
+        client = self._connect(address, peers=self._peers, servers=self._keys)
         self._gate = Lane(client=client, number=NUMBER, room=self._room, generation=self._born)
         self._seat()
 
-    def lost(self, error: EngineError) -> None:
-        """See `Router`; the gateway says it too."""
-        super().lost(error)
+    def ended(self, error: EngineError) -> None:
+        """See `gateway.Keeper`."""
         self._gone(error)
+
+    def _peers(self) -> Sequence[Client]:
+        return [lane.client for lane in self.lanes]
 
     async def close(self) -> None:
         """See `Router`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self
 
@@ -52,6 +52,8 @@ class Engine(Protocol):
 class Watch:
     """Looks at every server, each in a task of its own; enter it once all are ready and have their weights.
 
+    ``needed`` are sets of servers of each of which one at least must be left, whatever ``min_healthy`` says.
+
     Example:
         async with Watch(servers, engine, Limits(interval=5.0)) as watch:
             watch.report(1, error)  # the engine found a fault by itself
@@ -66,7 +68,9 @@ class Watch:
         limits: Limits,
         *,
         note: Callable[[str], None] = lambda text: None,
+        needed: Collection[Collection[int]] = (),
     ) -> None:
+        self._needed = needed
         self._servers = {server.address.number: server for server in servers}
         self._wards = {number: Ward(limits.max_restarts) for number in self._servers}
         self._engine, self._limits, self._note = engine, limits, note
@@ -171,12 +175,15 @@ class Watch:
     async def _look(self, number: int, http: Transport) -> Look:
         ranks = tuple(self._engine.progress(number))
         held: tuple[int, ...] = ()
+        running: int | None = None
         refused = False
         try:
             reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + self._limits.ask)
-            held = _held(reply.body) if reply.status == 200 else ()
+            held, running = _held(reply.body) if reply.status == 200 else ((), None)
         except ServerFault as error:
             refused = error.code == "ENG69"
+        if self._limits.told and running is not None:  # of those in flight anywhere, as many as it says it has
+            ranks = ((min(ranks[0][0], running), ranks[0][1]),)
         return Look(at=time.monotonic(), ranks=ranks, held=held, refused=refused, expected=not self._paused)
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
@@ -239,12 +246,17 @@ class Watch:
         server, ward = self._servers[number], self._wards[number]
         self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
         left = sum(ward.usable for ward in self._wards.values())
-        if left >= self._limits.min_healthy:
+        bare = [kind for kind in self._needed if not any(self._wards[each].usable for each in kind)]
+        if left >= self._limits.min_healthy and not bare:
             return
         self._lose(
             EngineError(
-                f"{left} of {len(self._wards)} SGLang servers are left, and rollout.min_healthy_engines is "
-                f"{self._limits.min_healthy}",
+                f"{left} of {len(self._wards)} SGLang servers are left, "
+                + (
+                    f"none of {sorted(bare[0])}, without which the others serve nothing"
+                    if bare
+                    else f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
+                ),
                 code="ENG89" if ward.restarts else "ENG84",
                 where=str(server.log or server.address.url),
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
@@ -264,10 +276,12 @@ class Watch:
         self._changed = asyncio.Event()
 
 
-def _held(body: bytes) -> tuple[int, ...]:
-    """Tokens that the server holds, by data-parallel rank; empty where the answer is not /v1/loads' own."""
+def _held(body: bytes) -> tuple[tuple[int, ...], int | None]:
+    """Tokens that the server holds, by data-parallel rank, and its requests; nothing where it does not say."""
     try:
-        loads = sorted(json.loads(body)["loads"], key=lambda load: int(load.get("dp_rank") or 0))
-        return tuple(int(load["num_used_tokens"]) for load in loads)
+        loads = json.loads(body)["loads"]
+        held = tuple(int(load["num_used_tokens"]) for load in loads)
+        counts = [load.get(name) for load in loads for name in ("num_running_reqs", "num_waiting_reqs")]
     except (ValueError, TypeError, KeyError, AttributeError):
-        return ()
+        return (), None
+    return held, None if None in counts else sum(map(int, counts))

@@ -29,6 +29,7 @@ class Limits:
     start_timeout: float = 900.0  # rollout_start_timeout
     max_restarts: int = 3  # rollout_max_restarts
     min_healthy: int = 1  # min_healthy_engines
+    told: bool = False  # a server says how many requests it has; who sends them does not know
 
     @property
     def ask(self) -> float:

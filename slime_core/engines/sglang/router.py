@@ -139,12 +139,31 @@ class Router:
         self._lanes[lane.number] = lane
         self._seat()
 
-    def fence(self, number: int, error: EngineError) -> Lane | None:
-        """Choose this server no more, until it is admitted again; the answer is its lane where it had one."""
+    async def join(self, lane: Lane) -> None:
+        """:meth:`admit`, once whoever else chooses servers knows this one."""
+        self.admit(lane)
+
+    def fence(self, number: int, error: EngineError, *, dying: bool = True) -> Lane | None:
+        """Choose this server no more, until it is admitted again; the answer is its lane where it had one.
+
+        ``dying`` says that its processes end, so that requests there fail without being asked to.
+        """
         lane = self._lanes.pop(number, None)
         if lane is not None:
             lane.fenced = error
         return lane
+
+    def culprit(self, lane: Lane, error: EngineError) -> Lane | None:
+        """The server whose fault an error is that came by ``lane``; None where that is nobody's, or not known."""
+        return lane
+
+    @property
+    def shared(self) -> int | None:
+        """Requests in flight on all servers, where it is not known which one has which; else None."""
+        return None
+
+    async def close(self) -> None:
+        """Close what is no server's."""
 
     def hold(self) -> None:
         """Give no places until :meth:`go`."""
