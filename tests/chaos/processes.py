@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from forked import Zygote
+
 from slime_core.testing.audit import audit
 from slime_core.testing.chaos import left_behind, tail
 
@@ -138,36 +140,6 @@ class Work:
         found = audit(self.folder / name)
         assert found.wrong == []
         return found
-
-
-class Zygote:
-    """See `zygote.py`. A context manager."""
-
-    def __enter__(self) -> Self:
-        command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        assert self._read() == {"threads": 1}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def ask(self, **request: Any) -> Any:
-        """One child; the answer says how it ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the zygote ended with {self._process.wait()}")
-        return json.loads(line)
 
 
 def killed_at(work: Work, name: str, point: str, nth: int) -> bool:

@@ -1,7 +1,7 @@
 """Real `slime run` processes with torch, killed at every durable boundary and at random: the same `final/`, always.
 
 Cases 123 and 124 of the list of failures. What belongs to `make test` forks its processes from one that has imported
-torch (`zygote.py`); the nightly tests start each as a user does.
+torch (`tests/forking`); the nightly tests start each as a user does.
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 import pytest
-from processes import Work, Zygote, killed_at, killed_at_random
+from processes import Work, killed_at, killed_at_random
 
 from slime_core.failpoints import NAMES
 from slime_core.testing.audit import differences
@@ -44,12 +44,6 @@ class Place:
         """The run ended as the one that was left alone did."""
         ignored = AHEAD if self.work.recipe == "lockstep" else ()
         assert differences(self.alone, self.work.judged(name), ignored) == []
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -83,8 +83,8 @@ def test_the_new_plugins_own_tests_pass(site):
 
 
 @pytest.mark.system
-def test_the_new_plugin_trains_as_it_is(slime, site, tmp_path):
-    done = slime(
+def test_the_new_plugin_trains_as_it_is(forked_slime, site, tmp_path):
+    done = forked_slime(
         *("run", "--plugin", "geo", "--num-rollout", "12", "--cpu-threads", "1", "--run-dir", "out", "--json"),
         path=[site / "site"],
         cwd=tmp_path,

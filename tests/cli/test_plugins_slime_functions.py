@@ -48,7 +48,7 @@ def work(tmp_path):
     return tmp_path
 
 
-def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
+def test_functions_around_every_part_of_a_step_train_and_repeat(forked_slime, work):
     flags = {
         "custom-generate-function-path": f"{SHAPES}/tool_shape.py:generate",
         "custom-rm-path": "own.py:judge",
@@ -63,7 +63,7 @@ def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
     }
     steps = []
     for name in ("one", "two"):
-        done = slime(
+        done = forked_slime(
             *("run", "--hf-checkpoint", "model", "--prompt-data", "my.jsonl", "--input-key", "question"),
             *(
                 "--label-key",
@@ -91,9 +91,9 @@ def test_functions_around_every_part_of_a_step_train_and_repeat(slime, work):
     assert weights[0] != (work / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_generate_function_that_raises_stops_the_run_with_its_line(slime, work):
+def test_a_generate_function_that_raises_stops_the_run_with_its_line(forked_slime, work):
     (work / "bad.py").write_text("async def generate(args, sample, sampling_params):\n    return sample.nothing\n")
-    done = slime(
+    done = forked_slime(
         *("run", "--hf-checkpoint", "model", "--prompt-data", "my.jsonl", "--input-key", "question"),
         *(
             "--custom-generate-function-path",

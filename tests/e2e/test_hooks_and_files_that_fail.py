@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -46,30 +47,31 @@ def reward(args, sample, **kwargs):
 """
 
 
-def slime(cwd, *args):
-    """`slime ARGS` in a folder."""
+def alone(*args, cwd):
+    """`slime ARGS` in a folder, as a user starts it: how the process exits is its own."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
     program = [sys.executable, "-m", "slime_cli.main", *map(str, args)]
     return subprocess.run(program, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
+def train(tmp_path_factory, zygote):
     """Run in a folder of its own with the data and a reward: twelve rollouts in three steps."""
+    forked = partial(zygote.slime, tmp_path_factory.mktemp("said"))
     model = tiny_model(tmp_path_factory.mktemp("model") / "model")
     rows = [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(5)]
 
-    def run(source, *flags):
+    def run(source, *flags, slime=forked):
         cwd = tmp_path_factory.mktemp("run")
         (cwd / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (cwd / "my_reward.py").write_text(source)
         done = slime(
-            cwd,
             *("run", "--hf-checkpoint", model, "--prompt-data", "my.jsonl", "--custom-rm-path", "my_reward.py:reward"),
             *("--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lr", "1e-3"),
             *("--rollout-max-response-len", "4", "--save-interval", "1", "--cpu-threads", "1", "--seed", "3"),
             *("--rollout-shuffle", "--label-key", "label", "--skip-eval-before-train", "--run-dir", "run"),
             *flags,
+            cwd=cwd,
         )
         return cwd, done
 
@@ -95,7 +97,7 @@ def states(cwd):
 
 def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
     """Case 60: whatever the policy, in a real process."""
-    cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop")
+    cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop", slime=alone)
     assert done.returncode == 4, done.stderr
     assert "error PLG60  custom_rm_path.slime_reward did not answer in 1 s for prompt 'main/" in done.stderr
     assert "in reward" in done.stderr
@@ -112,7 +114,7 @@ def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_pr
     ],
 )
 def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
-    train, whole, harm, code, told
+    forked_slime, train, whole, harm, code, told
 ):
     """Cases 37 and 62: nothing is lost or done twice."""
     cwd, done = train(REWARD.format(harm=HARM[harm], nth=6))
@@ -121,7 +123,7 @@ def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_re
     if told:
         assert "error DAT37" in done.stderr
         (cwd / "away").rename(cwd / "my.jsonl")
-    again = slime(cwd, "run", "--resume", "run")
+    again = forked_slime("run", "--resume", "run", cwd=cwd)
     assert again.returncode == 0, again.stderr
     assert weights(cwd) == weights(whole)
     assert states(cwd) == states(whole)

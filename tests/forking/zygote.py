@@ -1,10 +1,13 @@
 """A process that has imported torch and the command line, never ran either, and forks one child a request.
 
-    {"args": [...], "cwd": "...", "log": "...", "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
+    {"args": [...], "cwd": "...", "log": "...", "env": {...}, "path": [...], "out": "...", "hung": 60,
+     "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
     -> {"code": -9, "seconds": 0.8, "left": []}
 
-The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports. ``seconds`` kills
-it then, ``names`` gets how often it came to each failpoint.
+The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports. Its stderr is
+``log``, its stdout too where ``out`` names no other file; ``env`` and ``path`` are variables and folders to import
+from beside those of this process. ``seconds`` kills it then, after ``hung`` seconds it hangs, ``names`` gets how often
+it came to each failpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,14 +41,17 @@ def import_all() -> None:
     import torch
     import torch.distributed
     import transformers
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
 
     import slime_cli.main
     import slime_cli.run
     import slime_core.clusters.local
     import slime_core.loop
+    import slime_core.trainers.fsdp
 
-    del torch, transformers, modeling_qwen3, slime_cli, slime_core
+    del torch, transformers, modeling_llama, modeling_qwen2, modeling_qwen3, slime_cli, slime_core
 
 
 def child(request: dict[str, Any]) -> None:
@@ -53,12 +60,19 @@ def child(request: dict[str, Any]) -> None:
     from slime_core import failpoints
 
     os.chdir(request["cwd"])
+    os.environ.update(request.get("env", {}))
+    sys.path[:0] = request.get("path", [])
     recorder = Recorder()
     failpoints.arm(request.get("failpoint", ""))
     if request.get("names"):
         failpoints._armed = recorder  # type: ignore[assignment]
     try:
-        code = main(request["args"])
+        if request.get("out"):
+            with open(request["out"], "w", encoding="utf-8") as out, redirect_stdout(out):
+                os.dup2(out.fileno(), 1)
+                code = main(request["args"])
+        else:
+            code = main(request["args"])
     finally:
         if request.get("names"):
             Path(request["names"]).write_text(json.dumps(recorder.seen))
@@ -67,15 +81,22 @@ def child(request: dict[str, Any]) -> None:
 
 def serve() -> None:
     import_all()
-    from slime_core.testing.chaos import Kill, run_child
+    from slime_core.testing.chaos import HUNG_SECONDS, Kill, run_child
 
     print(json.dumps({"threads": len(os.listdir("/proc/self/task"))}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         kill = Kill(seconds=request["seconds"]) if request.get("seconds") else None
-        ended = run_child(lambda request=request: child(request), log=Path(request["log"]), kill=kill)  # type: ignore[misc]
+        ended = run_child(
+            lambda request=request: child(request),  # type: ignore[misc]
+            log=Path(request["log"]),
+            kill=kill,
+            hung=request.get("hung", HUNG_SECONDS),
+        )
         print(json.dumps(asdict(ended)), flush=True)
 
 
 if __name__ == "__main__":
-    serve()
+    with suppress(KeyboardInterrupt):
+        serve()
+    os._exit(0)  # nothing is left to do for what was imported

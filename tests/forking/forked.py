@@ -1,0 +1,57 @@
+"""The other end of `zygote.py`: commands that begin where their imports have ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+
+class Zygote:
+    """See `zygote.py`. A context manager."""
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        try:
+            assert self._read() == {"threads": 1}
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def ask(self, **request: Any) -> Any:
+        """One child; the answer says how it ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        return self._read()
+
+    def slime(
+        self, folder: Path, *args: object, cwd: Path, path: tuple[object, ...] = (), hung: float = 120, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """`slime ARGS` as `subprocess.run` answers it; ``folder`` is for its output. No process of it may be left."""
+        out, err = folder / "out.txt", folder / "err.txt"
+        err.write_text("")
+        words = [str(arg) for arg in args]
+        ended = self.ask(
+            args=words, cwd=str(cwd), log=str(err), out=str(out), hung=hung, path=[str(place) for place in path],
+            env={"COLUMNS": "160", **env},
+        )  # fmt: skip
+        assert ended["left"] == [], f"processes {ended['left']} outlived `slime {' '.join(words)}`"
+        return subprocess.CompletedProcess(words, ended["code"], out.read_text(), err.read_text())
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the zygote ended with {self._process.wait()}")
+        return json.loads(line)
