@@ -23,8 +23,8 @@ from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
+from slime_core.trainers.checks import open_model
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.trainers.fsdp.checks import open_model
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ async def _trainer(
     cluster = config.cluster
     world = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if config.rollout.debug_rollout_only:
-        return IdleTrainer(config, folder, thread)
+        return IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
     if world == 1:
         errors = run_dir / "errors"
         return FsdpTrainer(config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch)

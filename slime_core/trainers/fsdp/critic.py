@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks
+from slime_core.trainers import checks
 from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.passes import Sums, on_device
-from slime_core.trainers.fsdp.schedule import Schedule
+from slime_core.trainers.fsdp.passes import on_device
 from slime_core.trainers.fsdp.sharding import reshard, shard
 from slime_core.trainers.fsdp.values import ValueModel, build_values
+from slime_core.trainers.schedule import Schedule
+from slime_core.trainers.share import Sums
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks
+from slime_core.trainers import checks
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.sharding import own_part, shard
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.trainers.fsdp.optimizer import AdamW, clip, global_norm
-from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import local
+from slime_core.trainers.schedule import Schedule
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.policy import Policy

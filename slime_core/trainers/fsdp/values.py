@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks
+from slime_core.trainers import checks
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.weights import build
 from slime_core.weights.shards import Shards

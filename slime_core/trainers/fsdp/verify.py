@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from slime_core.algo.aggregate import token_weights
-from slime_core.trainers.fsdp.passes import Sums
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.pack import split_rollouts
 from slime_core.trainers.prepare import prepared
+from slime_core.trainers.share import Sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,21 +12,23 @@ import torch.distributed as dist
 
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp import checks, files, frozen, saving
+from slime_core.trainers import checks
+from slime_core.trainers.fsdp import files, frozen, saving
 from slime_core.trainers.fsdp.critic import Critic, explained_variance
 from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.trainers.fsdp.frozen import Frozen
 from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.passes import Sums, backward, forward
+from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.publishing import Publisher
-from slime_core.trainers.fsdp.schedule import Schedule
 from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
 from slime_core.trainers.fsdp.short import told_of_memory
 from slime_core.trainers.fsdp.staging import Staging
-from slime_core.trainers.fsdp.steps import Guard, Outcome, summary
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
+from slime_core.trainers.schedule import Schedule
+from slime_core.trainers.share import Sums
+from slime_core.trainers.steps import Guard, Outcome, summary
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -33,7 +33,7 @@ def run(folder, out, thread, rank, world):
         error = f"{raised.code} {raised.where}"
     staged = thread.call(worker.publish, 6, WeightRoute(transport="tensor", dtype="bfloat16"))
     if rank == 0:
-        views = worker.publisher._senders["tensor"]._staging.views
+        views = worker.publisher._senders.made["tensor"]._staging.views
         save_file({name: view.clone() for name, view in views.items()}, str(out / "staged.safetensors"))
     answers = {"disk": update.handle, "error": error, "tensor": staged.handle and len(staged.handle["buckets"])}
     (out / f"answers-{rank}.json").write_text(json.dumps(answers))

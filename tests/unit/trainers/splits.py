@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from slime_core.trainers.fsdp.passes import Sums
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.prepare import prepared
+from slime_core.trainers.share import Sums
 from slime_core.types import Batch
 
 SETTINGS = {

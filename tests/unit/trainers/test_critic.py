@@ -67,7 +67,7 @@ def reference_values(one, batch, params):
 
 def critic_gradient(one, batch):
     def compute():
-        from slime_core.trainers.fsdp.passes import Sums
+        from slime_core.trainers.share import Sums
 
         worker = one.worker
         sums = Sums(batch.response_offsets, torch.device("cpu"))

@@ -10,8 +10,8 @@ import trainer_bench as made
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.batch import make_batch
-from slime_core.trainers.fsdp.checks import parts_of
-from slime_core.trainers.fsdp.steps import FILE, Guard, Outcome, summary
+from slime_core.trainers.checks import parts_of
+from slime_core.trainers.steps import FILE, Guard, Outcome, summary
 from slime_core.types import Status
 
 pytestmark = pytest.mark.unit

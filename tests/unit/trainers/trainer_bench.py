@@ -95,8 +95,9 @@ class Bench:
         return self.thread.call(self._gradient, batch, step)
 
     def _gradient(self, batch, step):
-        from slime_core.trainers.fsdp.passes import Sums, backward
+        from slime_core.trainers.fsdp.passes import backward
         from slime_core.trainers.fsdp.sharding import local
+        from slime_core.trainers.share import Sums
 
         sums = Sums(batch.response_offsets, torch.device("cpu"))
         for micro in self.worker._pack(batch)[step]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slime_core.trainers.fsdp.checks import ids_of, not_finite
+from slime_core.trainers.checks import ids_of, not_finite
 
 if TYPE_CHECKING:
     from slime_core.types import Batch

@@ -1,0 +1,108 @@
+"""A micro-batch's share of an optimizer step's loss, and the sums that a step reports over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from slime_core.errors import TrainerError
+
+if TYPE_CHECKING:
+    from slime_core.protocols import Loss
+    from slime_core.types import MicroBatch
+
+
+@dataclass(slots=True)
+class Sums:
+    """Weighted sums of one optimizer step, over micro-batches and then ranks."""
+
+    response_offsets: NDArray[np.int64]  # of the Batch, S + 1
+    device: torch.device
+    totals: dict[str, float] = field(default_factory=dict)
+    bad: set[int] = field(default_factory=set)  # samples whose loss is not finite
+
+    def add(self, values: dict[str, torch.Tensor]) -> None:
+        """Add one micro-batch's sums."""
+        numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
+        for name, number in zip(values, numbers):
+            self.totals[name] = self.totals.get(name, 0.0) + number
+
+    def blame(self, values: torch.Tensor, counts: torch.Tensor, response: NDArray[np.int64], packed: Any) -> None:
+        """Note the samples that own tokens with a loss that is not finite; all of a pack where its sum alone is not.
+
+        Args:
+            values: losses of tokens
+            counts: bool, where they enter the loss
+            response: where the tokens lie in the Batch's columns
+            packed: samples of the pack
+        """
+        bad = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
+        owners = np.searchsorted(self.response_offsets, response[bad], side="right") - 1
+        self.bad.update(map(int, owners if len(bad) else packed))
+
+    def reduce_scalar(self, value: float, world: int) -> float:
+        """The sum over ranks of one number."""
+        if world == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def finish(self, world: int) -> tuple[dict[str, float], list[int]]:
+        """Totals over all ranks, and the samples of any rank whose loss is not finite."""
+        if world == 1:
+            return dict(self.totals), sorted(self.bad)
+        names = sorted(self.totals)
+        flags = [float(i in self.bad) for i in range(len(self.response_offsets) - 1)]
+        row = torch.tensor([*(self.totals[n] for n in names), *flags], dtype=torch.float64, device=self.device)
+        dist.all_reduce(row)
+        numbers = row.tolist()
+        bad = [i for i, flag in enumerate(numbers[len(names) :]) if flag]
+        return dict(zip(names, numbers)), bad
+
+
+class Share:
+    """A micro-batch's share of the loss, on its response ``rows``, asked for whole or in blocks of them."""
+
+    def __init__(
+        self, loss: Loss, train: Any, micro: MicroBatch, rows: NDArray[np.int64], device: torch.device
+    ) -> None:
+        self.loss, self.train, self.micro, self.rows = loss, train, micro, rows
+        self.columns = {name: on(values[rows], device) for name, values in micro.columns.items()}
+        self.weight = on(micro.weight[rows], device)
+        self.seen: dict[str, torch.Tensor] = {}  # weighted sums of metrics
+        self.values: list[torch.Tensor] = []  # of the rows, block after block
+
+    def __call__(self, part: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        """The sum of weighted losses of the rows ``part``."""
+        columns = {name: values[part] for name, values in self.columns.items()}
+        values, metrics = self.loss.fn(log_probs, entropy, columns, self.train)
+        if values.shape != log_probs.shape or not values.requires_grad:
+            raise TrainerError(
+                f"the loss '{self.loss.name}' gave shape {tuple(values.shape)} for {len(log_probs)} tokens"
+                if values.shape != log_probs.shape
+                else f"the loss '{self.loss.name}' has no gradient",
+                fix="return one value a response token, computed from log_probs",
+            )
+        weight = self.weight[part]
+        counts = weight > 0
+        with torch.no_grad():
+            self.values.append(values.detach())
+            for name, row in {"entropy": entropy.detach(), **metrics}.items():
+                total = torch.where(counts, row * weight, 0).sum(dtype=torch.float64)
+                self.seen[name] = self.seen[name] + total if name in self.seen else total
+        return torch.where(counts, values * weight, 0).sum()
+
+    def blame(self, sums: Sums) -> None:
+        """Note the samples that own tokens with a loss that is not finite."""
+        sums.blame(torch.cat(self.values), self.weight > 0, self.micro.response[self.rows], self.micro.samples)
+
+
+def on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A column on the device, without waiting."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
