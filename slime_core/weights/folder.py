@@ -83,11 +83,7 @@ class ModelFolder:
             DataError: TOK39, TOK42, TOK45-TOK49 as above; TOK00 an incomplete folder.
         """
         folder = cls(resolve(path), trust_remote_code=trust_remote_code, init_weights=init_weights)
-        raw = _read_json(folder.path / "config.json", needed=True)
-        if not trust_remote_code:
-            _refuse_remote_code(folder.path, str(raw.get("model_type", "")))
-        _refuse_quantised(folder.path, raw)
-        folder.config = _load_config(folder.path, trust_remote_code)
+        folder.config = read_config(folder.path, trust_remote_code=trust_remote_code)
         text = folder.config.get_text_config()
         folder.vocab_size = int(text.vocab_size)
         folder._check_tokenizer(stop_token_ids)
@@ -180,6 +176,19 @@ class ModelFolder:
         )
         if not self._fit and not self._fit.converted:
             raise build.misfit(self._fit, self.path)
+
+
+def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The config of a local model folder (transformers.PreTrainedConfig); its tokenizer and weights are not looked at.
+
+    Raises:
+        DataError: TOK00 no config, or none that can be used; TOK45 code of its own; TOK48 quantised.
+    """
+    raw = _read_json(path / "config.json", needed=True)
+    if not trust_remote_code:
+        _refuse_remote_code(path, str(raw.get("model_type", "")))
+    _refuse_quantised(path, raw)
+    return _load_config(path, trust_remote_code)
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,103 @@
+"""Tensors by rows in, the files of a model folder out: safetensors in shards, their index, config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slime_core import durable
+from slime_core.weights.job import File
+from slime_core.weights.rows import Rows, blocks, nbytes
+from slime_core.weights.shards import INDEX, SINGLE, TORCH_NAMES
+
+SHORT = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
+SHARD = 2 << 30
+
+
+class HfWriting:
+    """The files of a folder, and what is put beside them at the end.
+
+    Example:
+        writing = HfWriting(tensors, origin=Path("Qwen3-4B"))
+        with Job(path, plan, writing.files, workers=4) as job:
+            job.write()
+            writing.finish(job.aside)
+            job.publish()
+
+    Args:
+        tensors: in the order of the files; each is cast already
+        origin: the folder that config and tokenizer come from
+        shard: bytes of tensors in a file, at most, where one tensor is not larger
+    """
+
+    def __init__(self, tensors: Sequence[Rows], *, origin: Path, shard: int = SHARD) -> None:
+        self._origin = origin
+        groups: list[list[Rows]] = [[]]
+        for rows in tensors:
+            if groups[-1] and sum(map(nbytes, groups[-1])) + nbytes(rows) > shard:
+                groups.append([])
+            groups[-1].append(rows)
+        count = len(groups)
+        names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        self._held = dict(zip(names, groups))
+        self.dtype = _dtype(tensors)
+        self.files = [
+            File(name=name, size=len(_header(group)) + sum(map(nbytes, group)), parts=partial(_parts, group))
+            for name, group in self._held.items()
+        ]
+
+    def finish(self, path: Path) -> None:
+        """Write the index and copy everything but weights from the origin; config.json says the dtype that is stored.
+
+        Raises:
+            OSError: it cannot be written, or read.
+        """
+        small = {
+            file.name: file.read_bytes()
+            for file in sorted(self._origin.iterdir())
+            if file.is_file() and not any(file.match(form) for form in WEIGHTS)
+        }
+        config = json.loads(small["config.json"])
+        if config.get("dtype", config.get("torch_dtype")) != self.dtype:
+            config.pop("torch_dtype", None)
+            small["config.json"] = (json.dumps({**config, "dtype": self.dtype}, indent=2) + "\n").encode()
+        if len(self._held) > 1:
+            names = {rows.name: name for name, group in self._held.items() for rows in group}
+            total = sum(nbytes(rows) for group in self._held.values() for rows in group)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+            small[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
+        for name, data in small.items():
+            (path / name).unlink(missing_ok=True)
+            durable.write_file(path / name, [data])
+
+
+def _dtype(tensors: Sequence[Rows]) -> str:
+    """What most bytes are."""
+    sizes = Counter[torch.dtype]()
+    for rows in tensors:
+        sizes[rows.dtype] += nbytes(rows)
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _header(group: Sequence[Rows]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for rows in group:
+        end = place + nbytes(rows)
+        entries[rows.name] = {"dtype": SHORT[rows.dtype], "shape": list(rows.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(group: Sequence[Rows]) -> Iterator[bytes | memoryview]:
+    yield _header(group)
+    for rows in group:
+        yield from blocks(rows)

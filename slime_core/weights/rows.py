@@ -1,0 +1,241 @@
+"""Tensors that are read by rows: where each row of one comes from in others, a few at a time, never a whole tensor.
+
+    safetensors file --Stored--+                      +-- Moved (join: a Megatron tensor)      --Cast--> a file
+    torch_dist folder --Whole--+--> rows of a tensor -+-- Moved (part: a Hugging Face tensor)  --Cast--> a file
+
+A row is an index of the first axis. Which row goes where is what `bridge.join` does to row numbers, so the table of
+a bridge is all that is known of a layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from slime_core.errors import DataError
+from slime_core.weights.bridge import Entry, Kind, Sizes, join
+from slime_core.weights.shards import TORCH_NAMES, TensorInfo
+
+BLOCK = 8 << 20  # bytes that are read, cast and written at once
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Rows(Protocol):
+    """A tensor whose rows can be read in any order, from any thread.
+
+    Example:
+        buffer = bytearray(4 * row_bytes(rows))
+        rows.read(0, 4, memoryview(buffer))            # the bytes of the first four rows
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called where it lies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All axes; the first one counts rows."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of each element."""
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """Fill ``into`` with ``count`` rows from ``first`` on; it has exactly their bytes.
+
+        Raises:
+            DataError: the file is not what its header or metadata says.
+        """
+
+
+def row_bytes(rows: Rows) -> int:
+    """Bytes of one row."""
+    return math.prod(rows.shape[1:]) * rows.dtype.itemsize
+
+
+def nbytes(rows: Rows) -> int:
+    """Bytes of all rows."""
+    return rows.shape[0] * row_bytes(rows)
+
+
+def blocks(rows: Rows, first: int = 0, count: int | None = None) -> Iterator[memoryview]:
+    """The bytes of ``count`` rows in order, about `BLOCK` at a time; each block is gone when the next is asked for."""
+    one = row_bytes(rows)
+    end = rows.shape[0] if count is None else first + count
+    step = max(1, BLOCK // max(one, 1))
+    buffer = memoryview(bytearray(min(step, end - first) * one))
+    for begin in range(first, end, step):
+        now = min(step, end - begin)
+        block = buffer[: now * one]
+        rows.read(begin, now, block)
+        yield block
+
+
+def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> None:
+    """Fill ``into`` with the bytes of a file from ``offset`` on.
+
+    Raises:
+        DataError: ``code``, the file cannot be read or ends before, with ``what`` and the numbers.
+    """
+    done = 0
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while done < len(into):
+                got = os.preadv(fd, [into[done:]], offset + done)
+                if not got:
+                    size = os.fstat(fd).st_size
+                    raise DataError(
+                        f"{file.name} ends inside {what}",
+                        code=code,
+                        where=str(file),
+                        why=f"bytes {offset} to {offset + len(into)} are needed, the file has {size}",
+                        fix="fetch or save the file again",
+                    )
+                done += got
+        finally:
+            os.close(fd)
+    except OSError as error:
+        why = f"{what}: {error.strerror or error}"
+        raise DataError(f"{file.name} cannot be read", code=code, where=str(file), why=why) from error
+
+
+@dataclass(slots=True, frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    info: TensorInfo
+    name: str = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.info.name)
+        object.__setattr__(self, "shape", self.info.shape or (1,))
+        object.__setattr__(self, "dtype", getattr(torch, TORCH_NAMES[self.info.dtype]))
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `Rows`; TOK47 where the file is damaged."""
+        read_at(self.info.file, self.info.begin + first * row_bytes(self), into, f"tensor {self.name}", "TOK47")
+
+
+@dataclass(slots=True, frozen=True)
+class Move:
+    """``count`` rows: from ``first`` of source number ``source`` to ``to``; source -1 is zeros."""
+
+    to: int
+    count: int
+    source: int
+    first: int
+
+
+@dataclass(slots=True, frozen=True)
+class Moved:
+    """A tensor made of rows of others, which are alike in all but their number of rows."""
+
+    name: str
+    sources: Sequence[Rows]
+    moves: Sequence[Move]  # in the order of ``to``, without gaps
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        last = self.moves[-1]
+        object.__setattr__(self, "shape", (last.to + last.count, *self.sources[0].shape[1:]))
+        object.__setattr__(self, "dtype", self.sources[0].dtype)
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `Rows`."""
+        one = row_bytes(self)
+        place, end = first, first + count
+        number = bisect_right(self.moves, first, key=lambda move: move.to) - 1
+        while place < end:
+            move = self.moves[number]
+            now = min(end, move.to + move.count) - place
+            view = into[(place - first) * one : (place - first + now) * one]
+            if move.source < 0:
+                view[:] = bytes(len(view))
+            else:
+                self.sources[move.source].read(move.first + place - move.to, now, view)
+            place, number = place + now, number + 1
+
+
+@dataclass(slots=True, frozen=True)
+class Cast:
+    """The same tensor in another dtype."""
+
+    source: Rows
+    dtype: torch.dtype
+    name: str = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.source.name)
+        object.__setattr__(self, "shape", self.source.shape)
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `Rows`; rounds to nearest even, as torch does."""
+        if not len(into):
+            return
+        buffer = bytearray(count * row_bytes(self.source))
+        self.source.read(first, count, memoryview(buffer))
+        torch.frombuffer(into, dtype=self.dtype).copy_(torch.frombuffer(buffer, dtype=self.source.dtype))
+
+
+def cast(rows: Rows, dtype: torch.dtype | None) -> Rows:
+    """The rows in ``dtype``; None, and what is no floating-point number, keeps its own."""
+    return rows if dtype is None or dtype == rows.dtype or rows.dtype not in FLOATS else Cast(rows, dtype)
+
+
+def joined(entry: Entry, tensors: Sequence[Rows], sizes: Sizes) -> Rows:
+    """The whole Megatron tensor of an entry, of its Hugging Face tensors."""
+    moves = _moves(entry.kind, tuple(t.shape[0] for t in tensors), sizes)
+    return Moved(entry.megatron, tuple(tensors), moves)
+
+
+def parted(entry: Entry, whole: Rows, sizes: Sizes) -> list[Rows]:
+    """The Hugging Face tensors of an entry, of its whole Megatron tensor; the inverse of :func:`joined`."""
+    known = tuple(shape[0] for shape in entry.shapes)
+    moves = _moves(entry.kind, known, sizes)
+    found: list[Rows] = []
+    for number, name in enumerate(entry.hf):
+        mine = sorted((m for m in moves if m.source == number), key=lambda move: move.first)
+        found.append(Moved(name, (whole,), tuple(Move(m.first, m.count, 0, m.to) for m in mine)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _moves(kind: Kind, rows: tuple[int, ...], sizes: Sizes) -> tuple[Move, ...]:
+    """What `join` does to row numbers: 1 and up through all sources, 0 for filling."""
+    numbers = torch.arange(1, sum(rows) + 1).split(list(rows))
+    whole = join(Entry("", ("",) * len(rows), kind), numbers, sizes)
+    starts = [0]
+    for count in rows:
+        starts.append(starts[-1] + count)
+    return tuple(_runs(whole, starts))
+
+
+def _runs(numbers: torch.Tensor, starts: Sequence[int]) -> Iterator[Move]:
+    """Runs of rows that stay together; ``starts`` are the first numbers of the sources, less one."""
+    step = numbers.diff()
+    follows = (step == 1) & ~torch.isin(numbers[1:], torch.tensor(starts) + 1)
+    follows |= (numbers[1:] == 0) & (numbers[:-1] == 0)
+    firsts = [0, *((~follows).nonzero().flatten() + 1).tolist(), len(numbers)]
+    for begin, end in pairwise(firsts):
+        number = int(numbers[begin]) - 1
+        source = bisect_right(starts, number) - 1 if number >= 0 else -1
+        yield Move(begin, end - begin, source, number - starts[source] if number >= 0 else 0)
+
+
+def moves_of(numbers: torch.Tensor) -> tuple[Move, ...]:
+    """Rows of one source by number from 0 on, in the order in which they are wanted."""
+    return tuple(_runs(numbers.flatten() + 1, [0, int(numbers.max()) + 1]))
