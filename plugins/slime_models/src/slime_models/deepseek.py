@@ -48,6 +48,7 @@ def yarn(name: str, default: float) -> Callable[[Any], float]:
         found = rope(config)
         return float(found.get(name) or default) if found["rope_type"] == "yarn" else default
 
+    read.__name__ = f"{name}_of_yarn"
     return read
 
 

@@ -1,4 +1,4 @@
-"""The plugin `models`: bridges by `slime_model_bridge`."""
+"""The plugin `models`: bridges by `slime_model_bridge`, and `slime models`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from slime_core import hookimpl
 from slime_models.families import BRIDGES
 
 if TYPE_CHECKING:
+    import click
+
     from slime_core.weights.bridge import Bridge
 
 slime_api = 1
@@ -18,3 +20,11 @@ slime_families = tuple(BRIDGES)
 def slime_model_bridge(hf_config: Any) -> Bridge | None:
     """The bridge of the config's family, None where there is none here."""
     return BRIDGES.get(getattr(hf_config, "model_type", ""))
+
+
+@hookimpl
+def slime_command() -> click.Group:
+    """`slime models list|show`."""
+    from slime_models.command import models
+
+    return models
