@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Batch, Columns, Completion, GenerateRequest
     from slime_core.weights.folder import ModelFolder
+    from slime_core.weights.transports.senders import Senders
 
 
 class AbsentEngine:
@@ -76,10 +77,17 @@ class AbsentEngine:
 
 
 class IdleTrainer:
-    """Implements `protocols.Trainer` with the weights of the folder, or of the seed, and nothing that changes them."""
+    """Implements `protocols.Trainer` with the weights of the folder, or of the seed, and nothing that changes them.
 
-    def __init__(self, config: Config, folder: ModelFolder, thread: TorchThread) -> None:
+    ``device`` is where transports that travel from memory to memory put what they send.
+    """
+
+    def __init__(
+        self, config: Config, folder: ModelFolder, thread: TorchThread, *, device: str = "cpu", epoch: int = 0
+    ) -> None:
         self._seed, self._folder, self._thread = config.seed, folder, thread
+        self._device, self._epoch = device, epoch
+        self._senders: Senders | None = None
 
     async def begin(self, stage: Config) -> None:
         """A stage needs nothing here."""
@@ -97,9 +105,27 @@ class IdleTrainer:
         self._refuse("verify")
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """The starting weights, built for this call and not kept."""
-        model = await self._thread.run(self._folder.build_model, dtype="float32", seed=self._seed)
-        return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=dict(model.state_dict()))
+        """The starting weights, built for this call and not kept: by the route, or as tensors where there is none."""
+        return await self._thread.run(self._publish, version, route)
+
+    def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
+        model = self._folder.build_model(dtype="float32", seed=self._seed)
+        if route is None:
+            tensors = dict(model.state_dict())
+            return WeightUpdate(version=version, epoch=self._epoch, transport="tensors", tensors=tensors)
+        import torch
+
+        from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
+        from slime_core.weights.transports.buckets import stream
+        from slime_core.weights.transports.senders import Senders
+
+        if self._senders is None:
+            self._senders = Senders(torch.device(self._device), self._folder.path)
+        sources = sources_of(dict(model.named_parameters()) | stored_buffers(model), lambda tensor: tensor)
+        parts = [part for source in sources for part in source.parts]
+        update = WeightUpdate(version=version, epoch=self._epoch, transport=route.transport)
+        update.handle, update.fingerprints = self._senders.send(parts, stream(sources), version, route)
+        return update
 
     async def save(self, path: Path) -> None:
         """There is no state."""
@@ -120,7 +146,9 @@ class IdleTrainer:
         self._refuse("export")
 
     async def release(self, what: set[str]) -> None:
-        """It holds nothing."""
+        """The buffers of transports go with the parameters; it holds nothing else."""
+        if "parameters" in what and self._senders is not None:
+            await self._thread.run(self._senders.drop)
 
     async def reacquire(self, what: set[str]) -> None:
         """It needs nothing."""

@@ -69,8 +69,8 @@ class Canary:
 
     async def ask_trainer(self, trainer: Trainer, engine: Engine, route: WeightRoute) -> None:
         """Take the trainer's log-probs of fixed prompts, where the engine can be asked for its own."""
-        if self.config.rollout.debug_rollout_only:  # its trainer scores nothing
-            return
+        if self.config.rollout.debug_rollout_only:
+            return NOTICES.say("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
         if "score" not in engine.abilities:
             return NOTICES.say("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
         if self._plain is None:

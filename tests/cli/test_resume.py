@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli.failure import Session
 from slime_cli.main import main
-from slime_cli.resume import evaluations_kept
+from slime_cli.resume import evaluations_kept, load_saved
 from slime_core import failpoints
 from slime_core.checkpoint import Found
 from slime_core.config.redact import REDACTED
@@ -482,6 +483,29 @@ def test_a_secret_from_a_variable_is_read_from_it_again(cli, own, install_plugin
     assert "correct-horse" not in everything
     assert "battery-staple" not in everything, "not in MANIFEST.json either"
     assert REDACTED in Path("cut/config.toml").read_text()
+
+
+@pytest.mark.parametrize("secret", ["correct-horse", "1e5", "007", 'a "quoted" $one'])
+def test_a_secret_of_servers_comes_back_from_the_variable_of_its_name(cli, own, monkeypatch, secret):
+    """[sglang.env] of a run is for other processes, and never written down."""
+    monkeypatch.setenv("HALT", "main/4-0")
+    word = f"sglang.env.HF_TOKEN={json.dumps(secret)}"
+    assert cli("run", *own.flags, "--run-dir", "cut", word, "sglang.env.PLAIN=2").code == 75
+    monkeypatch.delenv("HALT")
+    assert secret not in Path("cut/config.toml").read_text() + Path("cut/run.json").read_text()
+    done = cli("run", "--resume", "cut")
+    assert done.code == 2
+    assert "error CFG09" in done.err
+    assert "sglang.env.HF_TOKEN" in done.err
+    assert "export HF_TOKEN=..." in done.err
+    monkeypatch.setenv("HF_TOKEN", secret)
+    settings = load_saved(Path("cut"), [], Session(argv=["run", "--resume", "cut"]))
+    assert settings.config.sglang["env"] == {"HF_TOKEN": secret, "PLAIN": 2}
+    assert secret in settings.loaded.secrets
+    if secret == "correct-horse":
+        again = cli("run", "--resume", "cut")
+        assert again.code == 0, again.err
+        assert secret not in "".join(p.read_text() for p in Path("cut").rglob("*") if p.suffix in (".toml", ".json"))
 
 
 def test_show_tells_starts_checkpoints_and_where_a_resume_begins(cli, halted):

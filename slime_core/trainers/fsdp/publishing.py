@@ -10,16 +10,17 @@ Every rank goes through all gathers, also where rank 0 has failed, so that no ra
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.sharding import full, local, reshard
 from slime_core.types import WeightUpdate
-from slime_core.weights.transports.buckets import Part, Source, Stream, stream
+from slime_core.weights.transports.buckets import Part, Source, stream
+from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.worker import Worker
@@ -27,20 +28,6 @@ if TYPE_CHECKING:
 
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
-
-
-class Sender(Protocol):
-    """One transport at rank 0."""
-
-    def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The update's handle, and checksums of what was sent by `transfer.Held.key`."""
-        ...
-
-    def drop(self) -> None:
-        """Give memory back."""
-        ...
 
 
 class Publisher:
@@ -52,7 +39,7 @@ class Publisher:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._senders: dict[str, Sender] = {}
+        self._senders = Senders(worker.device, worker.folder.path)
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
@@ -76,7 +63,7 @@ class Publisher:
         try:
             if worker.rank == 0:
                 parts = [part for source in sources for part in source.parts]
-                update.handle, update.fingerprints = self._sender(route).send(parts, tensors_, version, route)
+                update.handle, update.fingerprints = self._senders.send(parts, tensors_, version, route)
         finally:
             for _ in tensors_:
                 pass
@@ -84,8 +71,7 @@ class Publisher:
 
     def drop(self) -> None:
         """Give the memory of transports back; the next update makes it anew."""
-        for sender in self._senders.values():
-            sender.drop()
+        self._senders.drop()
 
     def sources(self) -> list[Source]:
         """All parameters and stored buffers, tied ones once, in the model's order.
@@ -95,36 +81,17 @@ class Publisher:
         """
         worker = self._worker
         named: dict[str, torch.Tensor] = dict(worker.parameters())
-        stored = _stored_buffers(worker.policy.hf)
-        found = []
-        for name, tensor in (named | stored).items():
-            if not tensor.is_floating_point():
-                raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-            gather = partial(full if worker.world > 1 else local, tensor.detach())
-            found.append(Source(parts_of(name, tensor.shape), gather))
-        return found
+        return sources_of(named | stored_buffers(worker.policy.hf), full if worker.world > 1 else local)
 
-    def _sender(self, route: WeightRoute) -> Sender:
-        if route.transport not in self._senders:
-            self._senders[route.transport] = self._open(route)
-        return self._senders[route.transport]
 
-    def _open(self, route: WeightRoute) -> Sender:
-        worker = self._worker
-        if route.transport == "disk":
-            from slime_core.weights.transports.disk import DiskSender
-
-            config = json.loads((worker.folder.path / "config.json").read_bytes())
-            config.pop("torch_dtype", None)
-            config["dtype"] = route.dtype
-            return DiskSender(worker.device, {"config.json": json.dumps(config, indent=2) + "\n"})
-        if route.transport == "tensor":
-            from slime_core.weights.transports.tensor import TensorSender
-
-            return TensorSender(worker.device)
-        from slime_core.weights.transports.nccl import BroadcastSender
-
-        return BroadcastSender(worker.device)
+def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]) -> list[Source]:
+    """Tensors by the model's names; ``whole`` makes one whole. Raises as `Publisher.sources`."""
+    found = []
+    for name, tensor in named.items():
+        if not tensor.is_floating_point():
+            raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
+        found.append(Source(parts_of(name, tensor.shape), partial(whole, tensor.detach())))
+    return found
 
 
 def parts_of(name: str, shape: torch.Size) -> tuple[Part, ...]:
@@ -164,7 +131,7 @@ def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tens
     return tensor[number, begin:end]
 
 
-def _stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
+def stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a model folder holds."""
     found = {}
     for prefix, module in hf.named_modules():

@@ -68,7 +68,7 @@ def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again
     asyncio.run(one.trainer.release({"gradients", "optimizer"}))
     assert asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle == first
     asyncio.run(one.trainer.release({"parameters"}))
-    assert one.worker.publisher._senders["tensor"]._staging is None
+    assert one.worker.publisher._senders.made["tensor"]._staging is None
     asyncio.run(one.trainer.reacquire({"parameters"}))
     again = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
     assert [bucket["names"] for bucket in again["buckets"]] == [bucket["names"] for bucket in first["buckets"]]

@@ -1,0 +1,79 @@
+"""The transports of one trainer: a route in, its sender out, which keeps from one update to the next what it can use
+again (buffers, handles, process groups)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from slime_core.weights.transports.buckets import Part, Stream
+
+if TYPE_CHECKING:
+    from slime_core.transfer import WeightRoute
+
+
+class Sender(Protocol):
+    """One transport at rank 0."""
+
+    def send(
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The update's handle, and checksums of what was sent by `transfer.Held.key`."""
+        ...
+
+    def drop(self) -> None:
+        """Give memory back."""
+        ...
+
+
+class Senders:
+    """Made when a route first asks for them.
+
+    Args:
+        device: where buffers of transports that travel from memory to memory lie.
+        folder: of the model, whose config.json goes with a folder of weights.
+
+    Example:
+        update.handle, update.fingerprints = senders.send(parts, stream(sources), 4, route)
+    """
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._device, self._folder = device, folder
+        self.made: dict[str, Sender] = {}  # by transport
+
+    def send(
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `Sender`.
+
+        Raises:
+            TrainerError: TRN96 no memory for a copy; a broken group; a tensor that comes twice.
+            StorageError: the folder cannot be written.
+        """
+        if route.transport not in self.made:
+            self.made[route.transport] = self._open(route)
+        return self.made[route.transport].send(parts, tensors, version, route)
+
+    def drop(self) -> None:
+        """Give the memory of transports back; the next update makes it anew."""
+        for sender in self.made.values():
+            sender.drop()
+
+    def _open(self, route: WeightRoute) -> Sender:
+        if route.transport == "disk":
+            from slime_core.weights.transports.disk import DiskSender
+
+            config = json.loads((self._folder / "config.json").read_bytes())
+            config.pop("torch_dtype", None)
+            config["dtype"] = route.dtype
+            return DiskSender(self._device, {"config.json": json.dumps(config, indent=2) + "\n"})
+        if route.transport == "tensor":
+            from slime_core.weights.transports.tensor import TensorSender
+
+            return TensorSender(self._device)
+        from slime_core.weights.transports.nccl import BroadcastSender
+
+        return BroadcastSender(self._device)
