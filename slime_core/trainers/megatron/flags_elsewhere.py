@@ -49,6 +49,8 @@ IDLE = (
     *_idle("no_check_for_nan_in_loss_and_grad", "slime checks loss and gradient, and names the samples"),
     *_idle("no_create_attention_mask_in_dataloader", "there are no masks: sequences are packed"),
     *_idle("disable_gloo_process_groups use_persistent_ckpt_worker ckpt_fully_parallel_load", "slime decides"),
+    *_idle("ckpt_fully_parallel_save ckpt_assume_constant_structure enable_experimental", "slime decides"),
+    *_idle("no_align_grad_reduce no_barrier_with_level_1_timing", "slime decides"),
     *_idle("tokenizer_type tokenizer_model", "the tokenizer is that of rollout.hf_checkpoint", str),
     *_idle(
         "seq_length encoder_seq_length decoder_seq_length",
@@ -173,6 +175,12 @@ REFUSED = (
         "layers are those of config.json; leave it out",
     ),
     *_refused("transformer_impl", "Transformer Engine is used where it is installed; leave it out"),
+    *_refused("use_tp_pp_dp_mapping", "ranks are in the order tp-cp-ep-dp-pp; leave it out"),
+    *_refused("disable_jit_fuser", "it changes the whole process; --no-bias-swiglu-fusion --no-bias-dropout-fusion"),
+    *_refused(
+        "nccl_communicator_config_path high_priority_stream_groups use_sharp",
+        "NCCL is set up by its environment variables; leave it out",
+    ),
     *_refused("use_legacy_models yaml_cfg", _LOOP + "leave it out"),
     *_refused("tensorboard_dir tensorboard_log_interval timing_log_level", "figures go by [report]; --use-wandb"),
     *_refused("profile profile_step_start profile_step_end use_pytorch_profiler", _LOOP + "leave it out"),

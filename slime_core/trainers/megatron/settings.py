@@ -18,7 +18,7 @@ from slime_core.config.problems import Problem, dotted, raise_all
 from slime_core.errors import ConfigError
 from slime_core.trainers.megatron import layout as layouts
 from slime_core.trainers.megatron.agreement import disagreements
-from slime_core.trainers.megatron.flags import problems, values
+from slime_core.trainers.megatron.flags import Values, problems, values
 from slime_core.trainers.megatron.layout import Layout
 
 if TYPE_CHECKING:
@@ -44,6 +44,17 @@ GPT_FIELDS = frozenset(
 """Arguments of GPTModel that a bridge may give; all other fields of a bridge are the config's."""
 MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
 """Of these, what MLATransformerConfig has as a field of its own."""
+
+
+KERNELS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+"""Fields that make experts faster where Transformer Engine is."""
+LIBRARIES = {
+    "cpu_offloading": "transformer_engine",
+    "use_te_activation_func": "transformer_engine",
+    "use_precision_aware_optimizer": "transformer_engine",
+    "moe_enable_deepep": "deep_ep",
+}
+"""Fields that cannot be had without a library."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -104,8 +115,12 @@ def settings(
     _raise(disagreements(megatron, bridge, hf_config, known, sizes), origins)
     mla = bridge.attention == "mla"
     asked = values(megatron)
+    _raise(_missing(asked, device), origins)
+    run, notices = _run(asked.transformer, device)
     shared = _shared_sequence(megatron, layout)
     layouts.check(layout, sizes, {**known, "multi_latent_attention": mla}, sequence_parallel=shared)
+    if not sizes.experts:
+        known = {name: value for name, value in known.items() if not name.startswith(("moe_", "num_moe"))}
     of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
     of_config = {name: value for name, value in known.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)}
     fixed = _fixed(layout, train, device, mla=mla, shared=shared)
@@ -113,18 +128,44 @@ def settings(
         layout=layout,
         sizes=sizes,
         mla=mla,
-        transformer=_ordered(_defaults(device, sizes, train) | of_config | asked.transformer | fixed),
+        transformer=_ordered(_defaults(device, sizes, train) | of_config | run | fixed),
         model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
         ddp=_ordered(_ddp_defaults() | asked.ddp),
-        optimizer=_ordered(_optimizer_defaults() | asked.optimizer | _of_train(train)),
+        optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
-        notices=asked.notices,
+        notices=(*asked.notices, *notices),
     )
 
 
 def _raise(problems: list[Problem], origins: Origins | None) -> None:
     placed = [origins.place(problem) if origins else problem for problem in problems]
     raise_all([one if one.where else replace(one, where=", ".join(map(dotted, one.keys))) for one in placed])
+
+
+def _missing(asked: Values, device: str) -> list[Problem]:
+    """A problem for each flag whose library is not installed."""
+    found = []
+    for flag, library in LIBRARIES.items():
+        if (asked.transformer.get(flag) or asked.optimizer.get(flag)) and not (
+            device == "cuda" and _installed(library)
+        ):
+            what = f"megatron.{flag} needs {library}, which cannot be used here"
+            why = "it is not installed" if device == "cuda" else "it needs a GPU"
+            fix = f"install {library}, or leave {flag} out"
+            found.append(Problem(code="CFG04", what=what, keys=(("megatron", flag),), why=why, fix=fix))
+    return found
+
+
+def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[str]]:
+    """The run's fields with what they imply; kernels that are faster and not installed are left out with a notice."""
+    found, notices = dict(asked), []
+    if asked.get("recompute_granularity") == "full":
+        found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
+    if device != "cuda" or not _installed("transformer_engine"):
+        for flag in KERNELS:
+            if found.pop(flag, False):
+                notices.append(f"--{flag.replace('_', '-')} has no effect: Transformer Engine is not there")
+    return found, notices
 
 
 def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
@@ -200,8 +241,10 @@ def _ddp_defaults() -> dict[str, Any]:
     return {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
 
-def _optimizer_defaults() -> dict[str, Any]:
-    return {"optimizer": "adam", "use_distributed_optimizer": True}
+def _optimizer_defaults(asked: Values) -> dict[str, Any]:
+    found = {"optimizer": "adam", "use_distributed_optimizer": True}
+    offload = {"optimizer_offload_fraction": 1.0} if asked.optimizer.get("optimizer_cpu_offload") else {}
+    return found | offload
 
 
 def _of_train(train: TrainSection) -> dict[str, Any]:
