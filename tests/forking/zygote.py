@@ -2,19 +2,23 @@
 
     {"args": [...], "cwd": "...", "log": "...", "env": {...}, "path": [...], "out": "...", "hung": 60,
      "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
+    {"scripts": [["rank.py", "0"], ["rank.py", "1"]], "log": "...", "path": [...], "hung": 240}
     -> {"code": -9, "seconds": 0.8, "left": []}
 
 The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports. Its stderr is
 ``log``, its stdout too where ``out`` names no other file; ``env`` and ``path`` are variables and folders to import
 from beside those of this process. ``seconds`` kills it then, after ``hung`` seconds it hangs, ``names`` gets how often
-it came to each failpoint.
+it came to each failpoint. ``scripts`` run at the same time, each in a process of its own; the code is 1 where one
+fails.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
+import traceback
 from collections import Counter
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
@@ -79,6 +83,34 @@ def child(request: dict[str, Any]) -> None:
     sys.exit(code)
 
 
+def scripts(request: dict[str, Any]) -> None:
+    """In the fork: a fork of it for each script."""
+    sys.path[:0] = request.get("path", [])
+    codes = []
+    for pid in [fork_script(words) for words in request["scripts"]]:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print("codes", codes)
+    sys.exit(int(any(codes)))
+
+
+def fork_script(words: list[str]) -> int:
+    """The process that runs it, as `python SCRIPT ARGS` would."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def serve() -> None:
     import_all()
     from slime_core.testing.chaos import HUNG_SECONDS, Kill, run_child
@@ -88,7 +120,7 @@ def serve() -> None:
         request = json.loads(line)
         kill = Kill(seconds=request["seconds"]) if request.get("seconds") else None
         ended = run_child(
-            lambda request=request: child(request),  # type: ignore[misc]
+            lambda request=request: (scripts if "scripts" in request else child)(request),  # type: ignore[misc]
             log=Path(request["log"]),
             kill=kill,
             hung=request.get("hung", HUNG_SECONDS),

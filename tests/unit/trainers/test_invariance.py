@@ -1,8 +1,5 @@
 """One step's loss and gradients are the same for any split of it: micro-batches, packs, padding, order, ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,14 +89,11 @@ def alone(folder, tmp_path_factory):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(folder, alone, tmp_path, world):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    commands = [
-        [sys.executable, HERE / "split_main.py", folder, tmp_path, str(rank), str(world)] for rank in range(world)
-    ]
-    ranks = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
+def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(
+    folder, alone, zygote, tmp_path, tmp_path_factory, world
+):
+    ranks = [[HERE / "split_main.py", folder, tmp_path, rank, world] for rank in range(world)]
+    zygote.together(tmp_path_factory.mktemp("said"), ranks)
     for case in splits.SETTINGS:
         want, got = (load_file(str(out / f"{case}.safetensors")) for out in (alone, tmp_path))
         assert got.keys() == want.keys()

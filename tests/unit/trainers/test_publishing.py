@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,15 +98,12 @@ def test_a_stack_of_matrices_of_another_layout_is_refused_by_name():
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(zygote, tmp_path_factory):
     """A model folder, and what two ranks wrote."""
     folder = tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
     out = tmp_path_factory.mktemp("two")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    commands = [[sys.executable, str(HERE / "publish_main.py"), folder, out, str(r), "2"] for r in range(2)]
-    ranks = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    ranks = [[HERE / "publish_main.py", folder, out, rank, 2] for rank in range(2)]
+    zygote.together(tmp_path_factory.mktemp("said"), ranks)
     return folder, out
 
 

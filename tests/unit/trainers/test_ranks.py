@@ -1,10 +1,7 @@
 """Ranks over gloo: several processes do what one does, idle ranks included, and fail together."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,13 +33,10 @@ def alone(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="{}_ranks".format)
-def together(request, folder, tmp_path_factory):
+def together(request, folder, zygote, tmp_path_factory):
     out, world = tmp_path_factory.mktemp("many"), request.param
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    commands = [[sys.executable, str(HERE / "rank_main.py"), folder, out, str(r), str(world)] for r in range(world)]
-    ranks = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    ranks = [[HERE / "rank_main.py", folder, out, rank, world] for rank in range(world)]
+    zygote.together(tmp_path_factory.mktemp("said"), ranks)
     return out
 
 
