@@ -27,6 +27,7 @@ FLAGS = {
     "etp": "expert_tensor_parallel_size",
 }
 """Field of a layout -> its flag."""
+ALONE = "none of these flags: the ranks share the batch alone"
 SHOWN = 3  # layouts that a message offers
 
 
@@ -150,9 +151,7 @@ class Layout:
         """As flags, without those that are 1: what a message offers."""
         shown = {field: getattr(self, field) for field in FLAGS}
         plain = {name: size for name, size in shown.items() if size != (self.tp if name == "etp" else 1)}
-        return (
-            " ".join(f"--{FLAGS[name].replace('_', '-')} {size}" for name, size in plain.items()) or "one rank alone"
-        )
+        return " ".join(f"--{FLAGS[name].replace('_', '-')} {size}" for name, size in plain.items()) or ALONE
 
 
 @dataclass(slots=True, frozen=True)
@@ -274,7 +273,7 @@ def _uneven(layers: int, pp: int) -> str:
 
 def _fixes(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, need_sequence_parallel: bool) -> Iterator[str]:
     found = nearest_layouts(layout, sizes, fields)
-    if found == [layout]:
+    if found[:1] == [layout]:
         yield "--sequence-parallel"
         return
     for number, one in enumerate(found):

@@ -225,6 +225,7 @@ def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, share
         "persist_layer_norm": False,
         "apply_rope_fusion": False,  # rows of a pack have positions of their own
         "batch_p2p_comm": False,
+        "cuda_graph_scope": (),  # megatron-core's default warns that it is an old one
         "use_cpu_initialization": device == "cpu",
     }
 
