@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 
+SECONDS = "canary/compare_seconds"
+EXPERTS = ".experts."  # in the names of tensors that a mixture of experts has, on every engine
+
+
 @dataclass(slots=True, kw_only=True)
 class Canary:
     """What is compared after each update of a stage, and what came of the last one.
@@ -77,7 +81,8 @@ class Canary:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
             length = self.config.rollout.rollout_max_context_len or LENGTH
             prompts = probe(self.config.seed, self.vocab_size, length)
-            band = Band("bfloat16" if low else "float32", self.config.rollout.canary_band)
+            dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
+            band = Band(dtype, fixed, mixture=any(EXPERTS in held.name for held in route.checks))
             self._plain = Plain(prompts, band)
         await self._plain.ask(trainer)
 
@@ -100,7 +105,7 @@ class Canary:
 
 
 class _Clock:
-    """Adds a block's wall time to ``canary/seconds``."""
+    """Adds a block's wall time to ``canary/compare_seconds``."""
 
     def __init__(self, metrics: dict[str, float]) -> None:
         self._metrics, self._start = metrics, 0.0
@@ -110,7 +115,7 @@ class _Clock:
 
     def __exit__(self, *_: object) -> None:
         taken = time.monotonic() - self._start
-        self._metrics["canary/seconds"] = self._metrics.get("canary/seconds", 0.0) + taken
+        self._metrics[SECONDS] = self._metrics.get(SECONDS, 0.0) + taken
 
 
 async def sync_weights(

@@ -93,11 +93,7 @@ def steps_of(run_dir):
 def figures(run_dir):
     """What is a function of the seed: all metrics but times and bytes of the device."""
     return [
-        {
-            name: value
-            for name, value in step["metrics"].items()
-            if not name.endswith(("_seconds", "_bytes")) and not name.startswith("canary/seconds")
-        }
+        {name: value for name, value in step["metrics"].items() if not name.endswith(("_seconds", "_bytes"))}
         for step in steps_of(run_dir)
     ]
 

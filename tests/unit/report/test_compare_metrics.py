@@ -8,7 +8,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
-    "name", ["canary/seconds", "canary/logprob_diff_mean", "swap/publish_seconds", "ledger/pending"]
+    "name", ["canary/compare_seconds", "canary/logprob_diff_mean", "swap/publish_seconds", "ledger/pending"]
 )
 def test_figures_of_checks_and_of_memory_that_moved_part_no_runs(name):
     """Two runs of the same seed took other times over the same step."""
