@@ -185,12 +185,12 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection) -> dict[str, Any]:
         "gradient_accumulation_fusion": gpu and _installed("fused_weight_gradient_mlp_cuda"),
         "transformer_impl": "transformer_engine" if engine else "local",
         "deallocate_pipeline_outputs": gpu,
+        "moe_token_dispatcher_type": "alltoall",  # dense pipelines too: allgather wants equal lengths
     }
     if train.gradient_checkpointing:
         found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if sizes.experts:
         found |= {
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": engine,
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",
