@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ CONFINED = {
 }
 ELSEWHERE = ("slime_core/engines/sglang/launcher.py", "slime_core/engines/sglang/probe.py")
 """Run as scripts by the Python of SGLang's own environment: the only files that load it, and nobody imports them."""
+Parsed = Callable[..., list[tuple[Path, ast.Module]]]
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "numpy.load", "np.load"}
 READS_PICKLES = "slime_core/weights/unpickle.py"
 """torch's own metadata, by an unpickler that builds a few classes and calls nothing (tests/unit/weights/test_unpickle.py)."""
@@ -125,8 +126,18 @@ def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node.func)
 
 
-def parsed(*folders: str) -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text(), filename=str(path))) for path in sources(*folders)]
+@pytest.fixture(scope="module")
+def parsed() -> Iterator[Parsed]:
+    """The files of folders with their trees; each is parsed once."""
+    trees: dict[Path, ast.Module] = {}
+
+    def of(*folders: str) -> list[tuple[Path, ast.Module]]:
+        for path in (found := sources(*folders)):
+            trees[path] = trees.get(path) or ast.parse(path.read_text(), filename=str(path))
+        return [(path, trees[path]) for path in found]
+
+    yield of
+    trees.clear()
 
 
 def test_every_room_has_a_layer() -> None:
@@ -134,7 +145,7 @@ def test_every_room_has_a_layer() -> None:
     assert rooms - set(LEVEL) == set()
 
 
-def test_imports_go_downward_in_the_layers() -> None:
+def test_imports_go_downward_in_the_layers(parsed: Parsed) -> None:
     assert [line for path, tree in parsed("slime_core", "cli/slime_cli") for line in upward(path, tree)] == []
 
 
@@ -146,7 +157,7 @@ def test_an_upward_import_is_found() -> None:
     ]
 
 
-def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line() -> None:
+def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line(parsed: Parsed) -> None:
     plugin_packages = {path.name for path in ROOT.glob("plugins/*/src/*") if path.is_dir()}
     wrong = []
     for path, tree in parsed("slime_core", *(f"plugins/{p.name}/src" for p in ROOT.glob("plugins/*") if p.is_dir())):
@@ -159,7 +170,7 @@ def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line() -> N
 
 
 @pytest.mark.parametrize("package", CONFINED)
-def test_a_heavy_package_is_imported_in_its_own_file_only(package: str) -> None:
+def test_a_heavy_package_is_imported_in_its_own_file_only(package: str, parsed: Parsed) -> None:
     wrong = [
         f"{shown(path)}:{node.lineno}"
         for path, tree in parsed(*CODE)
@@ -169,7 +180,7 @@ def test_a_heavy_package_is_imported_in_its_own_file_only(package: str) -> None:
     assert wrong == []
 
 
-def test_nothing_loads_sglang_in_our_process() -> None:
+def test_nothing_loads_sglang_in_our_process(parsed: Parsed) -> None:
     modules = {name.removesuffix(".py").replace("/", ".") for name in ELSEWHERE}
     wrong = []
     for path, tree in parsed(*CODE):
@@ -193,7 +204,7 @@ def test_nothing_loads_sglang_in_our_process() -> None:
     assert wrong == []
 
 
-def test_no_pickle_no_eval() -> None:
+def test_no_pickle_no_eval(parsed: Parsed) -> None:
     trees = parsed(*CODE)
     modules = [
         f"{shown(path)}:{node.lineno} {name}"
@@ -213,7 +224,7 @@ def test_a_pickle_and_an_eval_are_found() -> None:
     assert [name for _, name in calls(tree) if name in FORBIDDEN_CALLS] == ["torch.load", "eval"]
 
 
-def test_modules_are_short_and_begin_with_a_sentence() -> None:
+def test_modules_are_short_and_begin_with_a_sentence(parsed: Parsed) -> None:
     wrong = []
     for path, tree in parsed(*CODE):
         lines = len(path.read_text().splitlines())
@@ -227,7 +238,7 @@ def test_no_attic_rooms() -> None:
     assert [shown(path) for path in sources(*CODE) if path.stem in names or names & set(path.parent.parts)] == []
 
 
-def test_the_reference_recomputations_are_independent() -> None:
+def test_the_reference_recomputations_are_independent(parsed: Parsed) -> None:
     wrong = [
         f"{shown(path)}:{node.lineno} {name}"
         for path, tree in parsed("tests/reference")

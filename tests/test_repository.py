@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -80,6 +81,7 @@ def table(page: Path, header: str) -> list[list[str]]:
     return rows[2:]
 
 
+@functools.cache
 def slime(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "slime_cli.main", *args], capture_output=True, text=True, cwd=ROOT)
 
@@ -152,7 +154,7 @@ def test_the_makefile_has_the_promised_targets_and_demo_installs_no_tools() -> N
     assert "dev" not in demo
 
 
-def test_the_own_data_example_trains_as_it_is_written(tmp_path: Path) -> None:
+def test_the_own_data_example_trains_as_it_is_written(tmp_path: Path, forked_slime: Any) -> None:
     page = (ROOT / "README.md").read_text()
     section = page[page.index("## Your data, your reward") : page.index("## Write a plugin")]
     blocks = dict(re.findall(r"```(json|python|sh)\n(.*?)```", section, flags=re.S))
@@ -163,12 +165,7 @@ def test_the_own_data_example_trains_as_it_is_written(tmp_path: Path) -> None:
     assert words[:2] == ["slime", "run"]
     words[words.index("--num-rollout") + 1] = "1"
     small = ["--init-weights", "random", "--rollout-batch-size", "2", "--rollout-max-response-len", "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "slime_cli.main", *words[1:], *small, "--cpu-threads", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = forked_slime(*words[1:], *small, "--cpu-threads", "1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "run-0" / "final" / "model.safetensors").is_file()
 
