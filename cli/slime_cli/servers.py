@@ -40,7 +40,7 @@ def check_servers(settings: Settings, config: Config | None = None) -> dict[str,
         return {"external": list(addresses)}
 
     def where(name: str) -> str:
-        return places.of(("sglang", name)) or f"sglang.{name}"
+        return places.of(("sglang", *name.split("."))) or f"sglang.{name}"
 
     return described(prepare(config, gpus=_gpus(config), where=where))
 

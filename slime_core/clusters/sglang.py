@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime_core.clusters import gateway as gateways
 from slime_core.clusters.embedded import context_len
 from slime_core.compat.locate import locate
 from slime_core.engines.sglang import external
@@ -37,6 +39,7 @@ from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.engines.sglang.gateway import Gateway
     from slime_core.protocols import Engine
 
 Note = Callable[[str], None]
@@ -76,9 +79,15 @@ async def sglang_engines(
         for part in found:
             serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
             version = 0 if fixed or part.role != POLICY else -1
-            engine = await _engine(config, serves, run_dir, epoch, note, part, version)
+            made = await gateways.gateway(
+                config, part.servers, part.installation, role=part.role, run_dir=run_dir, note=note
+            )
+            gateway = await stack.enter_async_context(made) if made is not None else None
+            engine = await _engine(config, serves, run_dir, epoch, note, part, version, gateway=gateway)
             stack.push_async_callback(engine.close)
-            watch = Watch(part.servers, engine.fleet, limits(config), note=note)
+            needed = gateways.pairs(gateways.kinds(part.servers))
+            bounds = replace(limits(config), told=gateway is not None)
+            watch = Watch(part.servers, engine.fleet, bounds, note=note, needed=needed)
             engine.fleet.watch = await stack.enter_async_context(watch)
             served[part.role] = engine
         for text in told(found):
@@ -129,6 +138,7 @@ class Part:
     features: frozenset[str]  # of the installation; empty: they are asked
     version: str = ""  # of SGLang
     torch: str = ""  # version in the servers' environment; empty: not known
+    installation: Installation | None = None  # that starts them
 
 
 def attached(config: Config) -> list[Part]:
@@ -153,18 +163,29 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
     check_transport(config, installation)
     placed = topology(config, gpus=_gpus(config))
     how = commands(config, installation, placed)
+    shared = secrets.token_urlsafe(32)
     return [
         Part(
             role=role,
             model=placed.of(role)[0].model,
             servers=tuple(
-                _server(config, installation, group, number, how[number], run_dir, _stamp(group, epoch, fixed))
+                _server(
+                    config,
+                    installation,
+                    group,
+                    number,
+                    how[number],
+                    run_dir,
+                    _stamp(group, epoch, fixed),
+                    token=shared if gateways.one_token({group.mode}) else "",
+                )
                 for group in placed.of(role)
                 for number in (server.number for server in group.servers)
             ),
             features=installation.features,
             version=installation.version,
             torch=installation.torch,
+            installation=installation,
         )
         for role in (POLICY, *placed.roles)
     ]
@@ -199,6 +220,8 @@ def _server(
     how: Command,
     run_dir: Path,
     more: Sequence[str],
+    *,
+    token: str = "",
 ) -> Server:
     launch = Launch(
         python=installation.python,
@@ -207,7 +230,7 @@ def _server(
         log=run_dir / "log" / f"engine-{number}.log",
         threads=config.cluster.cpu_threads,
     )
-    return Server.launch(launch, number=number, group=group.name)
+    return Server.launch(launch, number=number, group=group.name, token=token)
 
 
 async def _start(servers: Sequence[Server], timeout: float) -> None:
@@ -235,7 +258,15 @@ async def _stop(servers: Sequence[Server]) -> None:
 
 
 async def _engine(
-    config: Config, folder: ModelFolder, run_dir: Path, epoch: int, note: Note, part: Part, version: int
+    config: Config,
+    folder: ModelFolder,
+    run_dir: Path,
+    epoch: int,
+    note: Note,
+    part: Part,
+    version: int,
+    *,
+    gateway: Gateway | None = None,
 ) -> SglangEngine:
     """An engine over servers that are ready."""
     rollout, frozen = config.rollout, part.role != POLICY
@@ -265,12 +296,15 @@ async def _engine(
             why="how a server computes is settled where it is started",
             fix="start it with --enable-deterministic-inference",
         )
+    paired = bool(gateways.pairs(gateways.kinds(part.servers)))
     settings = Settings(
         vocab_size=folder.vocab_size,
         context_len=folder.context_len if frozen else context_len(config, folder),
         features=features,
         epoch=epoch,
-        pause_mode=rollout.pause_generation_mode,
+        # a decode server goes on with what another has computed of a prompt: with new weights it must begin anew
+        pause_mode="abort" if paired else rollout.pause_generation_mode,
+        scores=not paired,
         deterministic=not others,
         memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
         concurrency=rollout.server_concurrency,
@@ -283,6 +317,7 @@ async def _engine(
         weights=Weights(ways, note),
         tokenizer=folder.tokenizer(),
         middleware=() if frozen else middleware(config),
+        gateway=gateway,
     )
     try:
         await engine.open(version=version)

@@ -138,11 +138,12 @@ def _address_fault(address: str) -> str:
 
 
 def _router(config: Config) -> Iterator[Problem]:
-    if config.rollout.rollout_router == "sglang":
+    addresses = config.rollout.rollout_external_engine_addrs
+    if config.rollout.rollout_router == "sglang" and any(one.startswith("https:") for one in addresses):
         yield conflict(
-            "rollout_router = sglang is not part of this slime version",
-            ["rollout.rollout_router"],
-            why="slime spreads requests itself: least loaded, sessions and groups stay together",
+            "rollout_router = sglang with https:// addresses",
+            ["rollout.rollout_router", EXTERNAL],
+            why="SGLang's router speaks plain HTTP with servers here",
             fix="--rollout-router builtin   or leave it out",
         )
 
@@ -270,7 +271,10 @@ def _without_effect(config: Config) -> Iterator[str]:
     if _set(config, "rollout_slots"):
         yield "rollout_slots: no effect with rollout_engine = sglang; server_concurrency bounds what is in flight"
     external = rollout.rollout_external_engine_addrs
-    if external and config.sglang:
+    ours = rollout.rollout_router == "builtin" or (external and rollout.rollout_router == "auto")
+    if ours and config.sglang.get("router"):
+        yield "[sglang.router]: no effect; slime's own router spreads the requests (rollout_router = sglang)"
+    if external and set(config.sglang) - {"python", "env", "router"}:
         yield "[sglang]: no effect on servers that run already; their options were given where they were started"
     if external and _set(config, "rollout_max_restarts"):
         yield "rollout_max_restarts: no effect on servers that run already; slime starts none"

@@ -153,9 +153,9 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins, options: 
         for table in staged:
             _forget(table, path)
     if path[0] == "sglang":
-        table = data.get("sglang")
-        table = table.get("router") if path[1] == "router" and isinstance(table, dict) else table
-        _forget_spellings(table, str(path[-1]))
+        written = data.get("sglang")
+        inner = written.get("router") if path[1] == "router" and isinstance(written, dict) else written
+        _forget_spellings(inner, str(path[-1]))
     single: dict[str, Any] = {}
     _set(single, path, value)
     _set(data, path, _get(absolute_paths(single, Path.cwd(), options), path))

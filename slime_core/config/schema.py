@@ -99,7 +99,8 @@ class RolloutSection(Section):
     engine_topology: str = Field("", description="TOML file of several server groups and models.")
     rollout_router: Literal["auto", "builtin", "sglang"] = Field(
         "auto",
-        description="Who spreads requests over servers: auto and builtin are slime, SGLang's router is refused.",
+        description="Who spreads requests over servers: builtin is slime, sglang is SGLang's router; auto is SGLang's "
+        "where it is installed and slime starts several servers of a model.",
     )
     rollout_middleware_paths: tuple[str, ...] = Field(
         (), description="Functions by path around every request to servers: async (request, next) -> Completion."

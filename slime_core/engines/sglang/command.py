@@ -22,6 +22,7 @@ from slime_core.engines.sglang.installation import (
     read_installation,
 )
 from slime_core.engines.sglang.options import Place
+from slime_core.engines.sglang.router_options import router_arguments, wanted
 from slime_core.engines.sglang.topology import (
     ServerGroup,
     ServerPlace,
@@ -109,11 +110,25 @@ def commands(
             the config needs of it.
     """
     check_features(config, installation)
+    _check_router(config, installation, servers, where)
     found = {}
     for group in servers.groups:
         for server in group.servers:
             found[server.number] = command(config, installation, group, server, where=where)
     return found
+
+
+def _check_router(config: Config, installation: Installation, servers: Topology, where: str | Place) -> None:
+    """What can be checked of SGLang's router before servers run; raises as `router_options.router_arguments`."""
+
+    def place(name: str) -> str:
+        return where(f"router.{name}") if callable(where) else f"{where}.router.{name}"
+
+    for role in dict.fromkeys(group.role for group in servers.groups):
+        groups = servers.of(role)
+        paired, count = groups[0].mode != "regular", sum(len(group.servers) for group in groups)
+        if wanted(config, servers=count, installed=installation.router, paired=paired):
+            router_arguments(config, installation, paired=paired, where=place)
 
 
 def command(

@@ -124,3 +124,27 @@ def _own(config: Config, paired: bool) -> dict[str, Any]:
 def options_of(installation: Installation) -> dict[str, Option]:
     """Every option of the router by its first name."""
     return {option.name: option for option in installation.router_options.values()}
+
+
+def wanted(config: Config, *, servers: int, installed: str, paired: bool) -> bool:
+    """Whether SGLang's router spreads the requests of a model.
+
+    Args:
+        config: of the run.
+        servers: of ours that serve the model.
+        installed: its version beside SGLang; empty where there is none.
+        paired: whether they are prefill and decode servers.
+
+    Raises:
+        ConfigError: CFG04 ``builtin`` with prefill and decode servers.
+    """
+    asked = config.rollout.rollout_router
+    if paired and asked == "builtin":
+        raise ConfigError(
+            "rollout_router = builtin with prefill and decode servers",
+            code="CFG04",
+            where=KEY,
+            why="slime's own router sends a request to one server, and theirs need two that are paired",
+            fix="--rollout-router sglang",
+        )
+    return paired or asked == "sglang" or (asked == "auto" and servers > 1 and bool(installed))

@@ -111,7 +111,7 @@ class GroupTable(Section):
     model: str = Field("", description="Model folder; the policy's is hf_checkpoint.")
     count: int = Field(1, ge=1, le=4096, description="Servers.")
     gpus: int = Field(1, ge=1, le=64, description="GPUs of a server; a CPU has none.")
-    mode: Mode = Field("regular", description="prefill and decode are read, and refused so far.")
+    mode: Mode = Field("regular", description="prefill and decode belong together: one makes the other's KV cache.")
     options: dict[str, Any] = Field({}, description="SGLang options, laid over [sglang].")
     env: dict[str, str] = Field({}, description="Environment variables, laid over [sglang.env].")
 
@@ -280,16 +280,16 @@ def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
                 fix="add the other mode, or make all of them regular",
             )
         elif modes != {"regular"} and config.cluster.device == "cpu":
-            why = "their KV cache travels between GPUs"
+            why = "SGLang sends their KV cache from pinned memory of GPUs, and its prefill server ends without"
             what = "prefill and decode groups need GPUs"
             yield Problem(code="CFG04", what=what, keys=keys, why=why, fix='mode = "regular"')
-        elif modes != {"regular"}:
+        elif modes != {"regular"} and config.rollout.rollout_router == "builtin":
             yield Problem(
                 code="CFG04",
-                what="prefill and decode groups are not part of this slime version",
-                keys=keys,
-                why="slime's router sends a request to one server, and theirs need two that are paired",
-                fix='mode = "regular"',
+                what="prefill and decode groups with rollout_router = builtin",
+                keys=(*keys, ("rollout", "rollout_router")),
+                why="slime's own router sends a request to one server, and theirs need two that are paired",
+                fix="--rollout-router sglang   or   auto",
             )
 
 

@@ -51,7 +51,11 @@ ONE = ("http://10.0.0.1:30000",)
             id="one address twice",
         ),
         pytest.param(
-            {}, {"rollout_router": "sglang"}, "not part of this slime version", "--rollout-router builtin", id="router"
+            {},
+            {"rollout_router": "sglang", "rollout_external_engine_addrs": ("https://h:1",)},
+            "rollout_router = sglang with https:// addresses",
+            "--rollout-router builtin",
+            id="router",
         ),
         pytest.param(
             APART,

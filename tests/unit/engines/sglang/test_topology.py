@@ -201,12 +201,16 @@ def test_all_faults_of_a_file_are_named_at_once(config):
 SPLIT = '[[group]]\nname = "p"\nmode = "prefill"\n[[group]]\nname = "d"\nmode = "decode"\n'
 
 
-def test_prefill_and_decode_need_gpus_and_two_servers_a_request(config):
+def test_prefill_and_decode_need_gpus_and_a_router_that_pairs_servers(config):
     with pytest.raises(ConfigError, match="need GPUs"):
         topology(config(SPLIT, device="cpu"))
-    with pytest.raises(ConfigError, match="not part of this slime version") as caught:
-        topology(config(SPLIT))
+    with pytest.raises(ConfigError, match="rollout_router = builtin") as caught:
+        topology(config(SPLIT, rollout_router="builtin"))
     assert "servers.toml:3" in caught.value.where
+    for router in ("auto", "sglang"):
+        found = topology(config(SPLIT, rollout_router=router))
+        assert [group.mode for group in found.of("policy")] == ["prefill", "decode"]
+        assert [server.gpus for server in found.servers] == [(0,), (1,)]
 
 
 def test_a_file_that_is_not_there_is_refused(config, tmp_path):
