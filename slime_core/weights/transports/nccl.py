@@ -7,7 +7,8 @@ SGLang joins with ``torch.distributed``'s own prefixes on a TCPStore; the same a
 the group is known to nobody else in this process: FSDP's default group, its names and counters stay as they are.
 
 Neither side waits for the other for ever: there is a deadline, and whoever fails writes why into the store, where the
-other finds it within a blink. A group that failed is not used again: the engine asks for another by name.
+other finds it within a blink. A group that failed is not used again: the engine asks for another by name. So it does
+when the servers change, and what this side has of the group before (communicators, buffers, threads) is given back.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class BroadcastSender:
         self._staging: Staging | None = None
         self._group: Group | None = None
         self._transfer: Transfer | None = None
-        self._abandoned: list[Any] = []  # broken groups: their destructors may wait for peers that are gone
+        self._stores: list[Store] = []  # of groups before: servers' ranks look there as long as they live
 
     def send(
         self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
@@ -180,7 +181,8 @@ class BroadcastSender:
         group = self._group
         if group is None or (group.name, group.world) != (route.group, route.world):
             if group is not None:
-                self._abandoned.append(group)
+                self._stores.append(group.store)
+                threading.Thread(target=_destroy, args=(group,), name="weights", daemon=True).start()
             self._group = group = Group(route.group, route.world, *_listen(route))
         elif group.failed:
             raise TrainerError(
@@ -283,6 +285,14 @@ def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
         options.group_name = group.name
         return names.ProcessGroupNCCL(store, rank, group.world, options)
     return names.ProcessGroupGloo(store, rank, group.world, timedelta(seconds=max(0.001, min(seconds, JOIN))))
+
+
+def _destroy(group: Group) -> None:
+    """Give a group's memory and connections back, on a thread of its own: a group may wait for peers that are gone."""
+    ended, group.process_group = group.process_group, None
+    if ended is not None:
+        with suppress(Exception):
+            ended.abort()
 
 
 def _watch(transfer: Transfer) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,45 @@ def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_
     peer.tell("take", handle, str(tmp_path))
     assert ended(sender) == ""
     assert [peer.answer(), peer.answer()] == ["join", "take"]
+
+
+def settled():
+    """Wait for the threads of a sender, but the one of a transfer under way."""
+    for thread in threading.enumerate():
+        if thread.name == "weights" and getattr(thread, "_target", None) is nccl._destroy:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def joined(sender, peer, tmp_path, group):
+    """One update over a group that the peer joins; a weak reference to what this side has of it."""
+    handle, _ = sent(sender, tensors_of(), route(group=group))
+    peer.tell("join", handle, 1)
+    peer.tell("take", handle, str(tmp_path))
+    assert ended(sender) == ""
+    assert [peer.answer(), peer.answer()] == ["join", "take"]
+    return weakref.ref(sender._group.process_group)
+
+
+def test_the_group_before_is_destroyed_when_the_servers_change(peer, tmp_path):
+    sender = nccl.BroadcastSender(torch.device("cpu"))
+    groups = [joined(sender, peer, tmp_path, group) for group in ("first", "second", "third")]
+    settled()
+    assert [one() is None for one in groups] == [True, True, False]
+
+
+def test_a_group_whose_peer_died_is_destroyed_too(peer, tmp_path):
+    """Case 86: nothing of it stays until the end of the run."""
+    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
+    broken = joined(sender, victim, tmp_path, "of the dead")
+    victim.process.kill()
+    victim.process.communicate()
+    handle, _ = sent(sender, tensors_of(), route(group="of the dead"))
+    assert not handle["join"]
+    assert ended(sender)
+    joined(sender, peer, tmp_path, "of the living")
+    settled()
+    assert broken() is None
 
 
 def test_an_address_that_is_taken_is_an_error_that_names_it():
