@@ -15,6 +15,7 @@ from slime_core.plugins.columns import checked_columns, role_columns
 from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
 from slime_core.plugins.load import Loaded, load_options, recipe_of
+from slime_core.plugins.megatron import MegatronHooks
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.rewards import Twice, to_reward, to_rewards
@@ -44,6 +45,7 @@ class Plugins:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._twice, self._processes = Twice(), Processes()
+        self.megatron = MegatronHooks(self._tell)
         self._router = Router(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -182,13 +184,16 @@ class Plugins:
         Raises:
             ConfigError: CFG04 no plugin registers it.
         """
-        loss, answer = self._router.loss(name), self._router.named["slime_loss"].answer(name)
+        loss, answer, limit = (
+            self._router.loss(name),
+            self._router.named["slime_loss"].answer(name),
+            self._router.limit,
+        )
         if answer.provider.source == "core":
             return loss
 
         def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
             told = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
-            limit = self._router.limit
             return call_now(told, {}, about="a micro-batch", limit=limit)  # type: ignore[no-any-return]
 
         return replace(loss, fn=fn)
@@ -222,13 +227,16 @@ class Plugins:
 
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Tell every `slime_batch` of the step's columns."""
-        for answer in self._router.listeners("slime_batch", ctx.config):
-            self._call_now(answer, ctx, f"step {batch.version}", batch=batch)
+        self._tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
 
     def bridge(self, hf_config: Any) -> Any:
         """The bridge of a Hugging Face config (`slime_model_bridge`), as :func:`find_bridge` says."""
         return find_bridge(self._loaded.values(), hf_config)
+
+    def _tell(self, hook: str, about: str, ctx: Context, **given: Any) -> None:
+        for answer in self._router.listeners(hook, ctx.config):
+            self._call_now(answer, ctx, about, **given)
 
     def sinks(self, ctx: Context) -> list[Sink]:
         """Every tracker of every plugin (`slime_sinks`)."""
@@ -240,8 +248,7 @@ class Plugins:
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
         """Tell every `slime_step_done` of a finished step."""
-        for answer in self._router.listeners("slime_step_done", ctx.config):
-            self._call_now(answer, ctx, f"step {report.version}", report=report)
+        self._tell("slime_step_done", f"step {report.version}", ctx, report=report)
 
     def evaluated(self, sets: Mapping[str, list[Group]], metrics: Mapping[str, float], ctx: Context) -> None:
         """Tell functions by path of an evaluation: its groups by set, and its metrics."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -29,3 +33,11 @@ class Schedule:
         done = min(1.0, (step - self.warmup) / max(1, self.decay - self.warmup))
         left = 1 - done if self.style == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.low + (self.peak - self.low) * left
+
+
+def optimizer_steps(stage: Config, without: int = 0) -> int:
+    """Optimizer steps of a whole stage, less those of its first ``without`` rollouts."""
+    rollout, train = stage.rollout, stage.train
+    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    a_rollout = -(-rollouts // train.global_batch_size) if train.global_batch_size else train.num_steps_per_rollout
+    return max(1, (rollout.num_rollout - without) * a_rollout)

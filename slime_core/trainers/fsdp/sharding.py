@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.policy import Policy, layers
+from slime_core.trainers.meeting import meet
 
 
 def join(rank: int, world: int, device: str, rendezvous: str | Path | None) -> DeviceMesh:
-    """The mesh of all data-parallel ranks; ``rendezvous`` is a file that all see, needed for more than one.
-
-    Raises:
-        TrainerError: this process already belongs to a group of another size, or there is nowhere to meet.
-    """
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (rank, world):
-            raise TrainerError(
-                f"rank {rank} of {world} was asked for in a process that is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}",
-                fix="one process holds trainers of one world size",
-            )
-    else:
-        backend = "gloo"
-        if torch.device(device).type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
+    """The mesh of all data-parallel ranks, who :func:`meet`."""
+    meet(rank, world, device, rendezvous)
     return init_device_mesh(torch.device(device).type, (world,))
-
-
-def _store(world: int, rendezvous: str | Path | None) -> Any:
-    if rendezvous is None and world > 1:
-        raise TrainerError(f"{world} ranks need a rendezvous file")
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
-    if loopback:  # ranks that meet in a file are on this machine, and need no name that a resolver knows
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    stores: Any = dist
-    return stores.HashStore() if rendezvous is None else stores.FileStore(str(rendezvous), world)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:

@@ -26,7 +26,7 @@ from slime_core.trainers.fsdp.short import told_of_memory
 from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
-from slime_core.trainers.schedule import Schedule
+from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
 from slime_core.trainers.steps import Guard, Outcome, summary
 
@@ -356,11 +356,3 @@ class Worker:
 def _dtype_name(config: Config, device: torch.device) -> str:
     name = config.train.dtype
     return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-
-
-def optimizer_steps(stage: Config, without: int = 0) -> int:
-    """Optimizer steps of a whole stage, less those of its first ``without`` rollouts."""
-    rollout, train = stage.rollout, stage.train
-    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    a_rollout = -(-rollouts // train.global_batch_size) if train.global_batch_size else train.num_steps_per_rollout
-    return max(1, (rollout.num_rollout - without) * a_rollout)

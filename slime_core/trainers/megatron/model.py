@@ -5,17 +5,23 @@ Pack -> embedding -> layers with our core attention -> last norm -> rows that pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 
+from slime_core.trainers.megatron.passes import Passes
 from slime_core.trainers.megatron.rotary import PackRotary
+from slime_core.trainers.megatron.settings import Settings, build
 from slime_core.trainers.megatron.spec import block_spec
+from slime_core.trainers.megatron.tensors import Tensors, stored
 from slime_core.trainers.megatron.vocabulary import Slice, log_probs
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 
     from slime_core.trainers.megatron.packing import Pack
     from slime_core.weights.bridge import Bridge
+    from slime_core.weights.folder import ModelFolder
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -75,3 +82,57 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         tp = self.pg_collection.tp
         part = Slice(first=tp.rank() * len(weight), vocab=self.vocab, group=tp if tp.size() > 1 else None)
         return log_probs(self.predicting(hidden, pack), weight, target, temperature, part=part, chunk=chunk)
+
+
+class Model:
+    """A stage with what belongs to it: its tensors by the bridge, and passes over micro-batches."""
+
+    def __init__(self, stage: PackedGPT, tensors: Tensors, device: torch.device) -> None:
+        self.stage, self.tensors, self.device = stage, tensors, device
+        self.passes = Passes(stage, stage, device)
+
+    def learn(self, ddp: Any) -> None:
+        """Passes go through megatron-core's gradient buffers from now on."""
+        self.passes.wrapped = ddp
+
+    @torch.no_grad()
+    def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
+        """This rank's shards from a folder's tensors."""
+        self.tensors.fill(folder)
+        self.spread_embedding()
+
+    @torch.no_grad()
+    def spread_embedding(self) -> None:
+        """Give a last stage that is tied to the first its copy of the embedding; a collective of the two."""
+        stage = self.stage
+        if (
+            not stage.share_embeddings_and_output_weights
+            or parallel_state.get_pipeline_model_parallel_world_size() == 1
+        ):
+            return
+        if parallel_state.is_rank_in_embedding_group():
+            weight = stage.shared_embedding_or_output_weight()
+            if not stage.pre_process:
+                weight.zero_()
+            dist.all_reduce(weight, group=parallel_state.get_embedding_group())
+
+
+def build_model(made: Settings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0) -> Model:
+    """This rank's stage of a folder's model, with its weights.
+
+    Raises:
+        TrainerError: TRN108 the bridge and the model disagree.
+        DataError: the folder lacks a tensor, or is damaged.
+    """
+    built = build(made)
+    stage = PackedGPT(
+        built.transformer,
+        bridge,
+        vocab=made.sizes.vocab,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **made.model,
+    ).to(device)
+    model = Model(stage, Tensors([stage], bridge, folder.config, multiple=made.vocabulary_multiple), device)
+    model.fill(stored(folder, seed))
+    return model

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,12 @@ from megatron.core import parallel_state
 
 from slime_core.errors import TrainerError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
+from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import Part, Source
 
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.model import PackedGPT
+    from slime_core.weights.folder import ModelFolder
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 EXPERT = re.compile(
@@ -78,20 +82,16 @@ class Tensors:
                 self.held[whole] = Held(by_name[whole], tensor)
 
     @torch.no_grad()
-    def fill(self, folder: Mapping[str, torch.Tensor], tied_last: Iterable[torch.Tensor] = ()) -> None:
-        """Copy this rank's shards from a folder's tensors.
-
-        Args:
-            folder: by Hugging Face name, each read when it is asked for
-            tied_last: other holders of the embedding on this rank (a last stage's output matrix)
-        """
+    def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
         for held in self.held.values():
             held.tensor.copy_(self._mine(held, folder))
-        embedding = next(entry for entry in self.entries if entry.kind == "vocabulary")
-        for tensor in tied_last:
-            whole = join(embedding, [folder[name] for name in embedding.hf], self.sizes)
-            group = parallel_state.get_tensor_model_parallel_group()
-            tensor.copy_(shard(embedding, whole, group.rank(), group.size()))
+
+    @torch.no_grad()
+    def read(self, folder: ModelFolder) -> dict[str, torch.Tensor]:
+        """This rank's shards of another folder's tensors, beside the model's own."""
+        tensors = stored(folder)
+        return {n: self._mine(held, tensors).to(held.tensor, copy=True) for n, held in self.held.items()}
 
     def _mine(self, held: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
         whole = join(held.entry, [folder[name] for name in held.entry.hf], self.sizes)
@@ -159,6 +159,16 @@ class Tensors:
             return mine
         axis = 1 if entry.kind == "columns" else 0
         return [n * size if i == axis else n for i, n in enumerate(mine)]
+
+
+def stored(folder: ModelFolder, seed: int = 0) -> Mapping[str, torch.Tensor]:
+    """A folder's tensors by name; of one without weights, those that are drawn from the seed."""
+    if folder.init_weights == "load":
+        return folder.tensors()
+    with TemporaryDirectory() as drawn:
+        model: Any = folder.build_model("float32", seed)
+        model.save_pretrained(drawn)
+        return dict(Shards.open(Path(drawn)))
 
 
 def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:

@@ -11,8 +11,7 @@ import trainer_bench as made
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.optimizer import AdamW, clip, global_norm
-from slime_core.trainers.fsdp.worker import optimizer_steps
-from slime_core.trainers.schedule import Schedule
+from slime_core.trainers.schedule import Schedule, optimizer_steps
 
 pytestmark = pytest.mark.unit
 

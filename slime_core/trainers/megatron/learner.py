@@ -1,0 +1,96 @@
+"""A stage that learns: megatron-core's gradient buffers and its optimizer, at slime's rates, stepped or left alone.
+
+gradients over micro-batches -> reduced over data-parallel ranks -> norm over all ranks -> clip -> Adam
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from slime_core.trainers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from slime_core.trainers.megatron.model import PackedGPT
+    from slime_core.trainers.megatron.settings import Built
+
+
+@dataclass(slots=True)
+class Learner:
+    """``begin`` gives it a fresh optimizer; a step that is not made advances neither Adam nor the schedule."""
+
+    stage: PackedGPT
+    ddp: Any = None
+    optimizer: Any = None
+    schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
+    clip_grad: float = 0.0
+    weight_decay: float = 0.0
+    steps: int = 0  # optimizer steps made in this stage
+
+    def wrap(self, built: Built) -> None:
+        """Make the gradient buffers; once."""
+        config = self.stage.config
+        self.ddp = DistributedDataParallel(config, built.ddp, self.stage)
+        config.no_sync_func = self.ddp.no_sync
+        config.finalize_model_grads_func = _finalize
+        if built.ddp.overlap_param_gather:
+            config.param_sync_func = self.ddp.start_param_sync
+
+    def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
+        """A fresh optimizer with the [train] section's settings."""
+        self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+        self.schedule, self.clip_grad, self.weight_decay = schedule, train.clip_grad, train.weight_decay
+        self.steps = 0
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """The optimizer's float32 masters from the parameters, after those were changed from outside."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    def norm(self) -> float:
+        """Make gradients ready, and their Euclidean norm over all ranks; not finite where one is not; a collective."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def update(self, norm: float) -> float:
+        """Clip and step, and forget the gradients; the answer is the learning rate."""
+        rate = self.rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
+        if self.clip_grad > 0:
+            for one in _each(self.optimizer):
+                if parameters := one.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        self.steps += 1
+        self.forget()
+        return rate
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.schedule.at(self.steps)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.ddp.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+
+def _finalize(model: Any, tokens: Any, **kwargs: Any) -> None:
+    """Reduce gradients over ranks and divide them by nothing: weights are those of the whole step."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _each(optimizer: Any) -> Iterable[Any]:
+    """Dense parameters and experts have an optimizer each."""
+    return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]

@@ -1,0 +1,71 @@
+"""The Megatron-core backend as a `protocols.Trainer`: every call runs on the process's torch thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_core.trainers.megatron.worker import Worker
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Role
+    from slime_core.threads import TorchThread
+    from slime_core.transfer import WeightRoute
+    from slime_core.types import Batch, Columns, WeightUpdate
+    from slime_core.weights.folder import ModelFolder
+
+
+class MegatronTrainer:
+    """Trains the folder's model on ranks that share it as [megatron] says; `layout.Layout` names the forms.
+
+    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that all see. The
+    answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite, ``epoch`` counts
+    the run's processes; updates carry it.
+
+    Example:
+        trainer = MegatronTrainer(config, plugins, folder, thread=TorchThread(2), device="cuda")
+        await trainer.begin(config)
+        metrics = await trainer.step(batch)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plugins: Plugins,
+        folder: ModelFolder,
+        *,
+        thread: TorchThread,
+        rank: int = 0,
+        world: int = 1,
+        device: str = "cpu",
+        rendezvous: str | Path | None = None,
+        errors: Path | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self._thread, self._epoch = thread, epoch
+        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
+
+    async def begin(self, stage: Config) -> None:
+        """See `protocols.Trainer`: a fresh optimizer and schedule; the reference where the stage reads one."""
+        await self._thread.run(self._worker.begin, stage)
+
+    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """See `protocols.Trainer`."""
+        return await self._thread.run(self._worker.score, batch, roles)
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer`.
+
+        Raises:
+            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
+                of them in a row; TRN106 ranks with different batches. No weight has changed then.
+        """
+        return await self._thread.run(self._worker.step, batch)
+
+    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
+        """See `protocols.Trainer`: whole tensors in the names of the model folder, gathered over all ranks."""
+        update = await self._thread.run(self._worker.publish, version, route)
+        update.epoch = self._epoch
+        return update
