@@ -24,6 +24,7 @@ COMMANDS = {
     "diff": "compare two runs, step by step",
     "replay": "make a recorded step again and compare",
     "config": "show, list and check keys",
+    "convert": "convert checkpoints: model folders, torch_dist, the FSDP trainer's",
     "plugins": "list, show, check and make plugins",
     "buffer": "serve, watch and fill a buffer of rollouts made elsewhere",
     "doctor": "check this machine and installation",

@@ -1,0 +1,133 @@
+"""A checkpoint of this trainer in, a model folder out: parameters by rows, no model with weights is built.
+
+checkpoints/step-N/trainer/parameters*.safetensors (float32, whole tensors, of any number of ranks)
+    -> names and shapes compared with the model's -> experts' stacks cut -> shards, index, config, tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_core import durable
+from slime_core.errors import ConfigError, StorageError
+from slime_core.trainers.fsdp import files
+from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.weights.build import Fit, misfit, skeleton
+from slime_core.weights.conversion import Done, How, to_hf
+from slime_core.weights.folder import read_config, resolve
+from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
+from slime_core.weights.shards import Shards, TensorInfo
+
+MANIFEST, STEP = "MANIFEST.json", "step-"
+
+
+def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) -> Done:
+    """Write a model folder of a checkpoint's parameters.
+
+    Args:
+        checkpoint: `step-N`, its `trainer`, a run directory or its `checkpoints` (the newest is taken)
+        origin: the folder of config and tokenizer; None takes the one that the run names
+
+    Raises:
+        StorageError: STO111, STO112 files of the checkpoint are missing or damaged.
+        DataError: TOK46 parameters that are not those of the origin's model. ConfigError: CFG05, no origin.
+    """
+    step = _step(checkpoint)
+    trainer = step / "trainer" if (step / "trainer").is_dir() else step
+    infos = files.tensors_of(trainer, files.PARAMETERS)
+    manifest = _manifest(step)
+    _check_marks(step, {info.file for info in infos.values()}, manifest, full=how.verify)
+    folder = origin if origin is not None else _origin(step, manifest)
+    config = read_config(folder)
+    stored = {name: Stored(info) for name, info in infos.items()}
+    stored |= _check_fit(skeleton(config), infos, folder, trainer)
+    tensors = [cast(part, how.torch_dtype) for rows in stored.values() for part in _parts(rows)]
+    used = {rows.info.file for rows in stored.values()}
+    return to_hf("fsdp-to-hf", tensors, target, folder, used, how)
+
+
+def _step(path: Path) -> Path:
+    """The folder of one checkpoint."""
+    for folder in (path, path / "checkpoints"):
+        found = [(int(p.name[5:]), p) for p in folder.glob(f"{STEP}*") if p.name[5:].isdecimal() and p.is_dir()]
+        if found:
+            return max(found)[1]
+    if not path.is_dir():
+        raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()))
+    return path.parent if path.name == "trainer" else path
+
+
+def _manifest(step: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((step / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{MANIFEST} cannot be read", code="STO112", where=str(step), why=str(error)) from error
+    return found
+
+
+def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, full: bool) -> None:
+    """Compare files with the manifest: sizes, and with ``full`` hashes."""
+    for name, mark in manifest.get("files", {}).items():
+        file = step / name
+        if file not in used and not file.name.startswith(files.PARAMETERS):
+            continue
+        if not file.is_file():
+            raise StorageError(f"{step.name} lacks {name}", code="STO111", where=str(step))
+        size = file.stat().st_size
+        if size != mark["size"] or (full and durable.sha256_of(file).sha256 != mark["sha256"]):
+            why = (
+                f"it has {size} bytes and {mark['size']} were written" if size != mark["size"] else "its hash differs"
+            )
+            raise StorageError(f"{file.name} is not what was written", code="STO112", where=str(file), why=why)
+
+
+def _origin(step: Path, manifest: Mapping[str, Any]) -> Path:
+    """The model folder that the run started from."""
+    named = str(manifest.get("config", {}).get("rollout", {}).get("hf_checkpoint", ""))
+    try:
+        return resolve(named)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run's model folder {named!r} is not here" if named else "the checkpoint names no model folder",
+            code="CFG05",
+            where=str(step / MANIFEST),
+            why="config.json and the tokenizer come from it",
+            fix="--origin-hf-dir FOLDER",
+        ) from error
+
+
+def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, Stored]:
+    """Buffers of the model that its folder stores and no trainer changes; names and shapes must be the model's."""
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in ties}
+    parameters = {name for name, _ in model.named_parameters()} - set(ties)
+    buffers = [name for name in expected if name not in parameters and name not in infos]
+    found = Fit(
+        missing=sorted(name for name in expected if name in parameters and name not in infos),
+        extra=sorted(name for name in infos if name not in expected),
+        shapes=[(n, infos[n].shape, shape) for n, shape in expected.items() if n in infos and infos[n].shape != shape],
+    )
+    kept = Shards.open(folder).infos if buffers else {}
+    found.missing += [name for name in buffers if name not in kept]
+    if not found:
+        raise misfit(found, trainer)
+    return {name: Stored(kept[name]) for name in buffers}
+
+
+def _parts(rows: Stored) -> list[Rows]:
+    """What a parameter is in a model folder: itself, or the matrices of which it is a stack."""
+    parts = parts_of(rows.name, torch.Size(rows.shape))
+    if len(parts) == 1 and parts[0].name == rows.name:
+        return [rows]
+    stacked, inner, *rest = rows.shape
+    flat = Stored(replace(rows.info, shape=(stacked * inner, *rest)))  # one below the other
+    numbers = torch.arange(stacked * inner).reshape(stacked, inner, 1)
+    return [Moved(part.name, (flat,), moves_of(part.cut(numbers))) for part in parts]
