@@ -54,6 +54,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+    "num_key_value_heads": 8,
     "head_dim": 4,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
