@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class MegatronTrainer:
     """Trains the folder's model on ranks that share it as [megatron] says; `layout.Layout` names the forms.
 
-    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that all see. The
-    answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite, ``epoch`` counts
+    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that all see, and
+    rank 0 answers. ``errors`` is a folder for the sample ids of steps that were not finite, ``epoch`` counts
     the run's processes; updates carry it.
 
     Example:
