@@ -10,7 +10,7 @@ with zeros up to a multiple of 4, everything modulo 2^32 where nothing else is s
     answer  = splitmix64's end of the sum of all tiles modulo 2^64;  0 for a tensor without elements
 
 A sum can be taken piece by piece: tensors that are joined are never copied into one. On CUDA with triton the sums are
-one kernel a piece; elsewhere torch, some words at a time.
+one kernel a piece, on a CPU numpy on several threads; elsewhere torch, some words at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEED = 0x243F6A88
 SEED2 = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
 MIX = 0x85EBCA6B, 0xC2B2AE35
 PLACE = (0x27D4EB2D, SEED, 15), (0x165667B1, SEED2, 13)  # factor, seed and turn of a and b
-AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words, multiples of TILE; on a CPU what its caches hold
+AT_ONCE = 1 << 24  # words, a multiple of TILE
 CHUNK = 1 << 22  # elements that are cast at once for sha256
 ONES = (1 << 64) - 1
 
@@ -204,6 +204,10 @@ def _adder(device: torch.device):  # type: ignore[no-untyped-def]
         except ImportError:  # a torch without triton
             return _add
         return add
+    if device.type == "cpu":
+        from slime_core.weights.hashing_cpu import add as add_here
+
+        return add_here
     return _add
 
 
@@ -211,7 +215,7 @@ def _add(words: torch.Tensor, place: int, sums: torch.Tensor) -> None:
     """In torch: int32 arithmetic wraps around. ``words`` [n] int32, ``sums`` [tiles, 2] int32, in place."""
     import torch
 
-    done, most = 0, AT_ONCE.get(words.device.type, TILE)
+    done, most = 0, AT_ONCE
     while done < len(words):
         inside = (place + done) % TILE
         count = min(len(words) - done, most) if not inside else min(len(words) - done, TILE - inside)

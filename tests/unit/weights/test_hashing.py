@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_core.errors import EngineError
 from slime_core.transfer import Held, Piece
-from slime_core.weights import hashing
+from slime_core.weights import hashing, hashing_cpu
 from slime_core.weights.hashing import Sums, checksum, expected
 
 pytestmark = pytest.mark.unit
@@ -115,6 +115,23 @@ def test_a_column_or_a_transposed_tensor_counts_in_its_own_order(kind):
 TENSORS = {"q": drawn(100, 96), "k": drawn(50, 96), "v": drawn(51, 96), "odd": drawn(3, 5)}
 
 
+class _Shifted:
+    """Sums of the tiles from ``first`` on."""
+
+    def __init__(self, sums, first):
+        self.sums, self.first = sums, first
+
+    def _here(self, key):
+        rows, column = key
+        return slice(rows.start - self.first, rows.stop - self.first), column
+
+    def __getitem__(self, key):
+        return self.sums[self._here(key)]
+
+    def __setitem__(self, key, value):
+        self.sums[self._here(key)] = value
+
+
 def cut(name, **more):
     return Piece(name=name, **more)
 
@@ -148,9 +165,38 @@ def test_pieces_that_end_inside_a_tile_are_added_to_it(monkeypatch):
     tensors = {"q": drawn(9000), "k": drawn(20_000), "v": drawn(5)}
     held = Held(name="qkv", pieces=(cut("q"), cut("k"), cut("v")))
     want = reference(b"".join(raw(tensors[name]) for name in "qkv"))
-    for words in (8192, 16384, 1 << 20):
-        monkeypatch.setitem(hashing.AT_ONCE, "cpu", words)
+    for words in (16384, 32768, 1 << 20):
+        monkeypatch.setattr(hashing_cpu, "SPAN", words)
         assert expected(tensors, [held], torch.float32, "murmur") == {"qkv": want}
+    monkeypatch.setattr(hashing, "_adder", lambda device: hashing._add)  # as on a GPU without triton
+    for words in (8192, 16384, 1 << 20):
+        monkeypatch.setattr(hashing, "AT_ONCE", words)
+        assert expected(tensors, [held], torch.float32, "murmur") == {"qkv": want}
+
+
+@pytest.mark.parametrize("cores", [{0}, {0, 1, 2}])
+def test_threads_and_the_place_of_a_piece_change_no_sum(monkeypatch, cores):
+    """Pieces of many lengths, spans of one block: every word is mixed with its own number."""
+    monkeypatch.setattr(hashing_cpu, "SPAN", hashing_cpu.BLOCK)
+    monkeypatch.setattr(hashing_cpu.os, "sched_getaffinity", lambda _: cores)
+    tensors = {str(count): drawn(count) for count in (1, 8191, 50_000, 16_384, 3, 40_961)}
+    held = Held(name="all", pieces=tuple(cut(name) for name in tensors))
+    found = expected(tensors, [held], torch.float32, "murmur")
+    monkeypatch.setattr(hashing, "_adder", lambda device: hashing._add)
+    assert found == expected(tensors, [held], torch.float32, "murmur")
+    assert found == {"all": reference(b"".join(map(raw, tensors.values())))}
+
+
+def test_places_beyond_four_billion_words_wrap_around():
+    """A tensor of more than 16 GiB: numbers of words have 32 bits."""
+    words = drawn(20_000).view(torch.int32)
+    for place in ((1 << 32) - 12_000, (1 << 33) + 5):
+        tile = place // hashing.TILE
+        sums = [torch.zeros(4, 2, dtype=torch.int32) for _ in range(2)]
+        first = place - tile * hashing.TILE
+        hashing._add(words, place, _Shifted(sums[0], tile))
+        hashing_cpu._span(words.numpy().view("u4"), place, _Shifted(sums[1].numpy().view("u4"), tile))
+        assert torch.equal(sums[0], sums[1]), first
 
 
 def test_rows_may_come_one_after_another_and_their_tensors_change_afterwards():
