@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import PluginError
+from slime_core.plugins.answers import expect, same_groups
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.bridges import find_bridge
 from slime_core.plugins.columns import checked_columns, role_columns
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
     from slime_core.context import Context
 
-T = TypeVar("T")
 GENERATE = "rollout.generate_timeout"
 REWARD = "reward.reward_timeout"
 
@@ -69,7 +69,7 @@ class Plugins:
         answer = self._owner("slime_generate", group.prompt.task, ctx)
         timeout = ctx.config.rollout.generate_timeout
         done = await self._call(answer, ctx, f"prompt '{group.id}'", timeout, GENERATE, group=group)
-        return _expect(answer, done, Group, f"prompt '{group.id}'", "return the group")
+        return expect(answer, done, Group, f"prompt '{group.id}'", "return the group")
 
     async def reward(self, group: Group, ctx: Context) -> list[Reward]:
         """One Reward a sample, in order (`slime_reward`)."""
@@ -115,7 +115,7 @@ class Plugins:
             verdict = await self._call(answer, ctx, about, timeout, REWARD, group=group)
             if verdict is not None:
                 fix = "return slime_core.Drop(reason=...) to drop, None to keep"
-                return _expect(answer, verdict, Drop, about, fix)
+                return expect(answer, verdict, Drop, about, fix)
         return None
 
     async def sample_done(self, sample: Sample, ctx: Context) -> None:
@@ -129,7 +129,7 @@ class Plugins:
         answer = self._owner("slime_sampling", prompt.task, ctx)
         about = f"prompt '{prompt.id}'"
         value = self._call_now(answer, ctx, about, prompt=prompt)
-        return _expect(answer, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
+        return expect(answer, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
 
     def prompts(self, task: Task, ctx: Context) -> PromptSource | None:
         """The task's rows by `slime_prompts`; None where the config's data holds them."""
@@ -165,7 +165,7 @@ class Plugins:
         about, timeout = f"the rollout of version {ctx.version}", ctx.config.rollout.generate_timeout
         for answer, mine in by_answer.values():
             done = await self._call(answer, ctx, about, timeout, GENERATE, groups=mine)
-            made.update(_same_groups(answer, done, mine, about))
+            made.update(same_groups(answer, done, mine, about))
         for group in made.values():
             self._functions.seen(group, ctx.config)
         return [made[group.id] for group in groups]
@@ -243,7 +243,7 @@ class Plugins:
         found: list[Sink] = []
         for plugin in self._declaring("slime_sinks"):
             answer = plugin.answers["slime_sinks"]
-            found += _expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
+            found += expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
         return found
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
@@ -260,7 +260,7 @@ class Plugins:
         found: list[Check] = []
         for plugin in self._declaring("slime_checks"):
             answer = plugin.answers["slime_checks"]
-            found += _expect(answer, call_now(answer, {}, about="doctor"), list, "doctor", "return a list of Check")
+            found += expect(answer, call_now(answer, {}, about="doctor"), list, "doctor", "return a list of Check")
         return found
 
     def recipe(self, plugin_name: str, recipe: str = "default") -> Path:
@@ -379,26 +379,3 @@ class Plugins:
         value = call_now(answer, arguments, about=about, limit=limit, key=GENERATE, draws=check)
         seen.compare(about)
         return value
-
-
-def _expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T:
-    if not isinstance(value, kind):
-        found = "None" if value is None else f"a {type(value).__name__}"
-        raise wrong(answer, f"returned {found}, not a {kind.__name__},", about, code="PLG57", fix=fix)
-    return value
-
-
-def _same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> dict[str, Group]:
-    groups = _expect(answer, done, list, about, "return the groups")
-    made = {_expect(answer, group, Group, about, "return the groups").id: group for group in groups}
-    missing = [group.id for group in issued if group.id not in made]
-    if missing or len(made) != len(groups) or len(made) != len(issued):
-        raise wrong(
-            answer,
-            f"returned {len(groups)} groups, not the {len(issued)} it was given,",
-            about,
-            code="PLG59",
-            why=f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued",
-            fix="return every group, with the prompt it came with",
-        )
-    return made
