@@ -198,7 +198,11 @@ class Job:
 
     def _guarded(self, task: Callable[[], None]) -> None:
         self.check_stop()
-        task()
+        try:
+            task()
+        except BaseException:
+            self._stop.set()
+            raise
 
     def _make(self, file: File) -> None:
         path = self.aside / file.name
