@@ -2,6 +2,7 @@
 
     python tools/bench_rollout.py                    # on a GPU: Qwen3-4B shape, 256 and 1,024 in flight
     python tools/bench_rollout.py --deterministic    # the same in SGLang's deterministic mode, with seeds
+    python tools/bench_rollout.py --router sglang    # slime's requests take the way through SGLang's own router
     python tools/bench_rollout.py --smoke            # what a CPU can: a tiny model, little of everything
 
 One server, one process that asks; 128 tokens in, 512 out. "raw" is a minimal loop of this file over aiohttp: it sends
@@ -167,6 +168,7 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> list[Pa
         options |= {"cuda_graph_bs": GRAPHS} if not args.no_graphs else {"disable_cuda_graph": True}
     flags = ["--server-concurrency", str(most), "--rollout-max-response-len", str(args.response)]
     flags += ["--rollout-deterministic"] if args.deterministic else []
+    flags += ["--rollout-router", args.router]
     config = place.config(folder, *flags, sglang=options)
     begin = time.perf_counter()
     async with serving(config, folder.parent / "run", fixed=True) as served:
@@ -179,6 +181,7 @@ def show(args: argparse.Namespace, place: Place, found: list[Pairs]) -> None:
     """The table, last of all."""
     device = torch.cuda.get_device_name() if place.device == "cuda" else "CPU"
     mode = ", deterministic" if args.deterministic else ""
+    mode += ", slime's requests through SGLang's router" if args.router == "sglang" else ""
     print(f"\n{device}, {args.shape}{mode}, {args.prompt} in, {args.response} out, log-probs on; tokens/s (medians)")
     print(f"{'in flight':>9} {'requests':>8} {'raw':>9} {'slime':>9} {'slime/raw':>9}   spread of the ratio")
     for pairs in found:
@@ -202,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mem-fraction", type=float, default=0.85, help="SGLang's mem_fraction_static")
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs: starts a minute sooner")
     parser.add_argument("--deterministic", action="store_true", help="rollout_deterministic; needs a GPU")
+    parser.add_argument("--router", choices=("builtin", "sglang"), default="builtin", help="rollout_router")
     parser.add_argument("--folder", default="", help="where the model folder is made; default: a temporary one")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds until the whole run is given up")
     parser.add_argument("--smoke", action="store_true", help="the tiny model, short, on a CPU: it proves nothing")

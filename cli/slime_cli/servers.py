@@ -94,30 +94,35 @@ def _gpus(config: Config) -> int | None:
 
 
 def option_rows() -> list[dict[str, str]]:
-    """Every option of the SGLang of this environment, or of the one that SLIME_SGLANG_PYTHON names.
+    """Every option of the SGLang of this environment, or of the one that SLIME_SGLANG_PYTHON names, and of its router.
 
     Raises:
         ConfigError: there is none, or it does not work.
     """
     from slime_core.config.values import show
     from slime_core.engines.sglang.installation import find_python, read_installation
-    from slime_core.engines.sglang.options import OWN, describe
+    from slime_core.engines.sglang.options import SERVER, describe
+    from slime_core.engines.sglang.router_options import ROUTER, options_of
 
     found = read_installation(find_python({}), {})
+    tables = (
+        ("sglang", SERVER, {option.name: option for option in found.options.values()}),
+        ("sglang.router", ROUTER, options_of(found)),
+    )
     rows = []
-    for option in {option.name: option for option in found.options.values()}.values():
-        own = OWN.get(option.name)
-        text = f"Set by slime: {own}" if own else option.help
-        rows.append(
-            {
-                "section": "sglang",
-                "key": f"sglang.{option.name}",
-                "flag": f"--sglang-{option.name.replace('_', '-')}",
-                "type": describe(option),
-                "default": "" if option.default is None else show(option.default),
-                "text": text,
-            }
-        )
+    for section, family, options in tables:
+        for option in options.values():
+            own = family.own.get(option.name)
+            rows.append(
+                {
+                    "section": section,
+                    "key": f"{section}.{option.name}",
+                    "flag": f"{family.flags}{option.name.replace('_', '-')}",
+                    "type": describe(option),
+                    "default": "" if option.default is None else show(option.default),
+                    "text": f"Set by slime: {own}" if own else option.help,
+                }
+            )
     return rows
 
 
@@ -130,7 +135,8 @@ def sglang() -> CheckResult:
         return CheckResult(status="ok", found=found)
     read = read_installation(find_python({}), {})
     count = len({option.name for option in read.options.values()})
-    found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features))}"
+    found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features - {'router'}))}"
+    found += f"; its router {read.router}" if read.router else "; no router of its own (sglang-router)"
     if read.torch and util.find_spec("torch") is not None and _minor(read.torch) != _minor(metadata.version("torch")):
         found += f"; its torch is {read.torch}: weights cannot travel by tensor"
     if util.find_spec("aiohttp") is None:

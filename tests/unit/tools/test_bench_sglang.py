@@ -63,7 +63,7 @@ def test_a_ratio_is_of_two_rounds_beside_each_other(tool, capsys):
     bench = tool("bench_rollout")
     pairs = bench.Pairs(256, 512, raw=[100.0, 200.0, 400.0], slime=[90.0, 200.0, 380.0])
     assert pairs.ratios() == [0.9, 1.0, 0.95]
-    args = Namespace(shape="4B", deterministic=False, prompt=128, response=512)
+    args = Namespace(shape="4B", deterministic=False, router="builtin", prompt=128, response=512)
     bench.show(args, Namespace(device="cpu"), [pairs])
     assert capsys.readouterr().out.splitlines()[-1].split() == (
         ["256", "512", "200", "200", "0.950", "0.900", "to", "1.000", "over", "3", "pairs"]
