@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -286,6 +286,9 @@ async def _engine(
         gpu=_gpu,
         torch=part.torch,
     )
+    if not frozen:
+        for text in unused(config, ways):
+            note(text)
     mode, wanted = "enable_deterministic_inference", rollout.rollout_deterministic
     others = [server.address.url for server in part.servers if not server.facts.get(mode, wanted)]
     if wanted and others:
@@ -325,6 +328,18 @@ async def _engine(
         await engine.close()
         raise
     return engine
+
+
+def unused(config: Config, ways: Ways) -> Iterator[str]:
+    """Keys that a person set for another way than the one that ``auto`` takes."""
+    rollout, found = config.rollout, ways.transport
+    default = type(rollout).model_fields["update_weight_buffer_size"].default
+    if rollout.update_weight_transport != "auto":
+        return
+    if rollout.update_weight_disk_dir and found != "disk":
+        yield f"update_weight_disk_dir: no effect; update_weight_transport = auto takes {found}"
+    if rollout.update_weight_buffer_size != default and found == "tensor":
+        yield f"update_weight_buffer_size: no effect; update_weight_transport = auto takes {found}: one buffer"
 
 
 def middleware(config: Config) -> list[Middleware]:

@@ -35,6 +35,8 @@ SERVER_KEYS = (
     "update_weight_disk_dir",
     "pause_generation_mode",
     "rollout_deterministic",
+    "check_weights",
+    "canary_band",
 )
 """Keys of [rollout] that only servers read."""
 
@@ -274,10 +276,10 @@ def _without_effect(config: Config) -> Iterator[str]:
     ours = rollout.rollout_router == "builtin" or (external and rollout.rollout_router == "auto")
     if ours and config.sglang.get("router"):
         yield "[sglang.router]: no effect; slime's own router spreads the requests (rollout_router = sglang)"
-    if external and set(config.sglang) - {"python", "env", "router"}:
+    if external and set(config.sglang) - (set() if ours else {"python", "env"}) - {"router"}:
         yield "[sglang]: no effect on servers that run already; their options were given where they were started"
     if external and _set(config, "rollout_max_restarts"):
-        yield "rollout_max_restarts: no effect on servers that run already; slime starts none"
+        yield "rollout_max_restarts: slime starts no servers that run already; it is how often one may come back"
     if external and any(
         address.startswith("http:") and not is_loopback(urlsplit(address).hostname or "") for address in external
     ):
@@ -288,6 +290,12 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield "rollout_engine_ca: no effect without an https:// address in rollout_external_engine_addrs"
     if rollout.update_weight_disk_dir and rollout.update_weight_transport in ("tensor", "nccl"):
         yield f"update_weight_disk_dir: no effect with update_weight_transport = {rollout.update_weight_transport}"
+    if _set(config, "update_weight_buffer_size") and rollout.update_weight_transport == "tensor":
+        yield "update_weight_buffer_size: no effect with update_weight_transport = tensor; the model is one buffer"
+    if config.cluster.device == "cpu" and _set(config, "rollout_num_gpus"):
+        yield "rollout_num_gpus: no effect with device = cpu; rollout_num_engines says how many servers there are"
+    if _set(config, "canary_band") and rollout.debug_rollout_only:
+        yield "canary_band: no effect with debug_rollout_only; no trainer has log-probs to compare with"
     if _set(config, "pause_generation_mode") and not rollout.max_staleness and not rollout.partial_rollout:
         yield (
             f"pause_generation_mode = {rollout.pause_generation_mode}: no effect with max_staleness = 0; no request "

@@ -208,6 +208,7 @@ def test_a_key_of_servers_without_servers_is_said(name):
     default = RolloutSection.model_fields[name].default
     other = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}[type(default)]
     chosen = {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
+    chosen |= {"check_weights": "all"}
     (notice,) = engine_rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
     assert notice == f"{name}: no effect with rollout_engine = local; servers read them"
 
@@ -223,7 +224,22 @@ def test_options_of_sglang_without_sglang_are_said():
     [
         ({"rollout_slots": 8}, {}, "rollout_slots: no effect"),
         ({"rollout_external_engine_addrs": ONE}, {"dtype": "auto"}, "[sglang]: no effect on servers that run already"),
-        ({"rollout_external_engine_addrs": ONE, "rollout_max_restarts": 1}, {}, "rollout_max_restarts: no effect"),
+        (
+            {"rollout_external_engine_addrs": ONE},
+            {"env": {"A": "1"}},
+            "[sglang]: no effect on servers that run already",
+        ),
+        (
+            {"rollout_external_engine_addrs": ONE, "rollout_max_restarts": 1},
+            {},
+            "rollout_max_restarts: slime starts no servers that run already; it is how often one may come back",
+        ),
+        (
+            {"update_weight_buffer_size": 1 << 21, "update_weight_transport": "tensor"},
+            {},
+            "update_weight_buffer_size: no effect",
+        ),
+        ({"canary_band": 0.1, "debug_rollout_only": True}, {}, "canary_band: no effect with debug_rollout_only"),
         ({"rollout_external_engine_addrs": ONE}, {}, "travel in clear text"),
         ({"rollout_engine_token_env": "T"}, {}, "rollout_engine_token_env: no effect"),
         ({"rollout_engine_ca": "ca.pem"}, {}, "rollout_engine_ca: no effect"),
@@ -243,6 +259,11 @@ def test_options_of_sglang_without_sglang_are_said():
 )
 def test_what_has_another_effect_than_one_may_think_is_said(rollout, sglang, said):
     assert [text for text in engine_rules.notices(config_of(sglang=sglang, **rollout)) if said in text]
+
+
+def test_gpus_that_are_counted_on_a_cpu_are_said():
+    told = list(engine_rules.notices(config_of(cluster={"device": "cpu"}, rollout_num_gpus=2)))
+    assert [text for text in told if "rollout_num_gpus: no effect with device = cpu" in text]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 from serving import NEW
 
-from slime_core.clusters.sglang import check_transport
+from slime_core.clusters.sglang import check_transport, unused
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.installation import Installation
 from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
@@ -84,3 +84,19 @@ def test_patches_and_builds_of_a_minor_version_are_alike():
     assert why_unmapped("2.9.1+cu130", "2.9.0") == ""
     assert "both need the same minor version" in why_unmapped("2.9.1", "2.13.0")
     assert "both need the same minor version" in why_unmapped("2.1.0", "2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"device": "cuda"}, ["update_weight_disk_dir", "update_weight_buffer_size"]),
+        ({"device": "cuda", "shared": False}, ["update_weight_disk_dir"]),
+        ({"device": "cuda", "torch": OTHER}, []),
+        ({"device": "cpu"}, []),
+    ],
+)
+def test_keys_of_another_way_than_auto_takes_are_said(tmp_path, more, said):
+    flags = ["--update-weight-disk-dir", str(tmp_path), "--update-weight-buffer-size", "2097152"]
+    asked = load_config(None, ["--hf-checkpoint", ".", "--rollout-engine", "sglang", *flags])
+    assert [text.partition(":")[0] for text in unused(asked, ways(tmp_path, **more))] == said
+    assert not list(unused(load_config(None, ["--hf-checkpoint", "."]), ways(tmp_path, **more)))
