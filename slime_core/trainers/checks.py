@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch
 
 SHOWN = 8  # sample ids in a message
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_batch(batch: Batch, vocab_size: int) -> None:
@@ -161,3 +163,64 @@ def ids_of(batch: Batch, samples: list[int], most: int = SHOWN) -> str:
     """Ids of samples for a message, the first few of them."""
     ids = [batch.sample_ids[i] for i in samples]
     return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+
+
+WHY = {
+    "reference": "a reference is kept where train.kl_loss_coef or train.kl_coef is above 0",
+    "teacher": "train.teacher_load names a teacher, and train.teacher_place = trainer keeps it here",
+    "values": "a critic is kept where the estimator reads values: train.advantage_estimator = ppo",
+}
+
+
+def missing(role: str) -> TrainerError:
+    """A role was asked for that the stage does not hold."""
+    return TrainerError(f"this trainer holds no {role} model", why=WHY.get(role, ""))
+
+
+def teacher_of(train: Any) -> str:
+    """The folder of the teacher that a stage needs.
+
+    Raises:
+        TrainerError: none is named.
+    """
+    if not train.teacher_load:
+        raise TrainerError(
+            "a teacher is needed and none is named",
+            where="train.teacher_load",
+            fix="name the teacher's model folder: --teacher-load DIR",
+        )
+    return str(train.teacher_load)
+
+
+def known_to_teacher(batch: Batch, vocab_size: int, path: str, policy: ModelFolder) -> None:
+    """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
+
+    Raises:
+        TrainerError: TRN104 with the sample.
+    """
+    if sample := beyond(batch, vocab_size):
+        raise TrainerError(
+            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the teacher's "
+            f"vocabulary of {vocab_size}",
+            code="TRN104",
+            where=f"train.teacher_load = {path}, rollout.hf_checkpoint = {policy.path}",
+        )
+
+
+def same_tensors(key: str, other: ModelFolder, mine: Shapes, theirs: Shapes, policy: ModelFolder) -> None:
+    """Refuse a reference of another architecture: the policy computes with its weights.
+
+    Args:
+        mine, theirs: shapes of the policy's tensors and the reference's by name
+
+    Raises:
+        TrainerError: TRN104.
+    """
+    wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n] != theirs[n]]
+    if wrong:
+        raise TrainerError(
+            f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
+            code="TRN104",
+            where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
+            fix="name a model of the same architecture and vocabulary",
+        )

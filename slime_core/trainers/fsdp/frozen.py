@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_core.errors import TrainerError
 from slime_core.trainers import checks
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.sharding import own_part, shard
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from slime_core.weights.folder import ModelFolder
 
 Tensors = dict[str, torch.Tensor]
-WHY = {
-    "reference": "a reference is kept where train.kl_loss_coef or train.kl_coef is above 0",
-    "teacher": "train.teacher_load names a teacher, and train.teacher_place = trainer keeps it here",
-    "values": "a critic is kept where the estimator reads values: train.advantage_estimator = ppo",
-}
 
 
 class Frozen:
@@ -51,13 +45,8 @@ class Frozen:
         self.reference = self._reference(train.ref_load, policy) if "reference" in needs else None
         if "teacher" not in needs:
             self.teacher, self._teacher_path = None, ""
-        elif not train.teacher_load:
-            raise TrainerError(
-                "a teacher is needed and none is named",
-                where="train.teacher_load",
-                fix="name the teacher's model folder: --teacher-load DIR",
-            )
         else:
+            checks.teacher_of(train)
             self._begin_teacher(train)
 
     def _reference(self, path: str, policy: Learner) -> Tensors:
@@ -66,14 +55,8 @@ class Frozen:
         folder = checks.open_model("train.ref_load", path, self._folder)
         mine = policy.parameters()
         theirs = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
-        wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
-        if wrong:
-            raise TrainerError(
-                f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
-                code="TRN104",
-                where=f"train.ref_load = {path}, rollout.hf_checkpoint = {self._folder.path}",
-                fix="name a model of the same architecture and vocabulary",
-            )
+        policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (mine, theirs))
+        checks.same_tensors("train.ref_load", folder, policys, references, self._folder)
         return {name: own_part(tensor.detach(), mine[name]).clone() for name, tensor in theirs.items()}
 
     def _begin_teacher(self, train: Any) -> None:
@@ -109,13 +92,7 @@ class Frozen:
         Raises:
             TrainerError: TRN104 with the sample.
         """
-        if sample := checks.beyond(batch, self._teacher_vocab):
-            raise TrainerError(
-                f"sample {sample} holds token id {int(batch.tokens.max())}, outside the teacher's "
-                f"vocabulary of {self._teacher_vocab}",
-                code="TRN104",
-                where=f"train.teacher_load = {self._teacher_path}, rollout.hf_checkpoint = {self._folder.path}",
-            )
+        checks.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
 
     def to(self, device: torch.device | str) -> None:
         """Move all weights."""
@@ -123,8 +100,3 @@ class Frozen:
             self.reference = {name: tensor.to(device) for name, tensor in self.reference.items()}
         if self.teacher is not None:
             self.teacher.to(device)
-
-
-def missing(role: str) -> TrainerError:
-    """A role was asked for that the stage does not hold."""
-    return TrainerError(f"this trainer holds no {role} model", why=WHY.get(role, ""))

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.fsdp.worker import Worker
+from slime_core.trainers.holds import HOLDS, Holding
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
     from slime_core.weights.folder import ModelFolder
-
-HOLDS = frozenset({"gradients", "optimizer", "parameters"})
 
 
 class FsdpTrainer:
@@ -51,7 +49,7 @@ class FsdpTrainer:
         epoch: int = 0,
     ) -> None:
         self._thread, self._epoch = thread, epoch
-        self._held = set(HOLDS)
+        self._holding = Holding()
         self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
 
     async def begin(self, stage: Config) -> None:
@@ -65,7 +63,7 @@ class FsdpTrainer:
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """See `protocols.Trainer`; every role lives here, where the stage needs it."""
-        self._need({"parameters"}, "score")
+        self._holding.need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
     async def step(self, batch: Batch) -> dict[str, float]:
@@ -75,17 +73,17 @@ class FsdpTrainer:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
                 of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
-        self._need(HOLDS, "step")
+        self._holding.need(HOLDS, "step")
         return await self._thread.run(self._worker.step, batch)
 
     async def verify(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
-        self._need(HOLDS, "verify")
+        self._holding.need(HOLDS, "verify")
         return await self._thread.run(verify, self._worker, batch)
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""
-        self._need({"parameters"}, "publish")
+        self._holding.need({"parameters"}, "publish")
         update = await self._thread.run(self._worker.publish, version, route)
         update.epoch = self._epoch
         return update
@@ -120,20 +118,10 @@ class FsdpTrainer:
 
         They can be saved, restored, exported and fingerprinted there.
         """
-        self._known(what)
-        await self._thread.run(self._worker.release, what & self._held)
-        self._held -= what
+        await self._thread.run(self._worker.release, self._holding.known(what) & self._holding.now)
+        self._holding.now -= what
 
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Trainer`."""
-        self._known(what)
-        await self._thread.run(self._worker.reacquire, what - self._held)
-        self._held |= what
-
-    def _known(self, what: set[str]) -> None:
-        if unknown := what - HOLDS:
-            raise TrainerError(f"a trainer holds {sorted(HOLDS)}, not {sorted(unknown)}")
-
-    def _need(self, what: set[str] | frozenset[str], call: str) -> None:
-        if missing := sorted(what - self._held):
-            raise TrainerError(f"{call} was called while {missing} were released", fix=f"reacquire({missing}) first")
+        await self._thread.run(self._worker.reacquire, self._holding.known(what) - self._holding.now)
+        self._holding.now |= what

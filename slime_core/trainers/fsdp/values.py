@@ -13,16 +13,14 @@ import torch
 from torch import nn
 
 from slime_core.errors import TrainerError
-from slime_core.trainers import checks
+from slime_core.trainers.critic import KEY, open_critic
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.weights import build
-from slime_core.weights.shards import Shards
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.attention import Segments
     from slime_core.weights.folder import ModelFolder
-
-HEADS = ("score", "value_head", "v_head")  # names of a stored head, the first that is there
+    from slime_core.weights.shards import Shards
 
 
 class ValueModel(Policy):
@@ -65,14 +63,8 @@ def build_values(path: str, policy: ModelFolder, seed: int, device: torch.device
         TrainerError: TRN104 another vocabulary, or no last hidden state to put a head on.
         DataError: TOK46 tensors that do not fit, a head of another shape among them.
     """
-    key, stored, head = "train.critic_load", None, ""
-    folder = policy
-    if path:
-        folder = checks.open_model(key, path, policy, weights=False)
-        stored = Shards.open(folder.path)
-        head = next((name for name in HEADS if f"{name}.weight" in stored.infos), "")
-        folder = folder if head else checks.open_model(key, path, policy)
-    if stored is not None and head:
+    folder, stored, head = open_critic(path, policy)
+    if stored is not None:
         hf: Any = build.allocate(folder.config, "float32", "cpu", None, folder.trust_remote_code)
         _load_layers(hf, stored, head, folder)
     else:
@@ -81,10 +73,10 @@ def build_values(path: str, policy: ModelFolder, seed: int, device: torch.device
         raise TrainerError(
             f"{type(hf).__name__} has no layers of its own to put a value head on",
             code="TRN104",
-            where=f"{key} = {path or policy.path}",
+            where=f"{KEY} = {path or policy.path}",
         )
     model = ValueModel(hf.to(device).eval().requires_grad_(True), chunk=chunk)
-    if stored is not None and head:
+    if stored is not None:
         _load_head(model, stored, head)
     model.try_model()
     model.drop_output()

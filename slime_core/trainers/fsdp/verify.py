@@ -1,75 +1,37 @@
-"""A step's gradient as the trainer makes it, against the slow way, which shares nothing with it but the loss.
-
-fast: packs, fused layers, segment attention, blocks of logits, sharded parameters, all as in the step itself
-slow: transformers' own model and eager attention, one sample at a time, the full log-softmax, plain autograd, and the
-      loss over all tokens of the optimizer step at once
-
-The chain rule is cut at log-prob and entropy, so that the graph of one sample is alive at a time. Every optimizer step
-of the batch is compared at the weights before the first. Nothing is changed.
-"""
+"""A step's gradient by packs and shards against transformers' own model; see `slime_core.trainers.verify`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from slime_core.algo.aggregate import token_weights
 from slime_core.trainers.fsdp.sharding import full
-from slime_core.trainers.pack import split_rollouts
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
+from slime_core.trainers.verify import Slow, Tensors, compared, slow_dtype
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from slime_core.trainers.fsdp.worker import Worker
-    from slime_core.types import Batch
-
-FLOAT64_UP_TO = 10**8  # parameters on a CPU; above, and elsewhere, the slow way computes in float32
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the errors, by the trainer's dtype of compute
-FLOOR = 1e-3  # of the gradient's norm: a parameter with less (a bias whose true gradient is 0) is measured by this
-Tensors = dict[str, torch.Tensor]
+    from slime_core.types import Batch, MicroBatch
 
 
 def verify(worker: Worker, batch: Batch) -> dict[str, float]:
-    """Errors of one step's loss and gradients; a collective, the same answer on every rank.
-
-    ``gradient_error`` is the largest ``gradient_error/PARAMETER``: |fast - slow| / |slow|, Euclidean.
-    ``loss_error`` is |fast - slow| over the sum of the absolute losses of all tokens. Of several optimizer steps the
-    worst counts. ``limit`` is what both should stay below, ``float64`` whether the slow way computes in it.
-    """
+    """Errors of one step's loss and gradients; a collective, the same answer on every rank."""
     worker._check(batch)
     assert worker.stage is not None
     batch = prepared(batch, worker.loss, worker.stage.train)
-    slow = Slow(worker)
-    steps = split_rollouts(batch, worker.stage.train.num_steps_per_rollout, worker.stage.train.global_batch_size)
-    errors: dict[str, float] = {}
-    losses, loss_error = [], 0.0
-    for rollouts, micros in zip(steps, worker._pack(batch), strict=True):
-        tokens = np.isin(batch.rollout, rollouts)[batch.sample_of_token()]
-        if not batch.loss_mask[tokens].any():
-            continue
+
+    def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
         sums = Sums(batch.response_offsets, worker.device)
         worker._backward(micros, sums)
         loss = sums.finish(worker.world)[0]["loss"]
-        fast = {name: _whole(p) for name, p in worker.parameters().items()}
+        grads = {name: _whole(p) for name, p in worker.parameters().items()}
         worker._forget()
-        want, scale, grads = slow.gradient(batch, rollouts, tokens)
-        losses.append(loss)
-        loss_error = max(loss_error, _ratio(abs(loss - want), scale))
-        for name, error in compare(fast, grads).items():
-            errors[name] = max(errors.get(name, 0.0), error)
-    return {
-        "loss": sum(losses) / max(len(losses), 1),
-        "loss_error": loss_error,
-        "gradient_error": max(errors.values(), default=0.0),
-        "limit": LIMITS[worker.dtype],
-        "float64": float(slow.dtype == torch.float64),
-        **{f"gradient_error/{name}": error for name, error in errors.items()},
-    }
+        return loss, grads
+
+    slow = Slow(_model(worker), worker.stage, worker.loss, worker.dtype, worker.rank, worker.world)
+    return compared(batch, worker._pack(batch), fast, slow)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -78,108 +40,14 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return full(grad.detach()).double().cpu()
 
 
-def compare(fast: Tensors, slow: Tensors) -> dict[str, float]:
-    """Relative error of each parameter's gradient, largest first; NaN counts as infinite."""
-    least = FLOOR * float(torch.stack([grad.norm() for grad in slow.values()]).norm())
-    found = {name: _ratio(float((fast[name] - g).norm()), max(float(g.norm()), least)) for name, g in slow.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _ratio(part: float, whole: float) -> float:
-    if not np.isfinite(part) or (whole == 0 and part > 0):
-        return float("inf")
-    return part / whole if whole else 0.0
-
-
-class Slow:
-    """The model as transformers has it, with the weights that the ranks hold together."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker, self.device = worker, worker.device
-        weights = {name: full(p.detach()) for name, p in worker.parameters().items()}
-        small = sum(w.numel() for w in weights.values()) <= FLOAT64_UP_TO and self.device.type == "cpu"
-        self.dtype = torch.float64 if small else torch.float32
-        with torch.random.fork_rng(devices=[]):
-            model: Any = worker.folder.build_model("float32", attn_implementation="eager")
-        self.model = model.to(self.device, self.dtype).eval().requires_grad_(True)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
-
-    def gradient(
-        self, batch: Batch, rollouts: NDArray[np.int64], tokens: NDArray[np.bool_]
-    ) -> tuple[float, float, Tensors]:
-        """Loss of an optimizer step, the sum of its tokens' absolute losses, and every gradient in float64.
-
-        Args:
-            rollouts: ids of the step's rollouts
-            tokens: [R] bool, the step's
-        """
-        worker = self.worker
-        chosen = np.isin(batch.rollout, rollouts) & (batch.response_lengths > 0)
-        samples: list[int] = np.flatnonzero(chosen).tolist()
-        mine = samples[worker.rank :: worker.world]
-        both = torch.zeros(2, len(tokens), dtype=self.dtype, device=self.device)
-        with torch.no_grad():
-            for i in mine:
-                both[:, _place(batch, i)] = self._rows(batch, i)
-        if worker.world > 1:
-            dist.all_reduce(both)
-        total, scale, slopes = self._loss(batch, rollouts, tokens, both)
-        self.model.zero_grad()
-        for i in mine:
-            (self._rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
-        grads = {}
-        for name, parameter in self.model.named_parameters():
-            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            if worker.world > 1:
-                dist.all_reduce(grad)
-            grads[name] = grad.double().cpu()
-        return total, scale, grads
-
-    def _rows(self, batch: Batch, i: int) -> torch.Tensor:
-        """Log-prob and entropy of each response token of sample i, [2, its response tokens]."""
-        ids = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64)).to(self.device)
-        count = int(batch.response_lengths[i])
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1]
-        if batch.temperature is not None:
-            logits = logits / float(batch.temperature[i])
-        table = torch.log_softmax(logits, dim=-1)
-        return torch.stack((table[torch.arange(count), ids[-count:]], -(table.exp() * table).sum(-1)))
-
-    def _loss(
-        self, batch: Batch, rollouts: NDArray[np.int64], tokens: NDArray[np.bool_], both: torch.Tensor
-    ) -> tuple[float, float, torch.Tensor]:
-        """The loss, its scale, and its derivatives by log-prob and entropy, [2, R]."""
-        worker, of_token = self.worker, batch.sample_of_token()
-        assert worker.stage is not None
-        train = worker.stage.train
-        weights = token_weights(
-            batch.loss_mask[tokens],
-            batch.rollout[of_token[tokens]],
-            len(rollouts),
-            train.loss_aggregation,
-            train.loss_divisor or worker.stage.rollout.rollout_max_response_len,
-        )
-        columns = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
-        given = {name: torch.from_numpy(values[tokens]).to(self.device) for name, values in columns.items()}
-        given = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in given.items()}
-        where = torch.from_numpy(tokens).to(self.device)
-        weight = torch.from_numpy(weights).to(self.device, self.dtype)
-        log_probs, entropy = (row[where].requires_grad_() for row in both)
-        if "policy" in given and worker.dtype != torch.float32:
-            given["policy"] = (
-                log_probs.detach()
-            )  # scored in bfloat16 by these weights: its rounding passes narrow clips
-        values, _ = worker.loss.fn(log_probs, entropy, given, train)
-        parts = torch.where(weight > 0, values * weight, 0)
-        found = torch.autograd.grad(parts.sum(), (log_probs, entropy), allow_unused=True)
-        slopes = torch.zeros_like(both)
-        for row, slope in zip(slopes, found):
-            if slope is not None:
-                row[where] = slope
-        return float(parts.detach().sum()), float(parts.detach().abs().sum()), slopes
-
-
-def _place(batch: Batch, i: int) -> slice:
-    return slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
+def _model(worker: Worker) -> Any:
+    """transformers' model with the weights that the ranks hold together; a collective."""
+    weights = {name: full(p.detach()) for name, p in worker.parameters().items()}
+    dtype = slow_dtype(sum(w.numel() for w in weights.values()), worker.device)
+    with torch.random.fork_rng(devices=[]):
+        model: Any = worker.folder.build_model("float32", attn_implementation="eager")
+    model = model.to(worker.device, dtype).eval().requires_grad_(True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
-from slime_core.trainers import checks
-from slime_core.trainers.fsdp import files, frozen, saving
-from slime_core.trainers.fsdp.critic import Critic, explained_variance
+from slime_core.trainers import checks, critic
+from slime_core.trainers.fsdp import files, saving
+from slime_core.trainers.fsdp.critic import Critic
 from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.trainers.fsdp.frozen import Frozen
 from slime_core.trainers.fsdp.learner import Learner
@@ -22,12 +22,12 @@ from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
-from slime_core.trainers.fsdp.short import told_of_memory
 from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
+from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.steps import Guard, Outcome, summary
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Worker:
     @torch.no_grad()
     def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         self._check(batch)
-        with told_of_memory(self, batch, "scoring"):
+        with told_of_memory(self._passes(), batch, "scoring"):
             return self._score_roles(batch, roles)
 
     def _score_roles(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
@@ -148,7 +148,7 @@ class Worker:
             elif role == "values" and self.critic is not None:
                 found[role] = self.critic.score(batch, self._pack(batch, self.critic.model, whole=True)[0])
             else:
-                raise frozen.missing(role)
+                raise checks.missing(role)
         return found
 
     def _score(self, batch: Batch, model: Policy) -> Columns:
@@ -178,7 +178,7 @@ class Worker:
                 f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
                 why=f"it has {sorted(batch.columns)}",
             )
-        with told_of_memory(self, batch, "training on"):
+        with told_of_memory(self._passes(), batch, "training on"):
             return self._step(batch)
 
     def _step(self, batch: Batch) -> dict[str, float]:
@@ -190,8 +190,8 @@ class Worker:
             outcomes = [self._optimizer_step(batch, mine) for mine in micros]
             known = {}
         else:
-            self.critic.check(batch)
-            known = explained_variance(batch)
+            critic.check(batch)
+            known = critic.explained_variance(batch)
             same = self.critic.model.packs == self.policy.packs
             others = micros if same else self._pack(batch, self.critic.model)
             outcomes = [self._optimizer_step(batch, *both, alone) for both in zip(micros, others, strict=True)]
@@ -223,10 +223,8 @@ class Worker:
             sums = Sums(batch.response_offsets, self.device)
             self.critic.backward(critics, sums)
             totals, worse = sums.finish(self.world)
-            theirs, metrics["critic_grad_norm"] = self.critic.learner.gradients()
-            metrics |= {
-                "value_loss" if n == "loss" else n: v if n == "loss" else v / weight for n, v in totals.items()
-            }
+            theirs, norm_of_critic = self.critic.learner.gradients()
+            metrics |= critic.figures(totals, weight, norm_of_critic)
             bad = sorted({*bad, *worse})
         norms = norm, metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):
@@ -277,6 +275,16 @@ class Worker:
             alone=not (model or self.policy).packs,
             rank=self.rank,
             world=self.world,
+        )
+
+    def _passes(self) -> Passes:
+        assert self.stage is not None
+        return Passes(
+            stage=self.stage,
+            where=f"rank {self.rank}, {self.device}",
+            drop=lambda: self.release(set()),
+            pack=self._pack,
+            keys=() if self.stage.train.gradient_checkpointing else ("train.gradient_checkpointing=true",),
         )
 
     def _temperature(self, micro: MicroBatch) -> torch.Tensor | None:

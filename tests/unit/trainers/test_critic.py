@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_core.errors import DataError, TrainerError
 from slime_core.testing import tiny_model
-from slime_core.trainers.fsdp.critic import explained_variance
+from slime_core.trainers.critic import explained_variance
 from slime_core.trainers.schedule import optimizer_steps
 
 pytestmark = pytest.mark.unit

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory
 
 if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.worker import Worker
-    from slime_core.types import Batch
+    from slime_core.config.schema import Config
+    from slime_core.types import Batch, MicroBatch
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Passes:
+    """What a backend says of its passes. ``drop`` forgets gradients, ``pack`` answers a batch's micro-batches.
+
+    ``share`` ranks hold each sequence together, ``keys`` are lines of settings that make passes smaller, beside those
+    of [train].
+    """
+
+    stage: Config
+    where: str
+    drop: Callable[[], None]
+    pack: Callable[[Batch], list[list[MicroBatch]]]
+    share: int = 1
+    keys: Sequence[str] = ()
 
 
 @contextmanager
-def told_of_memory(worker: Worker, batch: Batch, what: str) -> Iterator[None]:
+def told_of_memory(passes: Passes, batch: Batch, what: str) -> Iterator[None]:
     """Turn an allocation that fails inside the block into TRN96; gradients of the step are dropped.
 
     Raises:
@@ -31,33 +48,32 @@ def told_of_memory(worker: Worker, batch: Batch, what: str) -> Iterator[None]:
         said = first_line(error)
     else:
         return
-    worker.release(set())  # outside of the handler: the trace that holds the pass's tensors is gone
-    raise _short(worker, batch, what, said)
+    passes.drop()  # outside of the handler: the trace that holds the pass's tensors is gone
+    raise _short(passes, batch, what, said)
 
 
-def _short(worker: Worker, batch: Batch, what: str, said: str) -> TrainerError:
-    assert worker.stage is not None
-    train = worker.stage.train
+def _short(passes: Passes, batch: Batch, what: str, said: str) -> TrainerError:
+    train = passes.stage.train
     longest = int(batch.lengths.max())
     try:
-        sizes = [len(micro.tokens) for step in worker._pack(batch) for micro in step]
+        sizes = [len(micro.tokens) for step in passes.pack(batch) for micro in step]
     except MemoryError:  # not even for this
-        sizes = [min(max(longest, train.max_tokens_per_gpu), len(batch.tokens))]
+        sizes = [min(max(longest, train.max_tokens_per_gpu * passes.share), len(batch.tokens))]
     tokens = max(sizes)
     fixes = []
     if tokens > longest:
-        fixes.append(f"train.max_tokens_per_gpu={max(longest, tokens // 2)}   (it is {train.max_tokens_per_gpu})")
+        lower = -(-max(longest, tokens // 2) // passes.share)
+        fixes.append(f"train.max_tokens_per_gpu={lower}   (it is {train.max_tokens_per_gpu})")
     else:
         fixes.append("the longest sample alone is that large: lower rollout.rollout_max_response_len for a new run")
     chunk = train.logprob_chunk_tokens
     fixes.append(f"train.logprob_chunk_tokens={max(1, chunk // 2) if chunk else 256}   (it is {chunk or 'automatic'})")
-    if not train.gradient_checkpointing:
-        fixes.append("train.gradient_checkpointing=true")
+    fixes += passes.keys
     return TrainerError(
         f"memory ran out while {what} step {batch.version}: {len(batch.tokens)} tokens of {len(batch)} samples in "
         f"{len(sizes)} micro-batches, the largest of {tokens} tokens",
         code="TRN96",
-        where=f"step {batch.version}, rank {worker.rank}, {worker.device}",
+        where=f"step {batch.version}, {passes.where}",
         why=f"{said}; no weight was changed by this optimizer step, and the batch stays in the ledger, not trained",
         fix="go on with smaller passes: slime run --resume RUN_DIR, with one or more of\n" + "\n".join(fixes),
     )

@@ -1,0 +1,186 @@
+"""A step's gradient as a trainer makes it, against the slow way, which shares nothing with it but the loss.
+
+fast: packs, fused layers, segment attention, blocks of logits, sharded parameters, all as in the step itself
+slow: transformers' own model and eager attention, one sample at a time, the full log-softmax, plain autograd, and the
+      loss over all tokens of the optimizer step at once
+
+The chain rule is cut at log-prob and entropy, so that the graph of one sample is alive at a time. Every optimizer step
+of the batch is compared at the weights before the first. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime_core.algo.aggregate import token_weights
+from slime_core.trainers.pack import split_rollouts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Loss
+    from slime_core.types import Batch, MicroBatch
+
+FLOAT64_UP_TO = 10**8  # parameters on a CPU; above, and elsewhere, the slow way computes in float32
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the errors, by the trainer's dtype of compute
+FLOOR = 1e-3  # of the gradient's norm: a parameter with less (a bias whose true gradient is 0) is measured by this
+Tensors = dict[str, torch.Tensor]
+Fast = Callable[["list[MicroBatch]"], tuple[float, Tensors]]
+"""An optimizer step's loss, and every gradient in float64 on the host; a collective."""
+
+
+def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slow) -> dict[str, float]:
+    """Errors of one step's loss and gradients; a collective.
+
+    ``gradient_error`` is the largest ``gradient_error/PARAMETER``: |fast - slow| / |slow|, Euclidean.
+    ``loss_error`` is |fast - slow| over the sum of the absolute losses of all tokens. Of several optimizer steps the
+    worst counts. ``limit`` is what both should stay below, ``float64`` whether the slow way computes in it.
+
+    Args:
+        batch: with the columns that `prepare.prepared` adds
+        micros: of each optimizer step, this rank's
+    """
+    train = slow.stage.train
+    steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
+    errors: dict[str, float] = {}
+    losses, loss_error = [], 0.0
+    for rollouts, mine in zip(steps, micros, strict=True):
+        tokens = np.isin(batch.rollout, rollouts)[batch.sample_of_token()]
+        if not batch.loss_mask[tokens].any():
+            continue
+        loss, found = fast(mine)
+        want, scale, grads = slow.gradient(batch, rollouts, tokens)
+        losses.append(loss)
+        loss_error = max(loss_error, _ratio(abs(loss - want), scale))
+        for name, error in compare(found, grads).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+    return {
+        "loss": sum(losses) / max(len(losses), 1),
+        "loss_error": loss_error,
+        "gradient_error": max(errors.values(), default=0.0),
+        "limit": LIMITS[slow.computed],
+        "float64": float(slow.dtype == torch.float64),
+        **{f"gradient_error/{name}": error for name, error in errors.items()},
+    }
+
+
+def compare(fast: Tensors, slow: Tensors) -> dict[str, float]:
+    """Relative error of each parameter's gradient, largest first; NaN counts as infinite."""
+    least = FLOOR * float(torch.stack([grad.norm() for grad in slow.values()]).norm())
+    found = {name: _ratio(float((fast[name] - g).norm()), max(float(g.norm()), least)) for name, g in slow.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _ratio(part: float, whole: float) -> float:
+    if not np.isfinite(part) or (whole == 0 and part > 0):
+        return float("inf")
+    return part / whole if whole else 0.0
+
+
+def slow_dtype(parameters: int, device: torch.device) -> torch.dtype:
+    """What the slow way computes in: float64 where that is feasible."""
+    return torch.float64 if parameters <= FLOAT64_UP_TO and device.type == "cpu" else torch.float32
+
+
+@dataclass(slots=True, frozen=True)
+class Slow:
+    """The model as transformers has it, with the weights that ranks hold together; each rank takes some samples."""
+
+    model: Any
+    stage: Config
+    loss: Loss
+    computed: torch.dtype  # the trainer computes in it
+    rank: int
+    world: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What this way computes in."""
+        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    def gradient(
+        self, batch: Batch, rollouts: NDArray[np.int64], tokens: NDArray[np.bool_]
+    ) -> tuple[float, float, Tensors]:
+        """Loss of an optimizer step, the sum of its tokens' absolute losses, and every gradient in float64.
+
+        Args:
+            rollouts: ids of the step's rollouts
+            tokens: [R] bool, the step's
+        """
+        chosen = np.isin(batch.rollout, rollouts) & (batch.response_lengths > 0)
+        samples: list[int] = np.flatnonzero(chosen).tolist()
+        mine = samples[self.rank :: self.world]
+        both = torch.zeros(2, len(tokens), dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            for i in mine:
+                both[:, _place(batch, i)] = self._rows(batch, i)
+        if self.world > 1:
+            dist.all_reduce(both)
+        total, scale, slopes = self._loss(batch, rollouts, tokens, both)
+        self.model.zero_grad()
+        for i in mine:
+            (self._rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
+        grads = {}
+        for name, parameter in self.model.named_parameters():
+            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if self.world > 1:
+                dist.all_reduce(grad)
+            grads[name] = grad.double().cpu()
+        return total, scale, grads
+
+    def _rows(self, batch: Batch, i: int) -> torch.Tensor:
+        """Log-prob and entropy of each response token of sample i, [2, its response tokens]."""
+        ids = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64)).to(self.device)
+        count = int(batch.response_lengths[i])
+        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1]
+        if batch.temperature is not None:
+            logits = logits / float(batch.temperature[i])
+        table = torch.log_softmax(logits, dim=-1)
+        return torch.stack((table[torch.arange(count), ids[-count:]], -(table.exp() * table).sum(-1)))
+
+    def _loss(
+        self, batch: Batch, rollouts: NDArray[np.int64], tokens: NDArray[np.bool_], both: torch.Tensor
+    ) -> tuple[float, float, torch.Tensor]:
+        """The loss, its scale, and its derivatives by log-prob and entropy, [2, R]."""
+        train, of_token = self.stage.train, batch.sample_of_token()
+        weights = token_weights(
+            batch.loss_mask[tokens],
+            batch.rollout[of_token[tokens]],
+            len(rollouts),
+            train.loss_aggregation,
+            train.loss_divisor or self.stage.rollout.rollout_max_response_len,
+        )
+        columns = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
+        given = {name: torch.from_numpy(values[tokens]).to(self.device) for name, values in columns.items()}
+        given = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in given.items()}
+        where = torch.from_numpy(tokens).to(self.device)
+        weight = torch.from_numpy(weights).to(self.device, self.dtype)
+        log_probs, entropy = (row[where].requires_grad_() for row in both)
+        if "policy" in given and self.computed != torch.float32:
+            given["policy"] = (
+                log_probs.detach()
+            )  # scored in bfloat16 by these weights: its rounding passes narrow clips
+        values, _ = self.loss.fn(log_probs, entropy, given, train)
+        parts = torch.where(weight > 0, values * weight, 0)
+        found = torch.autograd.grad(parts.sum(), (log_probs, entropy), allow_unused=True)
+        slopes = torch.zeros_like(both)
+        for row, slope in zip(slopes, found):
+            if slope is not None:
+                row[where] = slope
+        return float(parts.detach().sum()), float(parts.detach().abs().sum()), slopes
+
+
+def _place(batch: Batch, i: int) -> slice:
+    return slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
