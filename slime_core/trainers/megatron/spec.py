@@ -5,12 +5,16 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slime_core.trainers.megatron.attention import CoreAttention
+from slime_core.trainers.megatron.latent import LatentAttention
 from slime_core.trainers.megatron.norms import Norm
 
 if TYPE_CHECKING:
@@ -41,6 +45,16 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
         return getattr(self, norm)(hidden if bias is None else hidden + bias), None
 
 
+class Router(TopKRouter):  # type: ignore[misc]
+    """megatron-core 0.16's own gate calls Transformer Engine, also where that is not installed."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [T, 1, experts] in ``moe_router_dtype``, or the input's dtype."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        bias = self.bias.to(dtype) if self.bias is not None else None
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
 def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
     """The decoder's layers of this pipeline stage, and its last norm."""
     block = get_gpt_decoder_block_spec(
@@ -58,10 +72,14 @@ def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
 def _replace(spec: Any) -> None:
     """Our modules in a layer's tree of specs."""
     submodules = spec.submodules
+    if spec.module is MLASelfAttention and not has_transformer_engine():
+        spec.module = LatentAttention
     if not has_transformer_engine():
         for name in NORMS:
             if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
                 setattr(submodules, name, Norm)
+        if hasattr(submodules, "router"):
+            submodules.router = Router
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = CoreAttention
     for child in vars(submodules).values():

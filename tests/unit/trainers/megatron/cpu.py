@@ -4,7 +4,7 @@ Enter it once a process, on the thread that computes, before megatron.core is us
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -22,11 +22,30 @@ class _Redirect(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
         if func is torch.Tensor.to:
             args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # the optimizer compares names of types
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
+
+
+class _Stream:
+    """Everything is done in the order in which it is asked for."""
+
+    def wait_stream(self, other) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event=None):
+        """Done already."""
+        return self
 
 
 @contextmanager
@@ -35,6 +54,9 @@ def cpu_redirect() -> Iterator[None]:
     nothing = {
         "torch.cuda.current_device": lambda: torch.device("cpu"),
         "torch.cuda.synchronize": lambda *_, **__: None,
+        "torch.cuda.Stream": _Stream,
+        "torch.cuda.current_stream": lambda *_: _Stream(),
+        "torch.cuda.stream": lambda *_: nullcontext(),
     }
     with ExitStack() as stack:
         for name, value in nothing.items():
