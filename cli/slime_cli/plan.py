@@ -22,6 +22,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
         SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
     """
     from slime_cli.servers import check_servers
+    from slime_cli.trainers import check_trainer
     from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
@@ -32,6 +33,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
         check_free(run_dir)
     servers = check_servers(settings, config)
     folder = open_folder(config)
+    trainer = check_trainer(settings, config, folder, build=True)
     tokenizer = folder.tokenizer()
     limit = context_len(config, folder)
     return {
@@ -55,6 +57,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
             "train_backend": config.train.train_backend,
         },
         **({"servers": servers} if servers else {}),
+        **({"trainer": trainer} if trainer else {}),
         "plugins": list(settings.plugins.names),
         "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
         "routing": settings.plugins.routing(),
@@ -112,6 +115,7 @@ def stage_context(config: Config, tokenizer: Any) -> Context:
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as tables on stdout."""
     from slime_cli.servers import lines
+    from slime_cli.trainers import line
 
     model, machine = plan["model"], plan["machine"]
     heading("plan (nothing was started)")
@@ -126,6 +130,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
             f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
             **(lines(plan["servers"]) if "servers" in plan else {}),
+            **({"megatron": line(plan["trainer"])} if "trainer" in plan else {}),
         }
     )
     columns = {

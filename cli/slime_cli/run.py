@@ -65,6 +65,7 @@ def command(
     session.verbose = session.verbose or verbose
     limit = None if stop_after is None else stop_after - process_age()
     from slime_cli.servers import check_servers
+    from slime_cli.trainers import check_trainer
 
     check_flags(resume, forced, dry_run)
     with Signals() as signals:
@@ -77,6 +78,7 @@ def command(
                 plan = asyncio.run(make_plan(settings, run_dir))
                 click.echo(json.dumps(plan, indent=1, sort_keys=True, default=str)) if as_json else print_plan(plan)
                 return
+            check_trainer(settings)
             check_servers(settings)
             run = Run(settings=settings, session=session, signals=signals, limit=limit, verify_step=verify_step or 0)
             answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=resume == "auto")

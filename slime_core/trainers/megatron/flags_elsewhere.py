@@ -133,6 +133,10 @@ REFUSED = (
         _FSDP,
     ),
     *_refused("ddp_num_buckets", "buckets are given by their size; --ddp-bucket-size N"),
+    *_refused(
+        "num_distributed_optimizer_instances",
+        "all data-parallel ranks share one copy of the optimizer states; --use-distributed-optimizer",
+    ),
     *_refused("ddp_average_in_collective", "gradients are summed, and divided once by the whole step; leave it out"),
     *_refused(
         "cuda_graph_impl cuda_graph_scope enable_cuda_graph external_cuda_graph cuda_graph_warmup_steps "

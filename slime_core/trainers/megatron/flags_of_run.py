@@ -119,12 +119,6 @@ GRADIENTS = (
         "ddp.use_distributed_optimizer",
         "optimizer.use_distributed_optimizer",
     ),
-    _sets(
-        "num_distributed_optimizer_instances",
-        int,
-        "Copies of the shared states.",
-        "ddp.num_distributed_optimizer_instances",
-    ),
     _sets("overlap_grad_reduce", bool, "Gradients are summed during the backward pass.", "ddp.overlap_grad_reduce"),
     _sets(
         "overlap_param_gather",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slime_core.config.problems import Origins
     from slime_core.weights.bridge import Sizes
 
 FLAGS = {
@@ -163,7 +164,14 @@ class Fault:
     fields: tuple[str, ...]
 
 
-def check(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, sequence_parallel: bool = False) -> None:
+def check(
+    layout: Layout,
+    sizes: Sizes,
+    fields: Mapping[str, Any],
+    *,
+    sequence_parallel: bool = False,
+    origins: Origins | None = None,
+) -> None:
     """Refuse a layout that the ranks or the model do not divide by, with every reason and layouts that would work.
 
     Args:
@@ -171,6 +179,7 @@ def check(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, sequence_p
         sizes: of the model.
         fields: the model's fields of TransformerConfig: ``ffn_hidden_size`` and those of experts are looked at.
         sequence_parallel: whether activations between layers are shared by tensor-parallel ranks.
+        origins: where each flag was written, for the message.
 
     Raises:
         ConfigError: CFG04.
@@ -181,13 +190,14 @@ def check(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, sequence_p
         faults.append(Fault(what, "tensor-parallel ranks would route the same tokens twice", ("tp",)))
     if not faults:
         return
-    where = ", ".join(f"megatron.{FLAGS[name]}" for name in dict.fromkeys(n for f in faults for n in f.fields))
+    names = [FLAGS[name] for name in dict.fromkeys(name for fault in faults for name in fault.fields)]
+    places = [(origins.of_own(("megatron", name)) if origins else "") or f"megatron.{name}" for name in names]
     first, *more = faults
     lines = [f"{fault.what}: {fault.why}" for fault in more]
     raise ConfigError(
         first.what,
         code="CFG04",
-        where=where,
+        where=", ".join(places),
         why="".join([first.why, *(f"\n    and {line}" for line in lines)]),
         fix="\n".join(_fixes(layout, sizes, fields, need_sequence_parallel=not sequence_parallel)),
     )

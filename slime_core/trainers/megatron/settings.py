@@ -118,12 +118,15 @@ def settings(
     _raise(_missing(asked, device), origins)
     run, notices = _run(asked.transformer, device)
     shared = _shared_sequence(megatron, layout)
-    layouts.check(layout, sizes, {**known, "multi_latent_attention": mla}, sequence_parallel=shared)
+    fields = {**known, "multi_latent_attention": mla}
+    layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
     if not sizes.experts:
         known = {name: value for name, value in known.items() if not name.startswith(("moe_", "num_moe"))}
     of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
     of_config = {name: value for name, value in known.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)}
     fixed = _fixed(layout, train, device, mla=mla, shared=shared)
+    if run.get("fp32_residual_connection"):
+        fixed["pipeline_dtype"] = "float32"  # what stages hand on
     return Settings(
         layout=layout,
         sizes=sizes,

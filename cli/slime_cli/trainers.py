@@ -1,0 +1,77 @@
+"""Megatron for the commands: a run's layout and flags checked before anything starts, and the rows of a plan."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_cli.settings import Settings
+    from slime_core.config.schema import Config
+    from slime_core.weights.folder import ModelFolder
+
+
+def check_trainer(
+    settings: Settings, config: Config | None = None, folder: ModelFolder | None = None, *, build: bool = False
+) -> dict[str, Any] | None:
+    """How Megatron's ranks share the model, JSON-ready, everything about it checked; None where it trains nothing.
+
+    Args:
+        settings: with the places of options.
+        config: with the machine settled; None settles it.
+        folder: the model folder; None opens it.
+        build: make megatron-core's config objects too, so that it can refuse; imports it.
+
+    Raises:
+        ConfigError: flags that mean nothing or disagree with config.json, a layout that does not divide, no bridge.
+        DataError: a model folder that cannot be read.
+    """
+    if not trains(settings.config):
+        return None
+    from slime_core.clusters.embedded import open_folder
+    from slime_core.clusters.machine import resolve_machine
+    from slime_core.trainers.megatron import settings as megatron
+
+    config = config if config is not None else resolve_machine(settings.config)
+    folder = folder if folder is not None else open_folder(config)
+    bridge = settings.plugins.bridge(folder.config)
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    made = megatron.settings(
+        bridge,
+        folder.config,
+        config.megatron,
+        config.train,
+        world,
+        config.cluster.device,
+        origins=settings.loaded.origins,
+    )
+    if build:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            megatron.build(made)
+    layout = made.layout
+    idle = () if config.cluster.device == "cuda" else ("this machine has no GPU, and megatron-core trains on GPUs",)
+    names = ("tp", "pp", "cp", "dp", *(("ep", "etp", "edp") if made.sizes.experts else ()))
+    return {
+        "family": bridge.family,
+        "ranks": world,
+        "layout": {name: getattr(layout, name) for name in names},
+        "layers": [len(stage) for stage in layout.stages(made.sizes.layers)],
+        "vocabulary": made.sizes.padded_vocab,
+        "sequence_parallel": made.transformer["sequence_parallel"],
+        "notices": [*idle, *made.notices],
+    }
+
+
+def trains(config: Config) -> bool:
+    """Whether Megatron trains in this run."""
+    return config.train.train_backend == "megatron" and not config.rollout.debug_rollout_only
+
+
+def line(found: dict[str, Any]) -> str:
+    """The same in one line."""
+    sizes = [f"{name} {size}" for name, size in found["layout"].items()]
+    shared, experts = " * ".join(sizes[:4]), " * ".join(sizes[4:])
+    stages = ", ".join(map(str, found["layers"]))
+    text = f"{found['family']}, {found['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
+    return "; ".join([f"{text}; layers {stages}; vocabulary {found['vocabulary']}", *found["notices"]])
