@@ -117,6 +117,8 @@ def _own(config: Config, paired: bool) -> dict[str, Any]:
         "request_timeout_secs": math.ceil(config.rollout.rollout_request_timeout) + 60,  # ours is the first to end
         "shutdown_grace_period_secs": 1,
         "log_level": "warn",  # at info it writes two lines a request
+        "balance_abs_threshold": 8,  # requests that a server may have more, for a prefix: all prompts may begin alike
+        "balance_rel_threshold": 1.1,
     }
     return own | ({"pd_disaggregation": True} if paired else {})
 

@@ -49,8 +49,8 @@ def launch(tmp_path, *behave, more=()):
 
 
 @asynccontextmanager
-async def routed(tmp_path, count=2, *behave, kinds=(), more=(), restarts=2, **settings):
-    """An engine that has met its servers, and a router that knows them; no weights yet."""
+async def routed(tmp_path, count=2, *behave, kinds=(), more=(), restarts=2, program=None, **settings):
+    """An engine that has met its servers, and a router (the stand-in, or ``program``) that knows them; no weights yet."""
     notes = []
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(Kind(kind)) for kind in kinds or ["null"] * count]
@@ -58,7 +58,7 @@ async def routed(tmp_path, count=2, *behave, kinds=(), more=(), restarts=2, **se
         for server in servers:
             await server.ready(PATIENCE)
         gateway = Gateway(
-            launch(tmp_path, *behave, more=more),
+            program or launch(tmp_path, *behave, more=more),
             interval=0.02,
             timeout=PATIENCE,
             start_timeout=PATIENCE,
