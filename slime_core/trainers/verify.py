@@ -34,9 +34,12 @@ FLOOR = 1e-3  # of the gradient's norm: a parameter with less (a bias whose true
 Tensors = dict[str, torch.Tensor]
 Fast = Callable[["list[MicroBatch]"], tuple[float, Tensors]]
 """An optimizer step's loss, and every gradient in float64 on the host; a collective."""
+Rename = Callable[[Tensors], Tensors]
 
 
-def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slow) -> dict[str, float]:
+def compared(
+    batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slow, rename: Rename = dict
+) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective.
 
     ``gradient_error`` is the largest ``gradient_error/PARAMETER``: |fast - slow| / |slow|, Euclidean.
@@ -46,6 +49,7 @@ def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slo
     Args:
         batch: with the columns that `prepare.prepared` adds
         micros: of each optimizer step, this rank's
+        rename: gradients by the names of the slow model's modules to the names that ``fast`` gives
     """
     train = slow.stage.train
     steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
@@ -59,7 +63,7 @@ def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slo
         want, scale, grads = slow.gradient(batch, rollouts, tokens)
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))
-        for name, error in compare(found, grads).items():
+        for name, error in compare(found, rename(grads)).items():
             errors[name] = max(errors.get(name, 0.0), error)
     return {
         "loss": sum(losses) / max(len(losses), 1),

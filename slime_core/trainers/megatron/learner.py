@@ -5,11 +5,12 @@ gradients over micro-batches -> reduced over data-parallel ranks -> norm over al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -54,17 +55,31 @@ class Learner:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
+    def ready(self) -> None:
+        """No gradients, and the rate of the next step, which a hook before its first pass may change."""
+        self.forget()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Every parameter's ``main_grad`` whole on each data-parallel rank, where each has a part; a collective."""
+        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+            if buffer.ddp_config.use_distributed_optimizer:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
     def norm(self) -> float:
         """Make gradients ready, and their Euclidean norm over all ranks; not finite where one is not; a collective."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def update(self, norm: float) -> float:
-        """Clip and step, and forget the gradients; the answer is the learning rate."""
+        """Clip and step, and forget the gradients; after :meth:`ready`. The answer is the learning rate."""
         rate = self.rate
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
         if self.clip_grad > 0:
             for one in _each(self.optimizer):
                 if parameters := one.get_parameters():
@@ -78,6 +93,19 @@ class Learner:
     def rate(self) -> float:
         """The learning rate of the next step."""
         return self.schedule.at(self.steps)
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """What the optimizer keeps, some of it parameters."""
+        for one in _each(self.optimizer) if self.optimizer is not None else ():
+            for group in one.optimizer.param_groups:
+                yield from group["params"]
+            for state in one.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradient buffers."""
+        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+            yield buffer.grad_data
 
     def forget(self) -> None:
         """Drop the gradients."""

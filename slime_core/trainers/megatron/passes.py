@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slime_core.trainers import critic
 from slime_core.trainers.megatron.packing import Pack, make_pack
 from slime_core.trainers.share import Share, Sums, on
 
@@ -44,8 +45,8 @@ class Passes:
         self.wrapped, self.stage, self.device = wrapped, stage, device
         self.chunk = 0
 
-    def log_probs(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-prob and entropy [R] of each micro-batch, on the last stage; nothing on others."""
+    def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
+        """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
 
         def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             both = self._score(work, hidden)
@@ -60,12 +61,23 @@ class Passes:
 
         def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             share = Share(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
-            total = share(slice(None), *self._score(work, hidden))
+            log_prob, entropy = self._score(work, hidden)
+            total = share(slice(None), log_prob, entropy)
             if speaks():
                 sums.add({"loss": total, **share.seen})
                 if not torch.isfinite(total.detach()):
                     share.blame(sums)
             return total, self._one(), None
+
+        self.stage.train()
+        self._run(micros, last, forward_only=False)
+
+    def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: Sums) -> None:
+        """The same of a value model and the value loss; ``clip`` is ``train.value_clip``."""
+
+        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            (values,) = self._score(work, hidden)
+            return critic.share(values, work.micro, clip, sums if speaks() else None), self._one(), None
 
         self.stage.train()
         self._run(micros, last, forward_only=False)
@@ -100,19 +112,18 @@ class Passes:
         given = micro.temperature
         return Work(micro, pack, None if given is None or (given == 1).all() else on(given, self.device))
 
-    def _score(self, work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy of all response tokens of the micro-batch, [R], on each context-parallel rank."""
+    def _score(self, work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""
         pack = work.pack
         assert pack.local is not None
         target = on(work.micro.target, self.device)
         temperature = work.temperature[pack.local] if work.temperature is not None else None
         chunk = self.chunk or max(1, len(target))
-        mine = self.stage.score(hidden, pack, target[pack.local], temperature, chunk=chunk)
+        mine: tuple[torch.Tensor, ...] = self.stage.score(hidden, pack, target[pack.local], temperature, chunk=chunk)
         group = parallel_state.get_context_parallel_group()
         if group.size() == 1:
             return mine
-        log_prob, entropy = (_Spread.apply(x, pack.local, len(target), group) for x in mine)
-        return log_prob, entropy
+        return tuple(_Spread.apply(x, pack.local, len(target), group) for x in mine)
 
     def _one(self) -> torch.Tensor:
         """The number of tokens that megatron-core would divide by; weights are already those of the whole step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core import parallel_state
 
 from slime_core.errors import TrainerError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
+from slime_core.weights.dist_keys import apart
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import Part, Source
 
@@ -52,6 +54,17 @@ class Held:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """Which of how many copies of this shard it is."""
+        if self.entry.expert >= 0:
+            others = parallel_state.get_expert_data_parallel_group()
+        else:
+            others = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self.entry.kind != "whole":
+            return others.rank(), others.size()
+        return others.rank() + others.size() * self.group.rank(), others.size() * self.group.size()
+
 
 class Tensors:
     """Every tensor of a model's stages on this rank.
@@ -62,17 +75,29 @@ class Tensors:
         sources = tensors.sources()
     """
 
-    def __init__(self, stages: Sequence[PackedGPT], bridge: Bridge, config: Any, *, multiple: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[PackedGPT],
+        bridge: Bridge,
+        config: Any,
+        *,
+        multiple: int,
+        entries: Sequence[Entry] | None = None,  # where they are not the bridge's
+    ) -> None:
         self.sizes: Sizes = bridge.sizes(config, multiple)
-        self.entries = bridge.entries(config)
+        self.entries = list(entries) if entries is not None else bridge.entries(config)
         by_name = {entry.megatron: entry for entry in self.entries}
+        self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
         self.held: dict[str, Held] = {}
+        self.copies: list[Held] = []  # of what other stages hold: an output matrix that is tied
         for stage in stages:
             for name, tensor in _stored(stage):
                 whole = canonical(name, stage)
                 if whole not in by_name:
                     if whole == "output_layer.weight" and self.sizes.tied:
-                        continue  # the last stage's copy of the embedding, kept equal by megatron-core
+                        embedding = by_name["embedding.word_embeddings.weight"]
+                        self.copies.append(Held(embedding, tensor))  # kept equal by megatron-core
+                        continue
                     raise TrainerError(
                         f"the bridge of {bridge.family} has no row for {whole}",
                         code="TRN108",
@@ -80,6 +105,17 @@ class Tensors:
                         fix="add a row to the bridge",
                     )
                 self.held[whole] = Held(by_name[whole], tensor)
+
+    def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
+        other = copy(self)
+        other.held = {name: Held(held.entry, tensors[name]) for name, held in self.held.items() if name in tensors}
+        other.entries = [entry for entry in self.entries if self._trained(entry)]
+        return other
+
+    def _trained(self, entry: Entry) -> bool:
+        """Whether it is a parameter, on whichever rank."""
+        return not entry.megatron.endswith("expert_bias")
 
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:

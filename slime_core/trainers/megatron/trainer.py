@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_core.trainers.holds import HOLDS, Holding
+from slime_core.trainers.megatron.verify import verify
 from slime_core.trainers.megatron.worker import Worker
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class MegatronTrainer:
     """Trains the folder's model on ranks that share it as [megatron] says; `layout.Layout` names the forms.
 
-    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that all see, and
+    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file all see, and
     rank 0 answers. ``errors`` is a folder for the sample ids of steps that were not finite, ``epoch`` counts
     the run's processes; updates carry it.
 
@@ -45,14 +47,22 @@ class MegatronTrainer:
         epoch: int = 0,
     ) -> None:
         self._thread, self._epoch = thread, epoch
+        self._holding = Holding()
         self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
 
     async def begin(self, stage: Config) -> None:
-        """See `protocols.Trainer`: a fresh optimizer and schedule; the reference where the stage reads one."""
+        """See `protocols.Trainer`: fresh optimizers and schedules; reference, teacher and critic
+        where the stage's estimator or loss reads them.
+
+        Raises:
+            TrainerError: TRN104 a model of another vocabulary, or a reference of another architecture.
+            ConfigError: CFG04 the layout does not divide the teacher or the critic.
+        """
         await self._thread.run(self._worker.begin, stage)
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`."""
+        """See `protocols.Trainer`; every role lives here, where the stage needs it."""
+        self._holding.need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
     async def step(self, batch: Batch) -> dict[str, float]:
@@ -62,10 +72,30 @@ class MegatronTrainer:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
                 of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
+        self._holding.need(HOLDS, "step")
         return await self._thread.run(self._worker.step, batch)
+
+    async def verify(self, batch: Batch) -> dict[str, float]:
+        """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
+        self._holding.need(HOLDS, "verify")
+        return await self._thread.run(verify, self._worker, batch)
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`: whole tensors in the names of the model folder, gathered over all ranks."""
+        self._holding.need({"parameters"}, "publish")
         update = await self._thread.run(self._worker.publish, version, route)
         update.epoch = self._epoch
         return update
+
+    async def release(self, what: set[str]) -> None:
+        """See `protocols.Trainer`: on an accelerator memory is emptied, and what is kept waits on the host.
+
+        `begin` and calls that read or write state bring it back for as long as they run.
+        """
+        await self._thread.run(self._worker.release, self._holding.known(what) & self._holding.now)
+        self._holding.now -= what
+
+    async def reacquire(self, what: set[str]) -> None:
+        """See `protocols.Trainer`; gradients come back as zeros."""
+        await self._thread.run(self._worker.reacquire, self._holding.known(what) - self._holding.now)
+        self._holding.now |= what

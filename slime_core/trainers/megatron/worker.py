@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,23 +15,31 @@ from megatron.core import parallel_state
 from slime_core.config.algorithms import settle
 from slime_core.context import Context
 from slime_core.errors import TrainerError
-from slime_core.trainers import checks
+from slime_core.trainers import checks, critic
 from slime_core.trainers.meeting import meet
+from slime_core.trainers.megatron.critic import Critic
+from slime_core.trainers.megatron.frozen import Frozen
 from slime_core.trainers.megatron.learner import Learner
 from slime_core.trainers.megatron.model import Model, build_model
+from slime_core.trainers.megatron.others import Run
+from slime_core.trainers.megatron.parking import Parking
 from slime_core.trainers.megatron.passes import speaks, totals
 from slime_core.trainers.megatron.settings import Settings, build, settings
+from slime_core.trainers.megatron.smaller import smaller
 from slime_core.trainers.megatron.state import start
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
+from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.steps import Guard, Outcome, summary
 from slime_core.types import WeightUpdate
 from slime_core.weights.transports.buckets import stream
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
@@ -73,7 +80,9 @@ class Worker:
         self.actor = Learner(self.policy.stage)
         self.actor.wrap(build(self.settings))
         self.policy.learn(self.actor.ddp)
-        self.reference: Tensors | None = None
+        self.frozen = Frozen(folder)
+        self.critic: Critic | None = None
+        self.parking = Parking(self._tensors)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.senders = Senders(self.device, folder.path)
         self.stage: Config | None = None
@@ -96,67 +105,53 @@ class Worker:
         self.ctx = Context(config=stage)
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
         self.policy.passes.chunk = train.logprob_chunk_tokens
-        made = settings(self.bridge, self.folder.config, stage.megatron, self.train, self.world, self.device.type)
+        with self.parking.present():
+            self._begin_models(stage, needs)
+
+    def _begin_models(self, stage: Config, needs: frozenset[Role]) -> None:
+        train = self.train
+        made = settings(self.bridge, self.folder.config, stage.megatron, train, self.world, self.device.type)
+        run = Run(stage.megatron, train, self.world, self.device, made.sizes.layers, self.plugins.bridge)
+        if "values" not in needs:
+            self.critic = None
+        elif self.critic is None or self.critic.path != train.critic_load:  # one of the stage before goes on
+            self.critic = Critic(train.critic_load, self.folder, self.policy, made, run)
         schedule = Schedule(
             peak=train.lr,
             low=train.min_lr,
             style=train.lr_decay_style,
             warmup=train.lr_warmup_iters,
-            decay=train.lr_decay_iters or optimizer_steps(stage),
+            decay=train.lr_decay_iters or optimizer_steps(stage, self._critic_only_steps),
         )
-        self.actor.begin(self.train, schedule, build(made))
-        self.reference = self._reference(train.ref_load) if "reference" in needs else None
+        self.actor.begin(train, schedule, build(made))
+        if self.critic is not None:
+            self.critic.begin(train, optimizer_steps(stage), made, run)
+        self.frozen.begin(needs, train, self.policy, run)
 
-    def _reference(self, path: str) -> Tensors:
-        """This rank's shards of the reference: the policy as it is now, or ``ref_load``'s."""
-        mine = self.policy.tensors.held
-        if not path:
-            return {name: held.tensor.detach().clone() for name, held in mine.items()}
-        folder = checks.open_model("train.ref_load", path, self.folder)
-        return self.policy.tensors.read(folder)
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """The policy computes with the reference's weights inside the block."""
-        assert self.reference is not None
-        mine = {name: held.tensor for name, held in self.policy.tensors.held.items()}
-        kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
-        try:
-            with torch.no_grad():
-                for name, tensor in mine.items():
-                    tensor.copy_(self.reference[name])
-                self.policy.spread_embedding()
-            yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in mine.items():
-                    tensor.copy_(kept[name])
-                self.policy.spread_embedding()
+    @property
+    def _critic_only_steps(self) -> int:
+        return self.train.num_critic_only_steps if self.critic is not None else 0
 
     def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         self._check(batch)
-        found: dict[str, Columns] = {}
-        for role in sorted(roles):
-            self.plugins.megatron.before_log_prob([self.actor.ddp], role, self.ctx)
-            if role in ("policy", "old_policy"):
-                found[role] = self._score(batch, self.policy)
-            elif role == "reference" and self.reference is not None:
-                with self._as_reference():
-                    found[role] = {"log_probs": self._score(batch, self.policy)["log_probs"]}
-            else:
-                raise TrainerError(f"this trainer holds no {role} model")
-        return found
+        with told_of_memory(self._passes(), batch, "scoring"):
+            return {role: self._score(batch, role) for role in sorted(roles)}
 
-    def _score(self, batch: Batch, model: Model) -> Columns:
-        columns = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=self.device)
-        (micros,) = self._pack(batch, whole=True)
-        found = model.passes.log_probs(micros)
-        if speaks():
-            for micro, (log_probs, entropy) in zip(micros, found, strict=True):
-                where = torch.from_numpy(micro.response).to(self.device)
-                columns[0, where], columns[1, where] = log_probs, entropy
-        dist.all_reduce(columns)
-        log_probs, entropy = columns.cpu().numpy()
+    def _score(self, batch: Batch, role: Role) -> Columns:
+        if role in ("policy", "old_policy"):
+            return self._log_probs(batch, self.policy, role)
+        if role == "reference" and self.frozen.reference is not None:
+            with self.frozen.as_reference(self.policy):
+                return {"log_probs": self._log_probs(batch, self.policy, role)["log_probs"]}
+        if role == "teacher" and self.frozen.teacher is not None:
+            self.frozen.check_teacher(batch)
+            return {"log_probs": self._log_probs(batch, self.frozen.teacher, role)["log_probs"]}
+        if role == "values" and self.critic is not None:
+            return critic.checked(batch, self._columns(batch, self.critic.model, role, 1)[0])
+        raise checks.missing(role)
+
+    def _log_probs(self, batch: Batch, model: Model, role: Role) -> Columns:
+        log_probs, entropy = self._columns(batch, model, role, 2)
         bad = np.flatnonzero(~np.isfinite(log_probs))
         if bad.size:
             sample = checks.sample_at(batch, int(bad[0]))
@@ -166,6 +161,18 @@ class Worker:
             )  # fmt: skip
         return {"log_probs": log_probs, "entropy": entropy}
 
+    def _columns(self, batch: Batch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
+        """What a model gives for each response token, [count, R], on every rank."""
+        columns = torch.zeros(count, len(batch.loss_mask), dtype=torch.float32, device=self.device)
+        self.plugins.megatron.before_log_prob([model.passes.wrapped], role, self.ctx)
+        (micros,) = self._pack(batch, whole=True)
+        found = model.passes.scores(micros)
+        if speaks():
+            for micro, rows in zip(micros, found, strict=True):
+                columns[:, torch.from_numpy(micro.response).to(self.device)] = torch.stack(rows)
+        dist.all_reduce(columns)
+        return columns.cpu().numpy()
+
     def step(self, batch: Batch) -> dict[str, float]:
         self._check(batch)
         missing = [name for name in self.loss.columns if name not in batch.columns]
@@ -174,31 +181,75 @@ class Worker:
                 f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
                 why=f"it has {sorted(batch.columns)}",
             )
-        assert self.stage is not None
-        batch = prepared(batch, self.loss, self.stage.train)
-        outcomes = [self._optimizer_step(batch, micros) for micros in self._pack(batch)]
-        self.steps += 1
-        return summary(outcomes, batch)
+        with told_of_memory(self._passes(), batch, "training on"):
+            return self._step(batch)
 
-    def _optimizer_step(self, batch: Batch, micros: list[MicroBatch]) -> Outcome:
-        """One optimizer step; nothing changes where a loss or gradient is not finite, or there is no gradient."""
+    def _step(self, batch: Batch) -> dict[str, float]:
+        batch, known = prepared(batch, self.loss, self.train), dict[str, float]()
+        alone = self.steps < self._critic_only_steps
+        if self.critic is not None:
+            critic.check(batch)
+            known = critic.explained_variance(batch)
+        outcomes = [self._optimizer_step(batch, micros, alone) for micros in self._pack(batch)]
+        self.steps += 1
+        return summary(outcomes, batch) | known
+
+    def _optimizer_step(self, batch: Batch, micros: list[MicroBatch], alone: bool) -> Outcome:
+        """One optimizer step of the policy and of the critic, where there is one, or of the critic ``alone``.
+
+        Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
+        """
         weight = self._sum(sum(float(m.weight.sum(dtype=np.float64)) for m in micros))
         if weight == 0:
             return Outcome("masked")
-        self.actor.forget()
-        self.plugins.megatron.before_train_step([self.actor.ddp], self.actor.optimizer, self.actor.steps, self.ctx)
-        sums = Sums(batch.response_offsets, self.device)
-        self.policy.passes.backward(micros, self.loss, self.train, sums)
-        found, bad = totals(sums)
-        norm = self.actor.norm()
-        metrics = {n: v if n == "loss" else v / weight for n, v in found.items()} | {"grad_norm": norm}
-        if bad or not math.isfinite(norm):
-            self.actor.forget()
-            return self.guard.skip(batch, bad, metrics.get("loss", 0.0), norm)
+        metrics: dict[str, float] = {}
+        bad: list[int] = []
+        norm = 0.0
+        if not alone:
+            self._ready(self.actor)
+            sums = Sums(batch.response_offsets, self.device)
+            self.policy.passes.backward(micros, self.loss, self.train, sums)
+            found, bad = totals(sums)
+            norm = self.actor.norm()
+            metrics = {n: v if n == "loss" else v / weight for n, v in found.items()} | {"grad_norm": norm}
+        if self.critic is not None:
+            self._ready(self.critic.learner)
+            found, worse, theirs = self.critic.backward(micros, Sums(batch.response_offsets, self.device))
+            metrics |= critic.figures(found, weight, theirs)
+            bad = sorted({*bad, *worse})
+        norms = norm, metrics.get("critic_grad_norm", 0.0)
+        if bad or not all(map(math.isfinite, norms)):
+            self._forget()
+            loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
+            return self.guard.skip(batch, bad, loss, math.hypot(*norms))
         self.guard.passed()
+        return self._update(metrics, alone)
+
+    def _ready(self, learner: Learner) -> None:
+        learner.ready()
+        self.plugins.megatron.before_train_step([learner.ddp], learner.optimizer, learner.steps, self.ctx)
+
+    def _update(self, metrics: dict[str, float], alone: bool) -> Outcome:
+        """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
+        if self.critic is not None:
+            learner, norm = self.critic.learner, metrics["critic_grad_norm"]
+            metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
+        if alone:
+            self._forget()
+            return Outcome("critic_only", metrics)
+        norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
-        self.actor.forget()
+        self._forget()
         return Outcome("made" if norm else "no_gradient", metrics)
+
+    def _learners(self) -> list[Learner]:
+        return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
+
+    def _forget(self) -> None:
+        """Drop all gradients."""
+        if "gradients" not in self.parking.away:
+            for learner in self._learners():
+                learner.forget()
 
     def _sum(self, mine: float) -> float:
         """The sum of a number over data-parallel ranks; the others of each hold the same micro-batches."""
@@ -218,6 +269,17 @@ class Worker:
             divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
             rank=parallel_state.get_data_parallel_rank(),
             world=self.settings.layout.dp,
+        )
+
+    def _passes(self) -> Passes:
+        assert self.stage is not None
+        return Passes(
+            stage=self.stage,
+            where=f"rank {self.rank}, {self.device}",
+            drop=lambda: self.release(set()),
+            pack=self._pack,
+            share=self.settings.layout.cp,
+            keys=smaller(self.settings),
         )
 
     def _check(self, batch: Batch) -> None:
@@ -250,6 +312,34 @@ class Worker:
             if self.rank == 0:
                 found |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
         return found
+
+    def release(self, what: set[str]) -> None:
+        self._forget()
+        if "parameters" in what:
+            self.senders.drop()
+        if self.device.type != "cpu":
+            self.parking.leave(what)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reacquire(self, what: set[str]) -> None:
+        self.parking.back(what)
+
+    def _tensors(self, what: str) -> Iterator[torch.Tensor]:
+        """What a name of `release` stands for, on this rank's device."""
+        learners = self._learners()
+        if what == "parameters":
+            found = [*(p for learner in learners for p in learner.stage.parameters()), *self.frozen.tensors()]
+        elif what == "optimizer":
+            found = [tensor for learner in learners for tensor in learner.states()]
+        else:
+            found = [tensor for learner in learners for tensor in learner.gradients()]
+        return (tensor for tensor in found if tensor.device.type == self.device.type)
+
+    @property
+    def reference(self) -> Tensors | None:
+        """This rank's shards of the reference, where the stage has one."""
+        return self.frozen.reference
 
     def barrier(self) -> None:
         dist.barrier()

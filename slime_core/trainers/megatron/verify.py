@@ -1,0 +1,96 @@
+"""A step's gradient by packs, shards and stages against transformers' own model; see `slime_core.trainers.verify`.
+
+Shards are gathered on rank 0 under the names of the model folder, where both ways meet.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from slime_core.trainers.megatron.passes import totals
+from slime_core.trainers.prepare import prepared
+from slime_core.trainers.share import Sums
+from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_dtype
+from slime_core.weights import build
+from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import stream
+
+if TYPE_CHECKING:
+    from slime_core.trainers.megatron.tensors import Tensors as Places
+    from slime_core.trainers.megatron.worker import Worker
+    from slime_core.types import Batch, MicroBatch
+
+
+def verify(worker: Worker, batch: Batch) -> dict[str, float]:
+    """Errors of one step's loss and gradients; a collective, the same answer on every rank. The policy's, no critic's.
+
+    Parameters are named as in the model folder. Every rank holds the slow model whole.
+    """
+    worker._check(batch)
+    assert worker.stage is not None
+    batch, tensors = prepared(batch, worker.loss, worker.stage.train), worker.policy.tensors
+    buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
+
+    def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
+        sums = Sums(batch.response_offsets, worker.device)
+        worker.actor.forget()
+        worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
+        loss = totals(sums)[0]["loss"]
+        worker.actor.gather_gradients()
+        parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
+        grads = {name: parameter.main_grad for name, parameter in parameters.items()}
+        found = _everywhere(tensors.like(grads), worker)
+        worker.actor.forget()
+        for name, kept in buffers.items():  # a bias of experts follows their load
+            tensors.held[name].tensor.copy_(kept)
+        return loss, {name: grad.double().cpu() for name, grad in found.items()}
+
+    slow = Slow(
+        _model(worker), worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world
+    )
+    return compared(batch, worker._pack(batch), fast, slow, stored_names(slow.model))
+
+
+@torch.no_grad()
+def _everywhere(tensors: Places, worker: Worker) -> Tensors:
+    """Whole tensors by their names in the model folder, float32, on every rank; a collective."""
+    found: Tensors = {}
+    for parts, tensor in stream(tensors.sources()):
+        for part in parts:
+            whole = torch.empty(part.shape, device=worker.device)
+            if worker.rank == 0:
+                whole.copy_(part.cut(tensor))
+            dist.broadcast(whole, 0)
+            found[part.name] = whole
+    return found
+
+
+def _model(worker: Worker) -> Any:
+    """transformers' model with the weights that the ranks hold together; a collective."""
+    weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors, worker).items()}
+    folder = worker.folder
+    with TemporaryDirectory() as kept, torch.random.fork_rng(devices=[]):
+        for file in [folder.path / "config.json", *folder.path.glob("*.py")]:
+            shutil.copy(file, kept)
+        save_file(weights, str(Path(kept) / "model.safetensors"), metadata={"format": "pt"})
+        model: Any = build.load_converted(Path(kept), "float32", "eager", folder.trust_remote_code)
+    dtype = slow_dtype(sum(w.numel() for w in weights.values()), worker.device)
+    return model.to(worker.device, dtype).eval().requires_grad_(True)
+
+
+def stored_names(model: Any) -> Rename:
+    """From tensors by the names of transformers' modules to those of its folders: some families keep experts apart."""
+
+    def rename(tensors: Tensors) -> Tensors:
+        with TemporaryDirectory() as kept:
+            model.save_pretrained(kept, state_dict={name: tensor.float() for name, tensor in tensors.items()})
+            return {name: tensor.double() for name, tensor in Shards.open(Path(kept)).items()}
+
+    return rename
