@@ -52,10 +52,10 @@ LATENT = {
     "q_lora_rank": 12,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
+    "qk_rope_head_dim": 8,
     "v_head_dim": 6,
     "num_key_value_heads": 8,
-    "head_dim": 4,
+    "head_dim": 8,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": SCALED},

@@ -80,7 +80,7 @@ def test_latent_attention_with_and_without_yarn(models):
     assert tuple(fields[key] for key in keys) == ("yarn", 4.0, 4096, 1.0, 1.0)
     fields = plain.bridge.megatron(plain.config)
     assert tuple(fields[key] for key in keys) == ("rope", 1.0, 16384, 1.0, 0.0)
-    assert (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"]) == (8, 4, 6)
+    assert (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"]) == (8, 8, 6)
 
 
 def test_yarn_whose_magnitude_has_one_part_only_is_as_transformers_reads_it(models):

@@ -7,7 +7,7 @@ from slime_core.weights.bridge import Entry, Sizes, divisible, join, part, shard
 
 pytestmark = pytest.mark.unit
 
-SIZES = Sizes(layers=1, hidden=2, heads=4, groups=2, head_dim=1, vocab=3, padded_vocab=4, rope=4)
+SIZES = Sizes(layers=1, hidden=2, heads=4, groups=2, head_dim=1, vocab=3, padded_vocab=4, rope=6)
 
 
 def rows(*names):
@@ -73,20 +73,20 @@ def test_columns_are_dealt_to_ranks():
 
 
 def test_halves_at_the_end_of_each_head_become_pairs():
-    heads = Sizes(layers=1, hidden=2, heads=2, groups=2, head_dim=6, vocab=3, padded_vocab=4, rope=4)
+    heads = Sizes(layers=1, hidden=2, heads=2, groups=2, head_dim=8, vocab=3, padded_vocab=4, rope=6)
     entry = Entry("linear_q_up_proj", ("q",), "rope_heads")
-    stored = "mnabAB" + "opcdCD"  # two plain rows a head, then two halves
+    stored = "mnabcABC" + "opdefDEF"  # two plain rows a head, then two halves
     whole = join(entry, [rows(*stored)], heads)
-    assert letters(whole) == "mnaAbB" + "opcCdD"
+    assert letters(whole) == "mnaAbBcC" + "opdDeEfF"
     assert letters(part(entry, whole, heads)[0]) == stored
-    assert letters(shard(entry, whole, 1, 2)) == "opcCdD"
+    assert letters(shard(entry, whole, 1, 2)) == "opdDeEfF"
     assert divisible(entry, heads, 2)
     assert not divisible(entry, heads, 4)
 
 
 def test_halves_at_the_end_of_a_tensor_become_pairs():
-    entry = Entry("linear_kv_down_proj", ("kv",), "rope_tail", shapes=((7, 2),))
-    whole = join(entry, [rows(*"mnoabAB")], SIZES)
-    assert letters(whole) == "mnoaAbB"
-    assert letters(part(entry, whole, SIZES)[0]) == "mnoabAB"
+    entry = Entry("linear_kv_down_proj", ("kv",), "rope_tail", shapes=((9, 2),))
+    whole = join(entry, [rows(*"mnoabcABC")], SIZES)
+    assert letters(whole) == "mnoaAbBcC"
+    assert letters(part(entry, whole, SIZES)[0]) == "mnoabcABC"
     assert not divisible(entry, SIZES, 2)
