@@ -1,39 +1,16 @@
-"""Float32 parameters in shards in, one checksum out: the same for any number of ranks, and for any device.
-
-Of each tensor with bits b(0), b(1), ... (int32, row by row) two sums modulo 2^64:
-
-    sum b(i)     and     sum b(i) * m(i),    m(i) = t(i mod 2^16) * (2 * (i div 2^16) + 1)
-
-t(j) is odd and looks random: two rounds of multiply and fold of j + 1. The answer is a sha256 over names, shapes and
-sums, in the order of names. A changed bit changes the first sum; a swap of elements the second; a swap of tensors
-both under their names.
-"""
+"""Float32 parameters that are sharded by rows in, the checksum of `trainers.fingerprint` out."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
+from slime_core.trainers.fingerprint import BLOCK, digest, table
 from slime_core.trainers.fsdp.sharding import first_row, local
 
-BLOCK = 1 << 16
 AT_ONCE = 256  # blocks a kernel takes on a GPU
-BLOCKS_ON_GPU = 32  # at once: fewer, larger kernels
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
-
-
-@lru_cache(maxsize=2)
-def table(device: torch.device) -> torch.Tensor:
-    """t(j) of j in [0, 2^16): [2^16] int64."""
-    mixed = torch.arange(1, BLOCK + 1, dtype=torch.int64, device=device) * ODD
-    for odd in (ODD2, ODD):
-        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * odd
-    return mixed | 1
 
 
 @torch.no_grad()
@@ -76,9 +53,3 @@ def fingerprint(parameters: Mapping[str, torch.Tensor], world: int) -> str:
     if world > 1:
         dist.all_reduce(total)
     return digest({n: (list(parameters[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})
-
-
-def digest(tensors: Mapping[str, tuple[list[int], list[int]]]) -> str:
-    """The hash over names, shapes and sums (signed 64-bit)."""
-    text = "".join(f"{name} {shape} {first} {second}\n" for name, (shape, (first, second)) in sorted(tensors.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

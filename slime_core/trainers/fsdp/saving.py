@@ -19,7 +19,7 @@ from slime_core.seeds import generators, set_generators
 from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.files import Part
 from slime_core.trainers.fsdp.sharding import full, like
-from slime_core.trainers.fsdp.staging import Layout
+from slime_core.trainers.staging import Layout
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.learner import Learner

@@ -22,12 +22,12 @@ from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
-from slime_core.trainers.fsdp.staging import Staging
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
 from slime_core.trainers.short import Passes, told_of_memory
+from slime_core.trainers.staging import Staging
 from slime_core.trainers.steps import Guard, Outcome, summary
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Tensors in, safetensors files out, in two halves: a copy that training waits for, and the writing behind it.
+"""Tensors in, files out, in two halves: a copy that training waits for, and the writing behind it.
 
     stage: device -> host memory, on a stream of its own        write: host memory -> header, bytes, sha256, fsync
 
@@ -9,10 +9,11 @@ whatever changes parameters or moments next, so that the copy runs beside the pa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,11 @@ class Layout:
             found[name] = place
             place += shape.numel() * dtype.itemsize
         return found
+
+    def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
+        """The file; ``read`` gives host memory from one place to another in pieces. Another format is a subclass."""
+        yield self.header()
+        yield from read(self.begin, self.begin + self.size)
 
     def header(self) -> bytes:
         """What a safetensors file begins with."""
@@ -131,21 +137,24 @@ class Staging:
             yield self._blocks[block][inside : inside + count]
             begin += count
 
-    def write(self, path: Path, texts: Mapping[str, bytes]) -> None:
-        """Write the planned files and ``texts`` into a folder that is there, on the writer's thread."""
+    def write(self, path: Path, texts: Mapping[str, bytes | Callable[[], bytes]]) -> None:
+        """Write the planned files and ``texts`` into a folder that is there, on the writer's thread.
+
+        A text that takes time is a function, called there.
+        """
         if self._stream is not None and self._copied is not None:
             self._copied.record(self._stream)
         self._writing = self._pool.submit(self._write, path, dict(texts), self._copied)
 
-    def _write(self, path: Path, texts: dict[str, bytes], copied: torch.cuda.Event | None) -> dict[str, FileMark]:
+    def _write(self, path: Path, texts: dict[str, Any], copied: torch.cuda.Event | None) -> dict[str, FileMark]:
         if copied is not None:
             copied.synchronize()
         marks: dict[str, FileMark] = {}
         try:
             for layout in self._layouts:
-                marks[layout.name] = durable.write_file(path / layout.name, self._parts(layout))
+                marks[layout.name] = durable.write_file(path / layout.name, layout.parts(self._read))
             for name, text in texts.items():
-                marks[name] = durable.write_file(path / name, [text])
+                marks[name] = durable.write_file(path / name, [text() if callable(text) else text])
         except OSError as error:
             raise storage_error(error, path, "the trainer's state cannot be written") from error
         finally:
@@ -153,9 +162,8 @@ class Staging:
                 self._blocks.clear()
         return marks
 
-    def _parts(self, layout: Layout) -> Iterator[bytes | memoryview]:
-        yield layout.header()
-        for view in self._views(layout.begin, layout.begin + layout.size, PIECE):
+    def _read(self, begin: int, end: int) -> Iterator[memoryview]:
+        for view in self._views(begin, end, PIECE):
             yield view.numpy().data
 
     def before_change(self) -> None:

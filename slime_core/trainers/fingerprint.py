@@ -1,0 +1,45 @@
+"""Float32 parameters in, one checksum out: the same for any backend, number of ranks, layout and device.
+
+Of each tensor with bits b(0), b(1), ... (int32, row by row) two sums modulo 2^64:
+
+    sum b(i)     and     sum b(i) * m(i),    m(i) = t(i mod 2^16) * (2 * (i div 2^16) + 1)
+
+t(j) is odd and looks random: two rounds of multiply and fold of j + 1. The answer is a sha256 over names, shapes and
+sums, in the order of names. A changed bit changes the first sum; a swap of elements the second; a swap of tensors
+both under their names. Elements may be summed in any order, each once, by whichever rank has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+BLOCK = 1 << 16
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
+ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+
+@lru_cache(maxsize=2)
+def table(device: torch.device) -> torch.Tensor:
+    """t(j) of j in [0, 2^16): [2^16] int64."""
+    mixed = torch.arange(1, BLOCK + 1, dtype=torch.int64, device=device) * ODD
+    for odd in (ODD2, ODD):
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * odd
+    return mixed | 1
+
+
+@torch.no_grad()
+def sums_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Each element's part of both sums: [2, n] int64, of ``values`` [n] float32 at ``index`` [n] of their tensor."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64)
+    mixed = table(bits.device)[index & (BLOCK - 1)] * ((index >> 16) * 2 + 1)
+    return torch.stack((bits, bits * mixed))
+
+
+def digest(tensors: Mapping[str, tuple[list[int], list[int]]]) -> str:
+    """The hash over names, shapes and sums (signed 64-bit)."""
+    text = "".join(f"{name} {shape} {first} {second}\n" for name, (shape, (first, second)) in sorted(tensors.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
