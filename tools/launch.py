@@ -1,0 +1,151 @@
+"""A command line of slime's train.py or train_async.py in; words of `slime run` out. Both doors use it.
+
+Most flags have the same name here and pass as they are. A row of the table below is one that has not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_cli.failure import Session, report_failure, say
+from slime_cli.main import main as slime
+from slime_core.errors import ConfigError
+
+
+@dataclass(slots=True, frozen=True)
+class Other:
+    """A flag of slime's that is none here: ``to`` is ours, empty where nothing is needed; ``why`` says so.
+
+    A flag with ``refused`` cannot be left out without another run coming out: the text is what to do.
+    """
+
+    values: int  # words that follow it; -1: all until the next flag
+    to: str = ""
+    why: str = ""
+    refused: str = ""
+
+
+def _needless(why: str, *names: str, values: int = 0) -> dict[str, Other]:
+    return {f"--{name}": Other(values, why=why) for name in names}
+
+
+def _refused(instead: str, *names: str) -> dict[str, Other]:
+    return {f"--{name}": Other(1, refused=instead) for name in names}
+
+
+SLIMES = {
+    "--train-backend": "megatron",
+    "--rollout-engine": "sglang",
+    "--actor-num-gpus-per-node": "8",
+    "--n-samples-per-prompt": "1",
+    "--kl-loss-type": "k1",
+}
+"""What slime has without a flag, and we have otherwise; a recipe stands before them."""
+OTHERS: dict[str, Other] = {
+    "--gamma": Other(1, to="--gae-gamma"),
+    "--lambd": Other(1, to="--gae-lambda"),
+    "--log-probs-chunk-size": Other(1, to="--logprob-chunk-tokens"),
+    "--sglang-server-concurrency": Other(1, to="--server-concurrency"),
+    "--opd-teacher-load": Other(1, to="--teacher-load"),
+    **_needless("micro-batches are packed by tokens", "use-dynamic-batch-size", "balance-data", "balance-by-flops"),
+    **_needless("kl_loss_coef above 0 does it", "use-kl-loss"),
+    **_needless("colocate does it", "offload", "offload-train", "offload-rollout"),
+    **_needless("dead servers are always started again", "use-fault-tolerance"),
+    **_needless("servers are waited for", "rollout-health-check-first-wait", values=1),
+    **_needless("checkpoints lie in the run directory: --run-dir", "save", values=1),
+    **_needless("a run goes on by slime run --resume RUN_DIR", "load", values=1),
+    **_needless("a run's directory has final/", "save-hf", values=1),
+    **_needless("losses are summed, and divided once by the whole step's count", "calculate-per-token-loss"),
+    **_needless("the template tells which tokens are the model's", "loss-mask-type", values=1),
+    **_needless("packs are as long as they are", "data-pad-size-multiplier", values=1),
+    **_needless("servers are asked by the engine itself", "use-distributed-post"),
+    **_needless("there is no Ray object store in the way", "rollout-data-transport", values=1),
+    **_needless("the model's family comes from config.json", "model-name", values=1),
+    **_needless("slime sets its own", "num-gpus-per-node", "router-policy", values=1),
+    **_needless("texts are decoded by slime", "rollout-skip-special-tokens"),
+    **_needless("every draw comes from --seed", "rollout-seed", values=1),
+    **_needless("each sample's figures are kept: slime show", "log-multi-turn", "log-passrate", "log-correct-samples"),
+    **_refused("a plugin with slime_megatron_init", "custom-megatron-init-path"),
+    **_refused("a plugin with slime_megatron_before_log_prob", "custom-megatron-before-log-prob-hook-path"),
+    **_refused("a plugin with slime_megatron_before_train_step", "custom-megatron-before-train-step-hook-path"),
+    **_refused("a plugin with slime_model_bridge", "custom-model-provider-path"),
+    **_refused("export WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL", "wandb-mode", "wandb-team", "wandb-host"),
+    "--num-epoch": Other(1, refused="--num-rollout N: steps, each of rollout_batch_size prompts"),
+    "--eval-config": Other(1, refused="[[eval.eval_tasks]] in a recipe"),
+    "--wandb-key": Other(1, refused="export WANDB_API_KEY; a command line is seen by every user of the machine"),
+    "--sglang-config": Other(1, refused="--engine-topology FILE.toml"),
+    "--megatron-config-path": Other(1, refused="[megatron] of a recipe"),
+    "--update-weights-interval": Other(1, refused="--max-staleness N bounds how old a rollout's weights may be"),
+    "--release-train": Other(0, refused="--colocate: the trainer gives its memory back while servers work"),
+    "--train-env-vars": Other(1, refused="export them before the run"),
+    "--use-stateless-adam": Other(0, refused="leave it out: Adam keeps its moments"),
+    "--reset-optimizer-states": Other(0, refused="leave it out: a [[stage]] begins with a fresh optimizer"),
+    "--only-train-params-name-list": Other(-1, refused="leave it out: all parameters train"),
+    "--freeze-params-name-list": Other(-1, refused="leave it out: all parameters train"),
+}
+
+
+def words_of(argv: Sequence[str], *, ahead: int) -> tuple[list[str], list[str]]:
+    """Words of `slime run`, and a notice for each flag that is not needed.
+
+    Args:
+        argv: what stands after train.py.
+        ahead: steps that rollouts run ahead of training, unless --max-staleness says so.
+
+    Raises:
+        ConfigError: CFG04 a flag that cannot be had, with what stands in its place.
+    """
+    words, notices, at = ["run"], list[str](), 0
+    while at < len(argv):
+        name, equals, value = argv[at].partition("=")
+        other = OTHERS.get(name)
+        at += 1
+        if other is None:
+            words.append(argv[at - 1])
+            continue
+        values = [value] if equals else []
+        while not equals and at < len(argv) and not argv[at].startswith("--") and len(values) != other.values:
+            values.append(argv[at])
+            at += 1
+        if other.refused:
+            raise ConfigError(
+                f"{name} cannot be had here", code="CFG04", where=f"command line: {name}", fix=other.refused
+            )
+        if other.to and values != ["-1"]:
+            words += [other.to, *values]
+        elif not other.to:
+            notices.append(f"notice: {name} is not needed: {other.why}")
+    return _top_k(words) + _defaults(argv, ahead), notices
+
+
+def _top_k(words: list[str]) -> list[str]:
+    """-1 is slime's way to say that a key is off."""
+    keys = ("--rollout-top-k", "--eval-top-k")
+    return ["0" if word == "-1" and words[at - 1] in keys else word for at, word in enumerate(words)]
+
+
+def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
+    """What slime has without a flag, and we have otherwise."""
+    if any(word.endswith(".toml") and not word.startswith("--") for word in argv):
+        return ["--plugin", "models"]
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    found = [word for flag, value in SLIMES.items() if flag not in given for word in (flag, value)]
+    if not given & {"--colocate", "--no-colocate"}:
+        found.append("--no-colocate")
+    if ahead and "--max-staleness" not in given:
+        found += ["--max-staleness", str(ahead)]
+    return [*found, "--plugin", "models"]
+
+
+def main(argv: Sequence[str] | None = None, *, ahead: int) -> int:
+    """The exit code of `slime run`."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        words, notices = words_of(given, ahead=ahead)
+    except ConfigError as error:
+        return report_failure(error, Session(as_json="--json" in given))
+    for notice in notices:
+        say(notice)
+    return slime(words)
