@@ -3,68 +3,24 @@
 import json
 
 import pytest
+import served_recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 STEPS = (("warmup", 3), ("grpo", 3))
-RECIPE = """
-name = "colocated"
-plugins = ["rm_math"]
-seed = 5
-
-[cluster]
-device = "cuda"
-cpu_threads = 4
-colocate = true
-
-[rollout]
-hf_checkpoint = "{model}"
-rollout_engine = "sglang"
-rollout_deterministic = true
-rollout_max_response_len = 6
-{external}
-
-[train]
-dtype = "bfloat16"
-
-[eval]
-eval_tasks = [{{ name = "arithmetic_heldout" }}]
-skip_eval_before_train = true
-
-[report]
-save_interval = 2
-
-[plugin.rm_math]
-digits = 2
-padded = true
-ones_first = true
-operations = ["+"]
-heldout_rows = 64
-
-[[stage]]
-name = "warmup"
-tasks = [{{ name = "arithmetic_pupil" }}]
-loss_type = "sft_loss"
-num_rollout = 3
-rollout_batch_size = 64
-n_samples_per_prompt = 1
-lr = 1e-3
-
-[[stage]]
-name = "grpo"
-tasks = [{{ name = "arithmetic" }}]
-num_rollout = 3
-rollout_batch_size = 16
-n_samples_per_prompt = 8
-lr = 3e-4
-
-[sglang]
-python = "{python}"
-{options}
-
-[sglang.env]
-{env}
-"""
+TABLES = {
+    "name": "colocated",
+    "seed": 5,
+    "cluster": {"device": "cuda", "cpu_threads": 4, "colocate": True},
+    "train": {"dtype": "bfloat16"},
+    "eval": {"eval_tasks": [{"name": "arithmetic_heldout"}]},
+    "report": {"save_interval": 2},
+    "plugin.rm_math": {"digits": 2, "heldout_rows": 64},
+}
+STAGES = {
+    "warmup": {"num_rollout": 3, "rollout_batch_size": 64, "lr": 1e-3},
+    "grpo": {"num_rollout": 3, "rollout_batch_size": 16, "lr": 3e-4},
+}
 GPU = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
@@ -78,11 +34,11 @@ GPU = {
 
 def recipe(place, model, *, external=""):
     _, found = place
-    options = "" if external else "\n".join(f"{name} = {json.dumps(value)}" for name, value in GPU.items())
-    env = "\n".join(f"{name} = {json.dumps(value)}" for name, value in found.env.items())
-    by = 'update_weight_transport = "disk"'  # IPC is for servers of ours, and NCCL for one GPU a rank
-    line = f'rollout_external_engine_addrs = ["{external}"]\n{by}' if external else ""
-    return RECIPE.format(model=model, python=found.python, options=options, env=env, external=line)
+    rollout = {"hf_checkpoint": model, "rollout_deterministic": True, "rollout_max_response_len": 6}
+    if external:  # IPC is for servers of ours, and NCCL for one GPU a rank
+        rollout |= {"rollout_external_engine_addrs": [external], "update_weight_transport": "disk"}
+    sglang = {"python": found.python, **({} if external else GPU), "env": found.env}
+    return served_recipe.recipe(**STAGES, tables={**TABLES, "rollout": rollout, "sglang": sglang})
 
 
 def steps_of(run_dir):

@@ -13,78 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from raw_server import ENVIRONMENT, RawServer
+from served_recipe import recipe
 
 from slime_core.engines.sglang import ports
 
-RECIPE = """
-name = "served"
-seed = 3
-plugins = ["rm_math"]
-
-[cluster]
-device = "cpu"
-cpu_threads = 1
-
-[data]
-rollout_shuffle = true
-
-[rollout]
-hf_checkpoint = {model}
-rollout_engine = "sglang"
-rollout_max_response_len = 48
-rollout_max_context_len = 128
-rollout_health_check_interval = 0.5
-
-[train]
-dtype = "float32"
-
-[eval]
-skip_eval_before_train = true
-
-[report]
-save_interval = 1
-
-[sglang]
-python = {python}
-mem_fraction_static = 0.2
-max_total_tokens = 20000
-env = {environment}
-
-[plugin.rm_math]
-digits = 1
-operations = ["+"]
-ones_first = true
-padded = true
-
-[[stage]]
-name = "warmup"
-tasks = [{{ name = "arithmetic_pupil" }}]
-loss_type = "sft_loss"
-num_rollout = 4
-rollout_batch_size = 32
-n_samples_per_prompt = 1
-lr = 5e-3
-
-[[stage]]
-name = "grpo"
-tasks = [{{ name = "arithmetic" }}]
-num_rollout = 6
-rollout_batch_size = 4
-n_samples_per_prompt = 8
-lr = 1e-3
-entropy_coef = 0.01  # a gradient also where no answer was right
-"""
+TABLES: dict[str, Any] = {
+    "name": "served",
+    "seed": 3,
+    "cluster": {"device": "cpu", "cpu_threads": 1},
+    "data": {"rollout_shuffle": True},
+    "rollout": {
+        "rollout_max_response_len": 48,
+        "rollout_max_context_len": 128,
+        "rollout_health_check_interval": 0.5,
+    },
+    "train": {"dtype": "float32"},
+    "report": {"save_interval": 1},
+    "sglang": {"mem_fraction_static": 0.2, "max_total_tokens": 20000, "env": ENVIRONMENT},
+    "plugin.rm_math": {"digits": 1},
+}
+STAGES = {
+    "warmup": {"num_rollout": 4, "rollout_batch_size": 32, "lr": 5e-3},
+    # a gradient also where no answer was right: entropy
+    "grpo": {"num_rollout": 6, "rollout_batch_size": 4, "lr": 1e-3, "entropy_coef": 0.01},
+}
 WARMUP, STEPS = 4, 10  # the last versions of both stages
 SAMPLES = 4 * 32 + 6 * 4 * 8
 SHARED = "/dev/shm/"
 LOOK = 0.25  # seconds between looks at what processes have mapped
-
-
-def toml(value: Any) -> str:
-    """A string, or a table of strings, as TOML has it."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {json.dumps(text)}" for name, text in value.items()) + " }"
-    return json.dumps(str(value))
 
 
 @dataclass(slots=True)
@@ -108,7 +64,8 @@ class Work:
         """Write the recipe."""
         work = cls(folder)
         work.temporary.mkdir(parents=True)
-        text = RECIPE.format(model=toml(model), python=toml(python), environment=toml(ENVIRONMENT))
+        rollout, sglang = {**TABLES["rollout"], "hf_checkpoint": model}, {**TABLES["sglang"], "python": python}
+        text = recipe(**STAGES, tables={**TABLES, "rollout": rollout, "sglang": sglang})
         (folder / "recipe.toml").write_text(text)
         return work
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import faulty
+import faults
 import numpy as np
 import pytest
-from faulty import BROKEN, REJECTED, FaultProxy
+from faults import BROKEN, REJECTED
+from faulty import FaultProxy
 from raw_server import RawServer
 
 from slime_core.engines.sglang.address import Address
@@ -201,13 +202,13 @@ def test_cases_71_74_75_78_and_91_a_spoiled_answer_is_named_or_asked_for_again(r
     """Cases 71 (HTML), 74 (503), 75 (500), 78 (null), 91 (a stated gigabyte)."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(faulty.html)
+        proxy.add(faults.html)
         assert (await error_of(ask(client))).code == "ENG71"
-        proxy.add(faulty.status(503, headers=["Retry-After: 0"]), faulty.status(500))
+        proxy.add(faults.status(503, headers=["Retry-After: 0"]), faults.status(500))
         assert_right(await ask(client))
-        proxy.add(faulty.says(b"null"))
+        proxy.add(faults.says(b"null"))
         assert (await error_of(ask(client))).code == "ENG71"
-        proxy.add(faulty.huge)
+        proxy.add(faults.huge)
         assert (await error_of(ask(client))).code == "ENG91"
 
     run(work)
@@ -236,7 +237,7 @@ def test_case_73_a_wrong_token_is_refused_once(run: Run) -> None:
     run(work, token="another")
 
 
-@pytest.mark.parametrize("spoiled", [faulty.slow, faulty.hang])
+@pytest.mark.parametrize("spoiled", [faults.slow, faults.hang])
 def test_case_76_the_deadline_is_of_the_whole_answer(run: Run, spoiled: Any) -> None:
     """Case 76: slow-loris."""
 
@@ -266,7 +267,7 @@ def test_case_77_the_old_try_is_over_before_the_next_begins(run: Run, server: Ra
         async def computing() -> None:
             await asyncio.to_thread(server.until, lambda: _running(server) > 0, "the first try runs")
 
-        proxy.add(faulty.begun(computing))
+        proxy.add(faults.begun(computing))
         assert_right(await ask(client, request(max_new_tokens=200)), 200)
         status, body = await proxy.ended.get()
         answer = json.loads(body)
@@ -295,7 +296,7 @@ def test_case_81_an_end_that_is_unknown_or_came_unasked_is_asked_for_again(run: 
     """Case 81: finish_reason unknown, abort with 0 tokens."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(faulty.in_meta(finish_reason={"type": "tired"}), faulty.rewrite(faulty.emptied))
+        proxy.add(faults.in_meta(finish_reason={"type": "tired"}), faults.rewrite(faults.emptied))
         assert_right(await ask(client))
         assert client.progress.retries == 2
 
@@ -317,7 +318,7 @@ def test_cases_87_and_88_answers_to_other_requests_are_ignored_and_counted(run: 
     """Cases 87 (an earlier try's answer) and 88 (nobody's)."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(faulty.late, faulty.kept, faulty.in_meta(id="somebody-else"))
+        proxy.add(faults.late, faults.kept, faults.in_meta(id="somebody-else"))
         assert_right(await ask(client))
         assert (client.progress.late, client.progress.strangers, client.progress.replies) == (1, 1, 1)
 

@@ -2,10 +2,12 @@
 
 import os
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
+from slime_core.engines.sglang import tries
 from slime_core.engines.sglang.server import Launch, Server
 
 STAND_IN = Path(__file__).with_name("stand_in")
@@ -27,12 +29,18 @@ def stand_in(tmp_path):
 
 
 @pytest.fixture
-def shared_memory():
-    """What lies in shared memory by the hand of a stand-in that this test has started."""
+def shared_memory(monkeypatch):
+    """What lies in shared memory by the hand of a stand-in that this test has started: its mark is in the name."""
+    mark = uuid.uuid4().hex[:8]
+    monkeypatch.setenv("STAND_IN_MARK", mark)
+    return lambda: {name for name in os.listdir("/dev/shm") if name.startswith(f"sglang_loads_standin_{mark}_")}
 
-    def found():
-        return {name for name in os.listdir("/dev/shm") if name.startswith("sglang_loads_standin_")} - before
 
-    before = set()
-    before = found()
-    return found
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """Tests of the client do not wait for the pauses between tries."""
+    begin = tries.Tries.__init__
+    monkeypatch.setattr(tries, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(
+        tries.Tries, "__init__", lambda self, *args, **words: begin(self, *args, **{"pause": 0.005, **words})
+    )

@@ -4,7 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from faulty import FaultProxy, reset
+from faults import reset
+from faulty import FaultProxy
 from serving import PATIENCE, request, serving, update
 
 from slime_core.errors import EngineError

@@ -77,7 +77,7 @@ def watch(scheduler: Any) -> None:
 
 
 def _share() -> mmap.mmap:
-    path = f"/dev/shm/sglang_loads_standin_{os.getpid()}.shm"
+    path = f"/dev/shm/sglang_loads_standin_{os.environ.get('STAND_IN_MARK', '')}_{os.getpid()}.shm"
     with open(path, "w+b") as file:
         file.truncate(4096)
         return mmap.mmap(file.fileno(), 4096)

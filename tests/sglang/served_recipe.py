@@ -1,0 +1,45 @@
+"""The recipe of every test that runs rm_math on SGLang's servers: a warm-up on the pupil's answers, then GRPO."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+RECIPE: dict[str, Any] = {
+    "plugins": ["rm_math"],
+    "rollout": {"rollout_engine": "sglang"},
+    "eval": {"skip_eval_before_train": True},
+    "plugin.rm_math": {"operations": ["+"], "ones_first": True, "padded": True},
+}
+WARMUP = {
+    "name": "warmup",
+    "tasks": [{"name": "arithmetic_pupil"}],
+    "loss_type": "sft_loss",
+    "n_samples_per_prompt": 1,
+}
+GRPO = {"name": "grpo", "tasks": [{"name": "arithmetic"}], "n_samples_per_prompt": 8}
+
+
+def recipe(*, warmup: Mapping[str, Any], grpo: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
+    """The recipe's text: keys and tables added to what is always so, and keys of both stages."""
+    whole = copy.deepcopy(RECIPE)
+    for name, value in tables.items():
+        whole[name] = {**whole.get(name, {}), **value} if isinstance(value, Mapping) else value
+    lines = [f"{name} = {toml(value)}" for name, value in whole.items() if not isinstance(value, Mapping)]
+    for name, table in whole.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in table.items())]
+    for stage in ({**WARMUP, **warmup}, {**GRPO, **grpo}):
+        lines += ["", "[[stage]]", *(f"{key} = {toml(value)}" for key, value in stage.items())]
+    return "\n".join([*lines, ""])
+
+
+def toml(value: Any) -> str:
+    """A value as TOML has it; tables in one line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(name)} = {toml(inner)}" for name, inner in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value))

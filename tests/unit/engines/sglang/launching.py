@@ -1,0 +1,67 @@
+"""What tests of servers and their processes wait for and look at."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from slime_core.errors import EngineError
+
+LONG = 120.0  # seconds in which a busy machine starts a stand-in
+
+
+def seen(path):
+    try:
+        return Path(path).read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def temporary(pid):
+    """The temporary folder of a process of a server; empty where it is the launcher, whose own is another."""
+    words = [word for word in seen(f"/proc/{pid}/environ").split("\0") if word.startswith("TMPDIR=")]
+    return next((word[len("TMPDIR=") :] for word in words if "slime-sglang-" in word), "")
+
+
+async def until(true):
+    async with asyncio.timeout(LONG):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(server):
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(grace=0)
+
+
+@asynccontextmanager
+async def stranger(answer, port=0, tls=None):
+    """Another HTTP service; ``heard`` gets every request's path and headers."""
+    heard = []
+
+    async def reply(request):
+        heard.append((request.path, dict(request.headers)))
+        return answer(request)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", reply)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True, ssl_context=tls)
+    await site.start()
+    try:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", heard
+    finally:
+        await runner.cleanup()
+
+
+async def failure(server, timeout=LONG):
+    with pytest.raises(EngineError) as raised:
+        await server.ready(timeout)
+    return raised.value

@@ -1,0 +1,179 @@
+"""The client before answers that are late, lost, cut, impossible or not its own."""
+
+import asyncio
+import json
+
+import faults
+import pytest
+from asking import ask, both, error_of, held, right
+from faults import BROKEN, REJECTED
+
+from slime_core.engines.sglang import calls, client as client_module
+from slime_core.engines.sglang.client import ServerFault
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
+
+
+@pytest.mark.parametrize("spoiled", [faults.slow, faults.hang])
+def test_case_76_the_deadline_is_of_the_whole_answer(spoiled):
+    """Case 76: timeout mid-body; slow-loris: every read is quick, the answer never ends."""
+
+    async def main():
+        async with both(timeout=1.5) as (client, proxy, server):
+            proxy.always(spoiled)
+            error = await error_of(ask(client), ServerFault)
+            assert error.code == "ENG76"
+            await server.until(lambda: server.aborts)  # nobody waits for it any more
+            assert (proxy.count("/generate"), client.progress.in_flight) == (1, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("spoiled", BROKEN, ids=lambda fault: fault.__name__)
+def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
+    """Case 77: truncated JSON, chunked cut, wrong Content-Length, gzip garbage: transport errors."""
+
+    async def main():
+        async with both() as (client, proxy, server):
+            proxy.add(spoiled)
+            assert right(await ask(client))
+            assert proxy.paths == ["/generate", "/abort_request", "/generate"]
+            assert len({body["rid"] for body in server.bodies}) == len(server.bodies)
+            proxy.always(spoiled)
+            assert (await error_of(ask(client), ServerFault)).code == "ENG77"
+
+    asyncio.run(main())
+
+
+def test_case_77_the_old_try_is_over_before_the_next_begins():
+    """Case 77: the connection breaks while the server computes: its request is aborted there, not left to run."""
+
+    async def main():
+        async with held() as (client, proxy, server):
+            proxy.add(faults.begun(lambda: server.until(lambda: server.running)))
+            task = asyncio.create_task(ask(client))
+            _, body = await proxy.ended.get()
+            assert json.loads(body)["meta_info"]["finish_reason"]["type"] == "abort"
+            server.go.set()
+            assert right(await task)
+            assert server.most == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [b"", b"null", b"{}", b"[]", b'{"output_ids": [], "meta_info": null}'])
+def test_case_78_an_empty_answer_is_another_service(said):
+    """Case 78: 200 with empty or null output."""
+
+    async def main():
+        async with both() as (client, proxy, _):
+            proxy.always(faults.says(said))
+            error = await error_of(ask(client), ServerFault)
+            assert (error.code, proxy.count("/generate"), client.progress.rejected) == ("ENG71", 1, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_cases_79_to_83_an_impossible_answer_is_rejected_and_counted(case):
+    """Cases 79, 80, 82, 83: the answer is not asked for again here; the engine may go to another server."""
+    spoiled, code = REJECTED[case]
+
+    async def main():
+        async with both() as (client, proxy, _):
+            proxy.add(spoiled)
+            error = await error_of(ask(client), ServerFault)
+            assert (error.code, client.progress.rejected, client.progress.replies) == (code, 1, 0)
+            assert proxy.count("/generate") == 1
+            assert right(await ask(client))
+
+    asyncio.run(main())
+
+
+def test_case_81_an_unknown_end_and_an_abort_nobody_asked_for_are_asked_again():
+    """Case 81: finish_reason unknown, abort with 0 tokens: re-queued, attempt + 1."""
+
+    async def main():
+        async with both() as (client, proxy, server):
+            proxy.add(faults.in_meta(finish_reason={"type": "tired"}), faults.rewrite(faults.emptied))
+            assert right(await ask(client))
+            assert len({body["rid"] for body in server.bodies}) == 3
+            assert (client.progress.rejected, client.progress.retries) == (2, 2)
+            proxy.always(faults.rewrite(faults.emptied))
+            assert (await error_of(ask(client), ServerFault)).code == "ENG81"
+            assert len(server.bodies) == 3 + 4
+
+    asyncio.run(main())
+
+
+def test_case_81_an_abort_nobody_asked_for_that_brings_tokens_is_a_piece():
+    async def main():
+        async with held() as (client, _, server):
+            task = asyncio.create_task(ask(client))
+            await server.until(lambda: server.running)
+            next(iter(server.running.values())).set()
+            assert ((await task).finish, len((await task).tokens)) == ("abort", 2)
+
+    asyncio.run(main())
+
+
+def test_case_83_a_version_that_is_loaded_meanwhile_is_allowed():
+    """Case 83: ``high`` is asked when the answer is there."""
+
+    async def main():
+        newest = [7]
+        async with held() as (client, _, server):
+            task = asyncio.create_task(ask(client, high=lambda: newest[0]))
+            await server.until(lambda: server.running)
+            newest[0], server.version = 8, "3.8"
+            server.go.set()
+            assert (await task).versions == [8] * 8
+
+    asyncio.run(main())
+
+
+def test_case_87_the_late_answer_of_an_earlier_try_is_ignored_and_counted():
+    """Case 87: duplicate reply (retry raced): the first try's answer comes after the second try was sent."""
+
+    async def main():
+        async with both() as (client, proxy, server):
+            proxy.add(faults.late, faults.kept)
+            done = await ask(client)
+            assert right(done)
+            assert (client.progress.late, client.progress.strangers, client.progress.replies) == (1, 0, 1)
+            assert client.progress.tokens == 8
+            assert len({body["rid"] for body in server.bodies}) == 2  # the second try's own answer never came
+
+    asyncio.run(main())
+
+
+def test_case_88_an_answer_to_no_request_of_ours_is_ignored_and_counted():
+    """Case 88: reply for unknown uid."""
+
+    async def main():
+        async with both() as (client, proxy, _):
+            proxy.add(faults.in_meta(id="somebody-else"))
+            assert right(await ask(client))
+            assert (client.progress.late, client.progress.strangers, client.progress.replies) == (0, 1, 1)
+            proxy.always(faults.in_meta(id=None))
+            assert (await error_of(ask(client), ServerFault)).code == "ENG88"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("spoiled", [faults.huge, faults.endless])
+def test_case_91_a_huge_answer_is_not_read_to_its_end(spoiled, monkeypatch):
+    """Case 91: huge reply (1 GB): stated, and without end."""
+    monkeypatch.setattr(client_module, "REPLY_BYTES", 1 << 16)
+
+    async def main():
+        async with both() as (client, proxy, _):
+            proxy.always(spoiled)
+            error = await error_of(ask(client), ServerFault)
+            assert (error.code, proxy.count("/generate")) == ("ENG91", 1)
+
+    asyncio.run(main())
+
+
+def test_every_code_that_breaks_a_rule_is_counted():
+    assert {"ENG71", "ENG79", "ENG80", "ENG81", "ENG82", "ENG83", "ENG88", "ENG91", "TOK44"} == calls.REJECTED
