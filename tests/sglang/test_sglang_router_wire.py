@@ -85,9 +85,10 @@ def test_the_router_asks_once_a_try_and_hands_a_servers_words_on(program: Progra
         async with routed(tmp_path, 1, program=program()) as on:
             await on.engine.load(update(tmp_path, 1))
             fake = on.fakes[0]
-            fake.fails, asked = 2, len(fake.headers)
+            fake.fails, asked = 2, len(fake.rids)
             assert len((await on.engine.generate(request("a-0"))).tokens) == 6
-            assert len(fake.headers) == asked + 3
+            assert len(fake.rids) == asked + 3
+            assert len(set(fake.rids)) == len(fake.rids), "each try is one of ours, under a name of its own"
             fake.fails = 100
             with pytest.raises(EngineError, match="out of luck") as caught:
                 await on.engine.generate(request("a-1"))

@@ -22,10 +22,11 @@ class Kind(Serving):
 
     def __init__(self, kind="null", **more):
         super().__init__(**more)
-        self.kind, self.headers, self.fails = kind, [], 0
+        self.kind, self.headers, self.rids, self.fails = kind, [], [], 0
 
     async def _generate(self, request):
         self.headers.append(dict(request.headers))
+        self.rids.append((await request.json()).get("rid"))  # none: the question for the vocabulary
         if self.fails:
             self.fails -= 1
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
