@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from slime_core.trainers.megatron.worker import Worker
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.durable import FileMark
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
@@ -86,6 +88,36 @@ class MegatronTrainer:
         update = await self._thread.run(self._worker.publish, version, route)
         update.epoch = self._epoch
         return update
+
+    async def save(self, path: Path) -> None:
+        """See `protocols.Trainer` and `saving`: a torch_dist folder, in which each rank has a file."""
+        await self._thread.run(self._worker.save, path)
+
+    async def saved(self) -> dict[str, FileMark]:
+        """See `protocols.Trainer`; of this rank's files."""
+        return await asyncio.wrap_future(self._worker.staging.writing)
+
+    def written(self) -> dict[str, FileMark] | None:
+        """What :meth:`saved` answers, without waiting: None while files are being written."""
+        writing = self._worker.staging.writing
+        return writing.result() if writing.done() else None
+
+    async def restore(self, path: Path) -> None:
+        """See `protocols.Trainer` and `restoring`; any layout, after `begin` of the stage that saved.
+
+        Raises:
+            StorageError: STO111, STO112 files missing or damaged, STO113 of another format. No rank has changed then.
+            TrainerError: TRN108 of another model.
+        """
+        await self._thread.run(self._worker.restore, path)
+
+    async def fingerprint(self) -> str:
+        """See `protocols.Trainer` and `fingerprint.fingerprint`; a critic's parameters are part of it."""
+        return await self._thread.run(self._worker.fingerprint)
+
+    async def export(self, path: Path) -> None:
+        """See `protocols.Trainer`: in the dtype of the parameters."""
+        await self._thread.run(self._worker.export, path)
 
     async def release(self, what: set[str]) -> None:
         """See `protocols.Trainer`: on an accelerator memory is emptied, and what is kept waits on the host.

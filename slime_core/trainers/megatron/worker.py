@@ -17,7 +17,9 @@ from slime_core.context import Context
 from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
 from slime_core.trainers.meeting import meet
+from slime_core.trainers.megatron import exporting, restoring, saving
 from slime_core.trainers.megatron.critic import Critic
+from slime_core.trainers.megatron.fingerprint import fingerprint
 from slime_core.trainers.megatron.frozen import Frozen
 from slime_core.trainers.megatron.learner import Learner
 from slime_core.trainers.megatron.model import Model, build_model
@@ -32,6 +34,7 @@ from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
 from slime_core.trainers.short import Passes, told_of_memory
+from slime_core.trainers.staging import Staging
 from slime_core.trainers.steps import Guard, Outcome, summary
 from slime_core.types import WeightUpdate
 from slime_core.weights.transports.buckets import stream
@@ -83,6 +86,7 @@ class Worker:
         self.frozen = Frozen(folder)
         self.critic: Critic | None = None
         self.parking = Parking(self._tensors)
+        self.staging = Staging(self.device)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.senders = Senders(self.device, folder.path)
         self.stage: Config | None = None
@@ -105,8 +109,11 @@ class Worker:
         self.ctx = Context(config=stage)
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
         self.policy.passes.chunk = train.logprob_chunk_tokens
+        self.staging.before_change()
         with self.parking.present():
             self._begin_models(stage, needs)
+            if self.device.type == "cuda" and stage.report.save_interval:
+                saving.reserve(self)
 
     def _begin_models(self, stage: Config, needs: frozenset[Role]) -> None:
         train = self.train
@@ -141,6 +148,7 @@ class Worker:
         if role in ("policy", "old_policy"):
             return self._log_probs(batch, self.policy, role)
         if role == "reference" and self.frozen.reference is not None:
+            self.staging.before_change()
             with self.frozen.as_reference(self.policy):
                 return {"log_probs": self._log_probs(batch, self.policy, role)["log_probs"]}
         if role == "teacher" and self.frozen.teacher is not None:
@@ -231,6 +239,7 @@ class Worker:
 
     def _update(self, metrics: dict[str, float], alone: bool) -> Outcome:
         """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
+        self.staging.before_change()
         if self.critic is not None:
             learner, norm = self.critic.learner, metrics["critic_grad_norm"]
             metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
@@ -313,7 +322,32 @@ class Worker:
                 found |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
         return found
 
+    def save(self, path: Path) -> None:
+        self._need_stage("save")
+        with self.parking.present():
+            saving.save(self, path)
+
+    def restore(self, path: Path) -> None:
+        self._need_stage("restore")
+        with self.parking.present():
+            restoring.restore(self, path)
+        self.barrier()
+
+    def fingerprint(self) -> str:
+        self._need_stage("fingerprint")
+        with self.parking.present():
+            return fingerprint(self)
+
+    def export(self, path: Path) -> None:
+        with self.parking.present():
+            exporting.export(self, path)
+
+    def _need_stage(self, call: str) -> None:
+        if self.stage is None:
+            raise TrainerError("the trainer has no stage yet", fix=f"call begin(stage) before {call}")
+
     def release(self, what: set[str]) -> None:
+        self.staging.before_change()
         self._forget()
         if "parameters" in what:
             self.senders.drop()

@@ -1,0 +1,113 @@
+"""A worker's parameters in, the checksum of `trainers.fingerprint` out: the same at every layout, in float32 FSDP's.
+
+Nothing is gathered. Each rank knows where its rows, or its columns of them, lie in the tensors of the model folder,
+and sums the float32 masters that it alone has, or its share of copies. Experts that transformers keeps as one stack
+are summed as that stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from slime_core.trainers.fingerprint import digest, sums_at
+from slime_core.trainers.megatron.masters import Master, masters
+from slime_core.trainers.megatron.places import BITS, Piece, share
+from slime_core.trainers.megatron.saving import Learned, learned, piece_of
+
+if TYPE_CHECKING:
+    from slime_core.trainers.megatron.tensors import Held, Tensors
+    from slime_core.trainers.megatron.worker import Worker
+    from slime_core.weights.bridge import Entry
+
+EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+AT_ONCE = 1 << 22  # elements
+
+
+@dataclass(slots=True, frozen=True)
+class Spot:
+    """A tensor of the model folder in a parameter of transformers: from element ``begin`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+
+@torch.no_grad()
+def fingerprint(worker: Worker) -> str:
+    """32 hex digits, the same on every rank; a collective. A critic's parameters are part of it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in learned(worker):
+        for entry in one.tensors.entries:
+            if not entry.megatron.endswith("expert_bias"):  # a buffer
+                shapes |= {one.prefix + spot.name: spot.shape for spot in spots(entry, one.tensors)}
+    names = sorted(shapes)
+    number = {name: n for n, name in enumerate(names)}
+    total = torch.zeros(len(names), 2, dtype=torch.int64, device=worker.device)
+    for one in learned(worker):
+        for master, held, begin, end in _owned(one):
+            places = [number[one.prefix + spot.name] for spot in spots(held.entry, one.tensors)]
+            found = _sums(master.weights(), master.begin, begin, end, piece_of(held), one.tensors, held.entry)
+            total.index_add_(0, torch.tensor(places, device=total.device), found.to(total.device))
+    dist.all_reduce(total)
+    return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
+
+
+def _owned(one: Learned) -> Iterator[tuple[Master, Held, int, int]]:
+    """Elements of shards that this rank sums: each of the model's is some rank's, once."""
+    by_id = {id(held.tensor): held for held in one.tensors.held.values()}
+    for master in masters(one.learner.optimizer):
+        held = by_id.get(id(master.parameter))
+        if held is None or (master.dealt and held.entry.kind == "whole" and held.group.rank()):
+            continue
+        begin, end = master.begin, master.end
+        if not master.dealt:
+            begin, end = share(begin, end, piece_of(held).width, *held.replicas)
+        if begin < end:
+            yield master, held, begin, end
+
+
+def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
+    """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
+    found = []
+    for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        stack = EXPERT.fullmatch(name)
+        if stack is None or entry.expert < 0:
+            found.append(Spot(name, shape))
+            continue
+        rows, columns = shape
+        down = stack[2] == "down"
+        whole = (tensors.sizes.experts, rows if down else 2 * rows, columns)
+        begin = (entry.expert * whole[1] + (rows if stack[2] == "up" else 0)) * columns
+        found.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
+    return found
+
+
+def _sums(
+    values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
+) -> torch.Tensor:
+    """Both sums for each tensor of ``entry.hf``, over elements ``begin`` to ``end`` of a shard; [tensors, 2] int64.
+
+    ``values`` are its elements from ``first`` on.
+    """
+    width, device = piece.width, values.device
+    row, last = begin // width, -(-end // width)
+    source = piece.source_rows(tensors.sizes)[row:last].to(device)
+    number = source >> BITS
+    start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
+    start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
+    found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
+    for at in range(begin, end, AT_ONCE):
+        stop = min(end, at + AT_ONCE)
+        flat = torch.arange(at, stop, device=device)
+        rows = flat // width - row
+        both = sums_at(values[at - first : stop - first].float(), start[rows] + flat % width)
+        of = number[rows]
+        for tensor in range(len(entry.hf)):
+            found[tensor] += (both * (of == tensor)).sum(dim=1)
+    return found

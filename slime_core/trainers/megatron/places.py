@@ -1,0 +1,120 @@
+"""Where the elements of a rank's shard lie: in the whole Megatron tensor, and in the tensors of the model folder.
+
+A rank's shard is counted flat, row by row. Any run of it is at most three boxes of the whole tensor for each run of
+rows (the end of a row, whole rows, the begin of a row), and two runs of rows where gate lies over up. So what an
+optimizer shares as flat ranges is written in the coordinates of whole tensors, and read at any other layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slime_core.weights.bridge import Entry, Sizes, join, shard
+
+BITS = 40  # of a row number beside the number of its tensor
+MOST = 256 << 20  # elements of a box, at most
+
+
+@dataclass(slots=True, frozen=True)
+class Box:
+    """A part of a whole tensor that is one run of the shard."""
+
+    begin: int  # its first element in the shard
+    offsets: tuple[int, ...]  # in the whole tensor
+    sizes: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The element of the shard behind it."""
+        return self.begin + math.prod(self.sizes)
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Shard ``rank`` of ``size`` that share a tensor; ``shape`` is the shard's, of one axis or two."""
+
+    entry: Entry
+    shape: tuple[int, ...]
+    rank: int
+    size: int
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        axis = {"whole": -1, "columns": 1}.get(self.entry.kind, 0)
+        return tuple(n * self.size if i == axis else n for i, n in enumerate(self.shape))
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of the shard."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def column(self) -> int:
+        """The column of the whole tensor with which a row of the shard begins."""
+        return self.rank * self.width if self.entry.kind == "columns" else 0
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Rows of the shard that follow each other in the whole tensor: first of the shard, count, first there."""
+        rows = self.shape[0]
+        if self.size == 1 or self.entry.kind in ("whole", "columns"):
+            return [(0, rows, 0)]
+        if self.entry.kind == "gate_up":
+            half = rows // 2
+            return [(0, half, self.rank * half), (half, half, (self.size + self.rank) * half)]
+        return [(0, rows, self.rank * rows)]
+
+    def boxes(self, begin: int, end: int) -> Iterator[Box]:
+        """Elements ``begin`` to ``end`` of the shard as boxes of the whole tensor, in order."""
+        width = self.width
+        for first, count, there in self.runs():
+            at, stop = max(begin, first * width), min(end, (first + count) * width)
+            while at < stop:
+                row, inside = divmod(at, width)
+                if inside or stop - at < width:
+                    rows, columns = 1, min(width - inside, stop - at)
+                else:
+                    rows, columns = min((stop - at) // width, max(1, MOST // width)), width
+                whole_row = there + row - first
+                if len(self.shape) == 1:
+                    yield Box(at, (whole_row,), (rows,))
+                else:
+                    yield Box(at, (whole_row, self.column + inside), (rows, columns))
+                at += rows * columns
+
+    def source_rows(self, sizes: Sizes) -> torch.Tensor:
+        """For each row of the shard, the tensor of ``entry.hf`` and its row there: number << 40 | row; [rows] int64.
+
+        -1 is filling, which no tensor of the folder has.
+        """
+        counts = hf_rows(self.entry, self.whole[0])
+        numbered = [((torch.arange(n) | number << BITS) + 1)[:, None] for number, n in enumerate(counts)]
+        rows = join(self.entry, numbered, sizes)
+        if self.entry.kind != "columns":
+            rows = shard(self.entry, rows, self.rank, self.size)
+        return rows[:, 0] - 1
+
+
+def hf_rows(entry: Entry, rows: int) -> list[int]:
+    """Rows of each tensor of the folder that a whole tensor of ``rows`` is made of."""
+    if entry.shapes:
+        return [shape[0] for shape in entry.shapes]
+    if len(entry.hf) == 1:
+        return [rows]
+    raise ValueError(f"the bridge does not say the shapes of {', '.join(entry.hf)}")
+
+
+def share(begin: int, end: int, width: int, number: int, count: int) -> tuple[int, int]:
+    """Share ``number`` of ``count`` of the elements ``begin`` to ``end``, in whole rows where these divide."""
+    rows = -(-(end - begin) // max(width, 1))
+    first, last = (begin + rows * n // count * width for n in (number, number + 1))
+    return min(first, end), min(last, end)
+
+
+def covered(sizes: Sequence[Box]) -> int:
+    """Elements of boxes."""
+    return sum(math.prod(box.sizes) for box in sizes)
