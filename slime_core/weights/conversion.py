@@ -26,7 +26,7 @@ from slime_core.weights.dist_writing import RELEASE, DistWriting, Target
 from slime_core.weights.folder import read_config
 from slime_core.weights.hf_writing import SHARD, HfWriting
 from slime_core.weights.job import File, Job
-from slime_core.weights.rows import Move, Moved, Rows, Stored, blocks, cast, joined, nbytes, parted, row_bytes
+from slime_core.weights.rows import Move, Moved, Rows, Stored, blocks, cast, joined, parted, row_bytes
 from slime_core.weights.shards import Shards
 
 DType = Literal["keep", "bfloat16", "float32", "float16"]
@@ -291,6 +291,3 @@ def _first_difference(one: Rows, other: Rows, moved: Callable[[int], None] = lam
         row += len(left) // max(1, row_bytes(one))
         moved(len(left))
     return None
-
-
-__all__ = ["DType", "Done", "How", "dist_to_hf", "hf_to_dist", "nbytes", "to_hf"]

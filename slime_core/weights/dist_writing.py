@@ -34,9 +34,10 @@ from slime_core.weights.archive import archive, frame
 from slime_core.weights.dist import BACKEND, COMMON, FORMAT, MANIFEST, METADATA, TRACKER
 from slime_core.weights.dist_keys import Place, extra_states
 from slime_core.weights.job import File, Mark
-from slime_core.weights.rows import Rows, blocks, row_bytes
+from slime_core.weights.rows import Rows, blocks, nbytes, row_bytes
 
-CHUNK, FILE = 512 << 20, 1 << 30  # bytes of a chunk and of a file, about
+CHUNK, FILE, LEAST = 512 << 20, 1 << 30, 64 << 20  # bytes of a chunk, and of a file: at most and at least, about
+SEVERAL = 8  # files that a small folder has too, so that they are made at once
 RELEASE = "release"
 
 
@@ -50,6 +51,7 @@ class Target:
 
 @dataclass(slots=True)
 class _Plan:
+    limit: int  # bytes of a file
     files: list[list[tuple[int, bytes | partial[Iterator[bytes | memoryview]]]]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class _Plan:
 
     def add(self, size: int, content: bytes | partial[Iterator[bytes | memoryview]]) -> _StorageInfo:
         """Put something at the end of the last file, or of a new one."""
-        if not self.files or self.sizes[-1] + size > FILE:
+        if not self.files or self.sizes[-1] + size > self.limit:
             self.files.append([])
             self.sizes.append(0)
         info = _StorageInfo(f"__0_{len(self.files) - 1}.distcp", self.sizes[-1], size)
@@ -86,7 +88,8 @@ class DistWriting:
 
     def __init__(self, targets: Sequence[Target], *, layers_apart: bool, folder: str = RELEASE) -> None:
         self._folder, self._apart = folder, layers_apart
-        self._planned = plan = _Plan()
+        total = sum(nbytes(target.rows) for target in targets)
+        self._planned = plan = _Plan(min(FILE, max(LEAST, total // SEVERAL)))
         empty = io.BytesIO()
         torch.save([None], empty)
         nothing = plan.add(len(empty.getvalue()), empty.getvalue())

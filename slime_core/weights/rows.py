@@ -25,7 +25,7 @@ from slime_core.errors import DataError
 from slime_core.weights.bridge import Entry, Kind, Sizes, join
 from slime_core.weights.shards import TORCH_NAMES, TensorInfo
 
-BLOCK = 8 << 20  # bytes that are read, cast and written at once
+BLOCK = 1 << 20  # bytes that are read, cast, hashed and written at once: they stay in the processor's cache
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

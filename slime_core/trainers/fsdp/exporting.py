@@ -91,17 +91,19 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
 
 def _origin(step: Path, manifest: Mapping[str, Any]) -> Path:
     """The model folder that the run started from."""
-    named = str(manifest.get("config", {}).get("rollout", {}).get("hf_checkpoint", ""))
+    named, why = str(manifest.get("config", {}).get("rollout", {}).get("hf_checkpoint") or ""), None
     try:
-        return resolve(named)
+        if named:
+            return resolve(named)
     except ConfigError as error:
-        raise ConfigError(
-            f"the run's model folder {named!r} is not here" if named else "the checkpoint names no model folder",
-            code="CFG05",
-            where=str(step / MANIFEST),
-            why="config.json and the tokenizer come from it",
-            fix="--origin-hf-dir FOLDER",
-        ) from error
+        why = error
+    raise ConfigError(
+        f"the run's model folder {named!r} is not here" if named else "the checkpoint names no model folder",
+        code="CFG05",
+        where=str(step / MANIFEST),
+        why="config.json and the tokenizer come from it",
+        fix="--origin-hf-dir FOLDER",
+    ) from why
 
 
 def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, Stored]:

@@ -1,0 +1,176 @@
+"""`slime convert`: folders made on the command line, what is printed, and each refusal with its exit code."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime_core.testing import tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    """A Qwen3 of a few thousand parameters."""
+    return tiny_model(tmp_path_factory.mktemp("hf") / "m", hidden=16, layers=2)
+
+
+@pytest.fixture
+def dist(cli, hf):
+    done = cli("convert", "hf-to-dist", hf, "dist", "--quiet")
+    assert done.code == 0, done.err
+    return "dist"
+
+
+def tensors(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def test_a_model_goes_to_megatrons_format_and_back(cli, hf, tmp_path):
+    done = cli("convert", "hf-to-dist", hf, "dist", "--verify", "--workers", "2")
+    assert (done.code, done.out) == (0, f"{tmp_path / 'dist'}\n")
+    assert "tensors, " in done.err
+    assert "all compared" in done.err
+    done = cli("convert", "dist-to-hf", "dist", "hf", "--origin-hf-dir", hf, "--verify", "--json", "--quiet")
+    said = json.loads(done.out)
+    assert (said["path"], said["verified"], said["kept"], said["files"]) == (str(tmp_path / "hf"), True, 0, 1)
+    assert done.err == ""
+    one, other = tensors(hf), tensors(tmp_path / "hf")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_model_that_comes_back_loads_and_has_its_tokenizer(cli, hf, dist, tmp_path):
+    from slime_core.weights.folder import ModelFolder
+
+    assert cli("convert", "dist-to-hf", dist, "hf", "--origin-hf-dir", hf, "--dtype", "bfloat16").code == 0
+    folder = ModelFolder.open(tmp_path / "hf")
+    assert folder.build_model(dtype="bfloat16") is not None
+    assert folder.tokenizer().encode("12+30=") == ModelFolder.open(hf).tokenizer().encode("12+30=")
+
+
+@pytest.mark.parametrize(
+    ("size", "files"), [("1KB", 25), ("20KiB", 1), ("1000000", 1), ("5GB", 1)], ids=lambda value: str(value)
+)
+def test_shards_are_as_large_as_asked(cli, hf, dist, tmp_path, size, files):
+    done = cli(
+        "convert", "dist-to-hf", dist, "hf", "--origin-hf-dir", hf, "--max-shard-size", size, "--dtype", "bfloat16"
+    )
+    assert done.code == 0, done.err
+    count = len(list((tmp_path / "hf").glob("*.safetensors")))
+    assert count == 1 if files == 1 else count > 5
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (files > 1)
+
+
+@pytest.mark.parametrize("size", ["0", "many", "5TB", "-1"])
+def test_a_size_that_is_none_is_a_usage_error(cli, hf, size):
+    done = cli("convert", "dist-to-hf", "d", "h", "--origin-hf-dir", hf, f"--max-shard-size={size}")
+    assert done.code == 2
+    assert "is no size" in done.err
+
+
+def test_what_is_there_is_replaced_by_force_alone(cli, hf, dist, tmp_path):
+    assert "CFG12" in cli("convert", "hf-to-dist", hf, dist).err
+    assert cli("convert", "hf-to-dist", hf, dist, "--force").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist"]
+
+
+def test_a_model_of_no_family_is_refused_by_name(cli, hf, tmp_path):
+    other = shutil.copytree(hf, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps(config | {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]})
+    )
+    done = cli("convert", "hf-to-dist", other, "dist")
+    assert done.code == 2
+    assert "CFG200" in done.err
+    assert "GPTNeoXForCausalLM" in done.err
+    assert not (tmp_path / "dist").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("hf-to-dist", "nothing", "d"), 2, "CFG05"),
+        (("dist-to-hf", "nothing", "d", "--origin-hf-dir", "HF"), 3, "TOK201"),
+        (("dist-to-hf", "nothing", "d"), 2, "--origin-hf-dir"),
+        (("fsdp-to-hf", "nothing", "d"), 2, "CFG05"),
+        (("hf-to-dist", "HF", "d", "--plugin", "nobody"), 4, "PLG51"),
+        (("hf-to-dist", "HF", "d", "--dtype", "int8"), 2, "int8"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_wrong_words_end_with_the_right_code(cli, hf, words, code, said):
+    done = cli("convert", *(hf if word == "HF" else word for word in words))
+    assert done.code == code, done.err
+    assert said in done.err
+
+
+def test_foreign_metadata_needs_a_word(cli, hf, dist, tmp_path):
+    (tmp_path / dist / "release" / "MANIFEST.json").unlink()
+    done = cli("convert", "dist-to-hf", dist, "hf", "--origin-hf-dir", hf)
+    assert done.code == 3
+    assert "--trust-metadata" in done.err
+    assert cli("convert", "dist-to-hf", dist, "hf", "--origin-hf-dir", hf, "--trust-metadata").code == 0
+
+
+def checkpoint(folder, hf, parts, **manifest):
+    """A checkpoint of the FSDP trainer as ``parts`` ranks write it; the answer is its parameters."""
+    held = {name: tensor.float() + 1 for name, tensor in tensors(hf).items()}
+    (folder / "trainer").mkdir(parents=True)
+    for rank in range(parts):
+        name = "parameters.safetensors" if parts == 1 else f"parameters-{rank + 1}-of-{parts}.safetensors"
+        save_file({key: held[key] for key in sorted(held)[rank::parts]}, folder / "trainer" / name)
+    files = {
+        f"trainer/{path.name}": {"size": path.stat().st_size, "sha256": "0" * 64}
+        for path in (folder / "trainer").iterdir()
+    }
+    config = {"rollout": {"hf_checkpoint": str(hf)}}
+    (folder / "MANIFEST.json").write_text(json.dumps({"files": files, "config": config, **manifest}))
+    return held
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_a_checkpoint_of_the_fsdp_trainer_becomes_a_model_folder(cli, hf, tmp_path, parts, dtype):
+    held = checkpoint(tmp_path / "run" / "checkpoints" / "step-4", hf, parts)
+    checkpoint(tmp_path / "run" / "checkpoints" / "step-12", hf, parts)
+    checkpoint(tmp_path / "run" / "checkpoints" / "corrupt-step-13-x", hf, parts)
+    done = cli("convert", "fsdp-to-hf", "run", "hf", "--dtype", dtype)
+    assert done.code == 0, done.err
+    made = tensors(tmp_path / "hf")
+    assert made.keys() == held.keys()
+    for name, tensor in held.items():
+        assert torch.equal(made[name], tensor if dtype == "keep" else tensor.bfloat16()), name
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["dtype"] == ("float32" if dtype == "keep" else dtype)
+
+
+def test_a_checkpoint_is_compared_with_its_manifest(cli, hf, tmp_path):
+    checkpoint(tmp_path / "step-1", hf, 2)
+    done = cli("convert", "fsdp-to-hf", "step-1", "hf", "--verify")
+    assert (done.code, "STO112" in done.err, "hash" in done.err) == (7, True, True)
+    (tmp_path / "step-1" / "trainer" / "parameters-2-of-2.safetensors").unlink()
+    done = cli("convert", "fsdp-to-hf", "step-1", "hf")
+    assert (done.code, "STO111" in done.err) == (7, True)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_names(cli, hf, tmp_path):
+    checkpoint(tmp_path / "step-1", hf, 1)
+    other = tiny_model(tmp_path / "other", hidden=16, layers=3, weights=False)
+    done = cli("convert", "fsdp-to-hf", "step-1", "hf", "--origin-hf-dir", other)
+    assert (done.code, "TOK46" in done.err) == (3, True)
+    assert "11 missing, 0 extra" in done.err
+
+
+def test_a_checkpoint_that_names_no_model_folder_asks_for_one(cli, hf, tmp_path):
+    checkpoint(tmp_path / "step-1", hf, 1, config={})
+    done = cli("convert", "fsdp-to-hf", "step-1", "hf")
+    assert (done.code, "--origin-hf-dir" in done.err) == (2, True)
