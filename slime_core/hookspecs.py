@@ -316,7 +316,7 @@ def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
 
 @hookspec
 def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx: Context) -> None:
-    """Run in each Megatron rank after gradients are zeroed and before the step's first forward pass.
+    """Run in each Megatron rank after gradients are zeroed and before the step's first forward pass; a critic's too.
 
     @slime_core.hookimpl
     def slime_megatron_before_train_step(model, optimizer, step, ctx):

@@ -90,6 +90,40 @@ def postprocess(fn: Function, session: Session) -> Function:
     return slime_batch
 
 
+PREFIXES = {"reference": "ref_", "teacher": "teacher_"}
+"""slime's names of what a forward-only pass computes, by role; of the others the name is empty."""
+
+
+def megatron_init(fn: Function, session: Session) -> Function:
+    """`slime_megatron_init` by ``fn(args)``, with slime's args."""
+
+    def slime_megatron_init(args: Any, ctx: Context) -> None:
+        fn(session.args(ctx.config, ctx))
+
+    return slime_megatron_init
+
+
+def megatron_log_prob(fn: Function, session: Session) -> Function:
+    """`slime_megatron_before_log_prob` by ``fn(args, model, store_prefix)``."""
+
+    def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
+        fn(session.args(ctx.config, ctx), model, PREFIXES.get(role, ""))
+
+    return slime_megatron_before_log_prob
+
+
+def megatron_train_step(fn: Function, session: Session) -> Function:
+    """`slime_megatron_before_train_step` by ``fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``.
+
+    The scheduler is None: the rates of the step stand in the optimizer's groups, and may be changed there.
+    """
+
+    def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx: Context) -> None:
+        fn(session.args(ctx.config, ctx), ctx.version, step, model, optimizer, None)
+
+    return slime_megatron_before_train_step
+
+
 def rollout_log(fn: Function, session: Session, step: Mapping[str, Sample]) -> Function:
     """`slime_step_done` by ``fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``.
 

@@ -34,6 +34,12 @@ SHAPES = {  # config key -> slime's signature, positional part and keywords apar
         (),
     ),
     "rollout_data_postprocess_path": (("args", "rollout_id", "rollout_data"), ()),
+    "custom_megatron_init_path": (("args",), ()),
+    "custom_megatron_before_log_prob_hook_path": (("args", "model", "store_prefix"), ()),
+    "custom_megatron_before_train_step_hook_path": (
+        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+        (),
+    ),
     "custom_rollout_log_function_path": (
         ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
         (),
@@ -46,6 +52,8 @@ def is_native(fn: Callable[..., Any], hook: str) -> bool:
     """Whether ``fn`` is written like the hook itself, ``reward(group, ctx)``."""
     wanted = signature_of(hook).partition("(")[2].rstrip(")").split(", ")
     names = list(inspect.signature(fn).parameters)
+    if names == ["args"]:  # slime's own, where a hook has an argument of that name too
+        return False
     return bool(names) and names[0] == wanted[0] and set(names) <= set(wanted)
 
 

@@ -118,7 +118,9 @@ RULES = (
         "tis_clip_low tis_batch_normalize use_rs rs_level rs_lower_bound rs_upper_bound rs_veto_threshold use_opsm "
         "opsm_delta kl_loss_coef kl_loss_type use_unbiased_kl kl_coef kl_reward_type entropy_coef opd_kl_coef "
         "value_clip custom_advantage_function_path custom_loss_function_path custom_tis_function_path "
-        "custom_pg_loss_reducer_function_path rollout_data_postprocess_path custom_convert_samples_to_train_data_path",
+        "custom_pg_loss_reducer_function_path rollout_data_postprocess_path custom_convert_samples_to_train_data_path "
+        "custom_megatron_init_path custom_megatron_before_log_prob_hook_path "
+        "custom_megatron_before_train_step_hook_path",
     ),
     _rule(
         "unsafe",

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 RECOMPUTE = ("recompute_granularity", "recompute_activations", "moe_layer_recompute")
 """Names of [megatron] that say what the backward pass makes again."""
+HOOKS = (
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)
+"""Functions by path that only Megatron ranks call."""
 
 
 def conflicts(config: Config) -> Iterator[Problem]:
@@ -44,3 +50,6 @@ def notices(config: Config) -> Iterator[str]:
     if config.megatron and config.train.train_backend != "megatron":
         names, backend = ", ".join(config.megatron), config.train.train_backend
         yield f"[megatron] {names}: no effect with train_backend = {backend}; --train-backend megatron reads them"
+    for name in HOOKS if config.train.train_backend != "megatron" else ():
+        if getattr(config.train, name):
+            yield f"{name}: no effect with train_backend = {config.train.train_backend}, which has no such place"

@@ -275,6 +275,9 @@ class TrainSection(Section):
     custom_pg_loss_reducer_function_path: str = Field("", description="Function by path.")
     rollout_data_postprocess_path: str = Field("", description="Function by path, called with the step's columns.")
     custom_convert_samples_to_train_data_path: str = Field("", description="Function by path.")
+    custom_megatron_init_path: str = Field("", description="Function by path, called where a Megatron rank starts.")
+    custom_megatron_before_log_prob_hook_path: str = Field("", description="Function by path, before scoring.")
+    custom_megatron_before_train_step_hook_path: str = Field("", description="Function by path, before a step.")
 
 
 class RewardSection(Section):

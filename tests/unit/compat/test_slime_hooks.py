@@ -262,3 +262,45 @@ def test_an_evaluation_log_function_is_told_of_every_set(write, connect, make_gr
     assert data["held"]["rewards"] == [1.0, 0.0]
     assert data["held"]["truncated"] == [False, True]
     assert [s.id for s in data["held"]["samples"]] == ["main/5-0", "main/5-1"]
+
+
+MEGATRON = """
+seen = []
+def init(args):
+    args.n_samples_per_prompt, seen.append(("init", args.advantage_estimator))
+def log_prob(args, model, store_prefix):
+    seen.append((store_prefix, model))
+def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    seen.append((rollout_id, step_id, model, optimizer, opt_param_scheduler))
+"""
+
+
+def test_functions_of_megatron_ranks_are_called_as_slime_calls_them(write, connect):
+    file = write(MEGATRON)
+    train = {
+        "custom_megatron_init_path": f"{file}:init",
+        "custom_megatron_before_log_prob_hook_path": f"{file}:log_prob",
+        "custom_megatron_before_train_step_hook_path": f"{file}:step",
+    }
+    plugins, ctx = connect(Config(train=train))
+    plugins.resolve(ctx.config)
+    plugins.megatron.init("settings", ctx)
+    for role in ("policy", "reference", "teacher", "values"):
+        plugins.megatron.before_log_prob(["model"], role, ctx)
+    plugins.megatron.before_train_step(["model"], "optimizer", 5, ctx)
+    (answer,) = plugins._functions.listeners("slime_megatron_init", ctx.config)
+    seen = plugins._functions._locate(
+        "train.custom_megatron_init_path", train["custom_megatron_init_path"]
+    ).__globals__
+    assert answer.provider.name == "custom_megatron_init_path"
+    assert seen["seen"] == [
+        ("init", "grpo"),
+        *((prefix, ["model"]) for prefix in ("", "ref_", "teacher_", "")),
+        (2, 5, ["model"], "optimizer", None),
+    ]
+
+
+def test_a_megatron_function_of_another_shape_is_refused(by, connect):
+    config = by("def fn(args, model):\n    pass\n", custom_megatron_before_log_prob_hook_path=True)
+    with pytest.raises(PluginError, match="store_prefix"):
+        connect(config)
