@@ -8,6 +8,7 @@ end, a line "not proven: TEST (why)" each.
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,11 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
             signal.getsignal(number) == signal.SIG_IGN
         ):  # as under nohup or in the background: children would inherit it
             signal.signal(number, usual)
+
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    # folders of tests: what is synced to a disk on every write waits for it some ten thousand times in the suite
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 UNPROVEN = "not proven"
 SERVED = ROOT / "tests" / "sglang"

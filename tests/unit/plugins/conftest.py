@@ -6,6 +6,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
+from slime_core.notices import NOTICES
 from slime_core.plugins import load_plugins
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Group, Prompt, Sample, SamplingParams
@@ -60,3 +61,21 @@ def ask(group, ctx):
 
 def _fields(ctx):
     return {name: getattr(ctx, name) for name in ctx.__slots__}
+
+
+@pytest.fixture
+def said():
+    """What was said to people."""
+    lines = []
+    NOTICES.to(lines.append)
+    yield lines
+    NOTICES.to(None)
+
+
+@pytest.fixture
+def generated(group):
+    """The group with responses, as a reward sees it."""
+    for sample in group.samples:
+        sample.append_response([3, 4], [-0.5, -0.25], text="12", version=0)
+        sample.reward = 1.0
+    return group

@@ -1,6 +1,5 @@
 """Plugin code that changes what is not its own, harms the process, answers by chance, or keeps what cannot be saved."""
 
-import asyncio
 import locale
 import os
 import random
@@ -11,91 +10,18 @@ import textwrap
 
 import numpy as np
 import pytest
+from hooked import TAKES, WATCHED, ask, batch, hook
 
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError
-from slime_core.notices import NOTICES
-from slime_core.seeds import seed_of
-from slime_core.types import Batch, Group, Prompt, Sample, StepReport
 
 pytestmark = pytest.mark.unit
-
-WATCHED = {"report": {"check_hooks": True}}
-HOOK = "@slime_core.hookimpl\n{kind} {hook}({takes}):\n    {body}\n"
-
-
-def hook(name, takes, body, kind="def"):
-    return HOOK.format(kind=kind, hook=name, takes=takes, body=body)
-
-
-@pytest.fixture
-def said():
-    """What was said to people."""
-    lines = []
-    NOTICES.to(lines.append)
-    yield lines
-    NOTICES.to(None)
-
-
-@pytest.fixture
-def generated(group):
-    """The group with responses, as a reward sees it."""
-    for sample in group.samples:
-        sample.append_response([3, 4], [-0.5, -0.25], text="12", version=0)
-        sample.reward = 1.0
-    return group
-
-
-def batch():
-    return Batch(
-        version=3,
-        sample_ids=["main/3-0", "main/3-1"],
-        tasks=["default"] * 2,
-        group=np.array([3, 3]),
-        rollout=np.array([6, 7]),
-        reward=np.array([1.0, 0.0]),
-        tokens=np.array([2, 12, 3, 2, 12, 4], np.int32),
-        offsets=np.array([0, 3, 6]),
-        loss_mask=np.ones(2, np.float32),
-        response_offsets=np.array([0, 1, 2]),
-        columns={"advantages": np.ones(2, np.float32)},
-    )
-
-
-def report():
-    return StepReport(version=4, stage="main", step=3, of=9, metrics={"loss": 1.0, "bad": float("nan")}, seconds={})
-
-
-def given_to(name, group):
-    """The facade's method of a hook, and what it is called with."""
-    return {
-        "slime_sampling": ("sampling", group.prompt),
-        "slime_generate": ("generate", group),
-        "slime_sample_done": ("sample_done", group.samples[0]),
-        "slime_reward": ("reward", group),
-        "slime_filter": ("filter", group),
-        "slime_batch": ("batch", batch()),
-        "slime_step_done": ("step_done", report()),
-    }[name]
-
-
-def ask(plugins, name, group, ctx, **sections):
-    used = type(ctx)(**{**{n: getattr(ctx, n) for n in ctx.__slots__}, "config": Config(**sections)})
-    method, given = given_to(name, group)
-    found = getattr(plugins, method)(given, used)
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
 
 ANSWERS = {
     "slime_reward": "return [1.0, 1.0]",
     "slime_generate": "return group",
     "slime_sampling": "return ctx.sampling",
-}
-TAKES = {
-    "slime_sampling": "prompt, ctx",
-    "slime_sample_done": "sample, ctx",
-    "slime_batch": "batch, ctx",
-    "slime_step_done": "report, ctx",
 }
 
 
@@ -348,94 +274,3 @@ def test_62_a_keyboard_interrupt_that_a_plugin_raises_is_its_own(load, generated
     with pytest.raises(PluginError) as caught:
         ask(plugins, name, generated, ctx)
     assert caught.value.code == "PLG62"
-
-
-def positions(seed, judged):
-    return [p for p in range(1000) if (seed_of(seed, "twice", p) % 100 == 0) == judged]
-
-
-def numbered(position):
-    prompt = Prompt(id=f"main/{position}", position=position, prompt="1", tokens=[1])
-    samples = [Sample(id=f"main/{position}-{j}", tokens=[1]) for j in range(2)]
-    return Group(prompt=prompt, samples=samples, rollouts={0: [0], 1: [1]})
-
-
-UNSTABLE = "calls = []\n" + hook("slime_reward", "group", "calls.append(1); return [0.5, float(len(calls))]")
-
-
-def test_63_one_group_in_a_hundred_is_judged_twice_and_a_difference_is_told_and_counted(load, ctx, said):
-    """Case 63: a notice with plugin and sample ids and a metric, never an error."""
-    plugins = load(geo=UNSTABLE)
-    position = positions(0, True)[0]
-    found = ask(plugins, "slime_reward", numbered(position), ctx, **WATCHED)
-    assert [r.value for r in found] == [0.5, 1.0], "the first judgement counts"
-    assert len(said) == 1
-    assert f"geo.slime_reward judged main/{position}-1 twice" in said[0]
-    assert "had 1, then 2" in said[0]
-    assert plugins.pop_metrics() == {"reward/judged_twice": 1.0, "reward/unstable": 1.0}
-    assert plugins.pop_metrics() == {}
-
-
-def test_63_most_groups_and_every_group_of_an_unwatched_or_free_run_are_judged_once(load, ctx, said):
-    """Case 63: the choice is a function of seed and position."""
-    twice, once = positions(0, True), positions(0, False)
-    assert len(twice) == pytest.approx(10, abs=8)
-    assert twice != positions(1, True)
-    free = {"rollout": {"max_staleness": 1, "async_schedule": "free"}}
-    plugins = load(geo=UNSTABLE)
-    for position, sections in ((once[0], WATCHED), (twice[0], {}), (twice[0], {**WATCHED, **free})):
-        ask(plugins, "slime_reward", numbered(position), ctx, **sections)
-        assert plugins.pop_metrics() == {}
-    assert said == []
-
-
-def test_63_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
-    """Case 63: nor does it see what its first call left in the group."""
-    body = "group.samples[0].metadata['n'] = group.samples[0].metadata.get('n', 0) + 1; "
-    body += "return [float(group.samples[0].metadata['n']), 0.0]"
-    plugins = load(geo=hook("slime_reward", "group", body))
-    ask(plugins, "slime_reward", numbered(positions(0, True)[0]), ctx, **WATCHED)
-    assert plugins.pop_metrics() == {"reward/judged_twice": 1.0, "reward/unstable": 0.0}
-    assert said == []
-
-
-@pytest.mark.parametrize(
-    ("holder", "told"),
-    [
-        ("class H:\n    def load(self, s): pass\n", "returned a H without state()"),
-        ("class H:\n    state = {}\n    load = None\n", "returned a H without state and load()"),
-        ("class H:\n    def state(self): return 3\n    def load(self, s): pass\n", "gave a int"),
-        ("class H:\n    def state(self): return {}['a']\n    def load(self, s): pass\n", "KeyError: 'a'"),
-    ],
-)
-def test_64_a_state_that_cannot_be_kept_is_named_with_its_plugin(load, holder, told):
-    """Case 64: the holder's side; what is no JSON is the checkpoint's side."""
-    plugins = load(geo=holder + hook("slime_state", "", "return H()"))
-    with pytest.raises(PluginError) as caught:
-        plugins.state()
-    assert caught.value.code == "PLG64"
-    assert told in caught.value.what
-    assert "geo" in caught.value.where
-
-
-def test_64_a_state_that_cannot_be_loaded_is_named_with_its_plugin(load):
-    """Case 64, and 65's other half: load() raises on what an older version kept."""
-    source = "class H:\n    def state(self): return {}\n    def load(self, s): self.level = s['level']\n"
-    plugins = load(geo=source + hook("slime_state", "", "return H()"))
-    plugins.load_state({"geo": {"level": 1}})
-    plugins.load_state({"other": {}})
-    with pytest.raises(PluginError) as caught:
-        plugins.load_state({"geo": {}})
-    assert caught.value.code == "PLG64"
-    assert "geo.slime_state failed for load(state): KeyError: 'level'" in caught.value.what
-    assert "geo_plugin_module.py:4" in caught.value.where
-
-
-@pytest.mark.parametrize(("name", "helps"), [("slime_reward", True), ("slime_sampling", True), ("slime_batch", False)])
-def test_56_hooks_of_steps_are_not_told_to_drop_groups(load, generated, ctx, name, helps):
-    """Case 56: the fix that is named is one that helps."""
-    plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), "raise ValueError('no')"))
-    with pytest.raises(PluginError) as caught:
-        ask(plugins, name, generated, ctx)
-    assert caught.value.code == "PLG56"
-    assert ("on_plugin_error=drop" in caught.value.fix) == helps

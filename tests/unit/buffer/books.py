@@ -1,0 +1,48 @@
+"""Samples by name, steps of them, and the ledger's rows counted one by one."""
+
+import sqlite3
+
+import numpy as np
+
+from slime_core.types import Batch
+
+
+def batch_of(version, ids):
+    count = len(ids)
+    empty = np.zeros(0)
+    return Batch(
+        version=version,
+        sample_ids=list(ids),
+        tasks=["default"] * count,
+        group=np.zeros(count, np.int64),
+        rollout=np.arange(count),
+        reward=np.zeros(count),
+        tokens=empty.astype(np.int32),
+        offsets=np.zeros(count + 1, np.int64),
+        loss_mask=empty.astype(np.float32),
+        response_offsets=np.zeros(count + 1, np.int64),
+    )
+
+
+def ids_of(*groups):
+    return [sample.id for group in groups for sample in group.samples]
+
+
+def recount(folder):
+    """The counts by looking at every row."""
+    with sqlite3.connect(folder / "ledger.sqlite") as db:
+        rows = db.execute("SELECT state, name FROM samples LEFT JOIN reasons ON reasons.id = reason").fetchall()
+    db.close()
+    counts = {"issued": len(rows), "trained": 0, "pending": 0}
+    for state, reason in rows:
+        name = ("pending", "pending", "trained", f"dropped/{reason}")[state]
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def query(folder, text):
+    db = sqlite3.connect(folder / "ledger.sqlite")
+    try:
+        return db.execute(text).fetchall()
+    finally:
+        db.close()
