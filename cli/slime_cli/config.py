@@ -83,9 +83,12 @@ def card_comments(config: Config) -> str:
 @click.argument("prefix", default="", metavar="[SECTION or part of a name]")
 @click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
 @click.option("--sglang", "of_sglang", is_flag=True, help="Only the options of SGLang that is installed.")
+@click.option("--megatron", "of_megatron", is_flag=True, help="Only Megatron's flags: names of [megatron].")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
-@click.option("--markdown", is_flag=True, help="As the tables of docs/config.md.")
-def keys(prefix: str, plugins: tuple[str, ...], of_sglang: bool, as_json: bool, markdown: bool) -> None:
+@click.option("--markdown", is_flag=True, help="As the tables of docs/config.md, or docs/megatron.md.")
+def keys(
+    prefix: str, plugins: tuple[str, ...], of_sglang: bool, of_megatron: bool, as_json: bool, markdown: bool
+) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
     from slime_core.errors import ConfigError, nearest
 
@@ -93,6 +96,10 @@ def keys(prefix: str, plugins: tuple[str, ...], of_sglang: bool, as_json: bool, 
         from slime_cli.servers import option_rows
 
         rows = option_rows()
+    elif of_megatron:
+        from slime_cli.trainers import markdown as tables, option_rows as megatron_rows
+
+        rows = megatron_rows()
     else:
         rows = [*core_rows(), *(plugin_rows(plugins) if plugins else [])]
     chosen = [row for row in rows if _matches(row["key"], prefix)]
@@ -109,7 +116,7 @@ def keys(prefix: str, plugins: tuple[str, ...], of_sglang: bool, as_json: bool, 
         click.echo(json.dumps(chosen, indent=1, sort_keys=True))
         return
     if markdown:
-        click.echo(markdown_tables(chosen), nl=False)
+        click.echo(tables(chosen) if of_megatron else markdown_tables(chosen), nl=False)
         return
     for section in dict.fromkeys(row["section"] for row in chosen):
         heading(f"[{section}]" if section else "top")

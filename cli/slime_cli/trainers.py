@@ -75,3 +75,54 @@ def line(found: dict[str, Any]) -> str:
     stages = ", ".join(map(str, found["layers"]))
     text = f"{found['family']}, {found['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
     return "; ".join([f"{text}; layers {stages}; vocabulary {found['vocabulary']}", *found["notices"]])
+
+
+HEADINGS = {
+    "model": "Flags that describe the model",
+    "run": "Flags of the run",
+    "only": "Flags whose value slime fixes",
+    "idle": "Flags that mean nothing here and do no harm",
+    "refused": "Flags that are refused",
+}
+"""Role of a flag -> the heading of its table."""
+
+
+def option_rows() -> list[dict[str, str]]:
+    """Every name of [megatron]: ``section key flag type default text role``."""
+    from slime_core.config.values import show
+    from slime_core.trainers.megatron.flags import KINDS, flags
+
+    return [
+        {
+            "section": "megatron",
+            "key": f"megatron.{flag.name}",
+            "flag": flag.dashed,
+            "type": f"one of {', '.join(show(one) for one in flag.choices)}" if flag.choices else KINDS[flag.kind],
+            "default": "",
+            "text": flag.text,
+            "role": flag.role,
+        }
+        for flag in flags().values()
+    ]
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """The tables of docs/megatron.md: one a role; names with the same text share a line where they are of no use."""
+    lines = []
+    for role, heading in HEADINGS.items():
+        mine = [row for row in rows if row["role"] == role]
+        if not mine:
+            continue
+        useful = role in ("model", "run", "only")
+        lines += [f"### {heading}", ""]
+        if useful:
+            lines += ["| flag | value | meaning |", "| --- | --- | --- |"]
+            lines += [f"| `{row['flag']}` | {row['type']} | {row['text']} |" for row in mine]
+        else:
+            lines += ["| flags | why | instead |" if role == "refused" else "| flags | why |"]
+            lines += ["| --- | --- | --- |" if role == "refused" else "| --- | --- |"]
+            for text in dict.fromkeys(row["text"] for row in mine):
+                names = " ".join(f"`{row['flag']}`" for row in mine if row["text"] == text)
+                lines.append(f"| {names} | {text.replace('; ', ' | ')} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -60,6 +60,11 @@ def test_every_command_is_documented():
     assert all(f"`slime {name}" in text for name in COMMANDS)
 
 
+def test_the_tables_of_megatrons_flags_are_what_the_command_prints(cli):
+    page, printed = (ROOT / "docs" / "megatron.md").read_text(), cli("config", "keys", "--megatron", "--markdown").out
+    assert page.endswith(printed.rstrip() + "\n"), "paste slime config keys --megatron --markdown"
+
+
 def test_the_key_tables_are_what_the_command_prints(cli):
     page = (ROOT / "docs" / "config.md").read_text()
     assert page.endswith(cli("config", "keys", "--markdown").out.rstrip() + "\n"), "paste slime config keys --markdown"
