@@ -47,7 +47,7 @@ class Canned:
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
-        app.router.add_route("*", "/{path}", self._other)
+        app.router.add_route("*", "/{path:.+}", self._other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)

@@ -33,6 +33,9 @@ class Kind(Serving):
         return await super()._generate(request)
 
     async def _other(self, request):
+        if request.path == "/v1/loads":
+            counts = {"num_used_tokens": 7, "num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+            return web.json_response({"loads": [counts]})
         answer = await super()._other(request)
         if request.path == "/server_info" and answer.status == 200:
             facts = {"model_path": "m", "version": "0.5.23", "dp_size": 1, "tp_size": 1}

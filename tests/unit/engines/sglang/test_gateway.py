@@ -287,6 +287,47 @@ def test_prefill_and_decode_servers_are_told_with_their_ports_and_serve_only_tog
     run(work())
 
 
+def test_of_servers_with_one_request_between_them_the_one_that_has_it_and_stands_still_is_fenced(tmp_path):
+    """Case 85, where it is not known here which server has the request: each says how many it has."""
+
+    async def work():
+        limits = Limits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, told=True)
+        async with (
+            routed(tmp_path, 2) as on,
+            Watch(on.servers, on.engine.fleet, limits, note=on.notes.append) as on.engine.fleet.watch,
+        ):
+            await on.engine.load(update(tmp_path, 1))
+            tasks = await held(on, ["a-0"])
+            (stuck,) = [number for number, fake in enumerate(on.fakes) if fake.running]
+            on.fakes[1 - stuck].hold = False
+            while on.engine.fleet.watch.states[stuck] == "healthy":
+                await asyncio.sleep(0.001)
+            assert len((await tasks["a-0"]).tokens) == 6
+            assert on.engine.fleet.watch.states[1 - stuck] == "healthy"
+            let(on.fakes)
+            assert on.engine.fleet.watch.restarts[1 - stuck] == 0, on.notes
+
+    run(work())
+
+
+def test_with_the_last_decode_server_the_run_ends_though_a_prefill_server_is_left(tmp_path):
+    """Case 89, of servers that serve nothing alone: the floor of min_healthy_engines is not theirs."""
+
+    async def work():
+        limits = Limits(interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, told=True)
+        async with routed(tmp_path, kinds=("prefill", "decode"), more=("--pd-disaggregation",)) as on:
+            needed = ({0}, {1})
+            async with Watch(on.servers, on.engine.fleet, limits, needed=needed) as on.engine.fleet.watch:
+                await on.engine.load(update(tmp_path, 1))
+                on.engine.fleet.watch.report(1, EngineError("it is broken", code="ENG75"))
+                with pytest.raises(EngineError, match="without which the others serve nothing") as caught:
+                    await on.engine.generate(request("a-0"))
+                assert caught.value.code == "ENG84"
+                assert on.engine.fleet.watch.states == {0: "healthy", 1: "retired"}
+
+    run(work())
+
+
 def test_a_server_is_named_to_its_router_without_its_token_in_any_dump():
     assert "secret" not in repr(Worker(url="http://h:1", token="secret"))
 
