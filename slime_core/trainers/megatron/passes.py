@@ -118,8 +118,9 @@ class Passes:
         assert pack.local is not None
         target = on(work.micro.target, self.device)
         temperature = work.temperature[pack.local] if work.temperature is not None else None
-        chunk = self.chunk or max(1, len(target))
-        mine: tuple[torch.Tensor, ...] = self.stage.score(hidden, pack, target[pack.local], temperature, chunk=chunk)
+        mine: tuple[torch.Tensor, ...] = self.stage.score(
+            hidden, pack, target[pack.local], temperature, chunk=self.chunk
+        )
         group = parallel_state.get_context_parallel_group()
         if group.size() == 1:
             return mine

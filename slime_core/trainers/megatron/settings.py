@@ -146,7 +146,7 @@ def _raise(problems: list[Problem], origins: Origins | None) -> None:
 
 
 def _missing(asked: Values, device: str) -> list[Problem]:
-    """A problem for each flag whose library is not installed."""
+    """A problem for each flag whose library is not installed, or whose device is not there."""
     found = []
     for flag, library in LIBRARIES.items():
         if (asked.transformer.get(flag) or asked.optimizer.get(flag)) and not (
@@ -156,6 +156,13 @@ def _missing(asked: Values, device: str) -> list[Problem]:
             why = "it is not installed" if device == "cuda" else "it needs a GPU"
             fix = f"install {library}, or leave {flag} out"
             found.append(Problem(code="CFG04", what=what, keys=(("megatron", flag),), why=why, fix=fix))
+    if asked.optimizer.get("optimizer_cpu_offload") and device == "cpu":
+        what, why = (
+            "megatron.optimizer_cpu_offload has nothing to offload",
+            "the trainer's ranks compute on processors",
+        )
+        keys = (("megatron", "optimizer_cpu_offload"),)
+        found.append(Problem(code="CFG04", what=what, keys=keys, why=why, fix="leave --optimizer-cpu-offload out"))
     return found
 
 

@@ -10,13 +10,12 @@ the entropy. Logits are made again in the backward pass; sums are in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from slime_core.algo.logprobs import LOGITS, blocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +48,7 @@ def log_probs(
         weight: [V / ranks, h], this rank's rows of the output matrix
         target: [R], ids
         temperature: [R], or None for 1
-        chunk: rows whose logits are there at a time
+        chunk: rows whose logits are there at a time, at most; 0 is as many as `logprobs.LOGITS` bytes hold
     """
     found: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, temperature, part, chunk)
     return found
@@ -68,7 +67,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_prob = torch.empty(len(target), dtype=torch.float32, device=hidden.device)
         entropy, log_sum = torch.empty_like(log_prob), torch.empty_like(log_prob)
-        for rows in _chunks(len(target), chunk):
+        for rows in _chunks(len(target), weight, chunk):
             z = _logits(hidden[rows], weight, temperature[rows] if temperature is not None else None, part)
             top = _reduce(z.max(dim=1).values, part, dist.ReduceOp.MAX)
             inside, own = _owned(target[rows], len(weight), part)
@@ -90,7 +89,7 @@ class _LogProbs(torch.autograd.Function):
         part: Slice = ctx.part
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(len(target), ctx.chunk):
+        for rows in _chunks(len(target), weight, ctx.chunk):
             scale = temperature[rows] if temperature is not None else None
             z = _logits(hidden[rows], weight, scale, part)
             log_p = z - log_sum[rows, None]
@@ -107,9 +106,9 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(count: int, chunk: int) -> Iterator[slice]:
-    for start in range(0, count, chunk):
-        yield slice(start, min(start + chunk, count))
+def _chunks(count: int, weight: torch.Tensor, chunk: int) -> list[slice]:
+    budget = LOGITS.get(weight.device.type, LOGITS["other"])
+    return blocks(count, len(weight) * torch.float32.itemsize, budget, chunk)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, part: Slice) -> torch.Tensor:

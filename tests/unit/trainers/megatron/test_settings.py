@@ -10,7 +10,9 @@ import torch
 from slime_core.config.load import load_config
 from slime_core.config.problems import Origins
 from slime_core.errors import ConfigError
+from slime_core.trainers.megatron.others import Run, settings_of
 from slime_core.trainers.megatron.settings import build, settings
+from slime_core.trainers.megatron.smaller import smaller
 from slime_core.weights.bridge import Bridge, Given
 
 pytestmark = pytest.mark.unit
@@ -268,9 +270,35 @@ def test_recomputation(table, flags, fields):
 
 
 def test_an_optimizer_in_main_memory_is_there_whole_unless_told():
-    assert built(made({"optimizer_cpu_offload": True})).optimizer.optimizer_offload_fraction == 1.0
-    half = made({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5})
-    assert built(half).optimizer.optimizer_offload_fraction == 0.5
+    whole = made({"optimizer_cpu_offload": True}, device="cuda").optimizer
+    assert (whole["optimizer_cpu_offload"], whole["optimizer_offload_fraction"]) == (True, 1.0)
+    half = made({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, device="cuda").optimizer
+    assert half["optimizer_offload_fraction"] == 0.5
+    error = refused({"optimizer_cpu_offload": True})
+    assert error.what == "megatron.optimizer_cpu_offload has nothing to offload"
+    assert error.fix == "leave --optimizer-cpu-offload out"
+
+
+def test_settings_of_another_model_leave_out_what_describes_the_policy():
+    table = {"hidden_size": CONFIG["hidden_size"], "decoder_first_pipeline_num_layers": 1,
+             "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}  # fmt: skip
+    teacher = SimpleNamespace(config=SimpleNamespace(**{**CONFIG, "num_hidden_layers": 6, "hidden_size": 64}))
+    run = Run(table, train(), 2, torch.device("cpu"), CONFIG["num_hidden_layers"], lambda config: BRIDGE)
+    found = settings_of(teacher, BRIDGE, run)
+    assert found.transformer["hidden_size"] == 64
+    assert found.transformer["recompute_granularity"] == "full"
+    assert (found.layout.pp, found.layout.first, found.layout.stages(6)) == (2, None, (range(3), range(3, 6)))
+    assert made(table, world=2).layout.first == 1
+
+
+def test_settings_that_make_passes_smaller_are_those_that_the_layout_allows():
+    wide = smaller(made({"recompute_granularity": "selective", "context_parallel_size": 2}, world=4))
+    assert wide[:3] == [
+        "megatron.recompute_granularity=full   (it is selective)",
+        "megatron.context_parallel_size=4   (it is 2)",
+        "megatron.tensor_model_parallel_size=2   (it is 1)",
+    ]
+    assert smaller(made({"recompute_granularity": "full"})) == ["megatron.optimizer_cpu_offload=true"]
 
 
 @pytest.mark.parametrize("flag", ["use_precision_aware_optimizer", "cpu_offloading", "use_te_activation_func"])

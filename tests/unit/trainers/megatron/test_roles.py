@@ -1,0 +1,210 @@
+"""Critic, reference, teacher, verification, memory and hooks over layouts, against the other backend's numbers."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent
+LAYOUTS = {
+    "one": (1, {"hidden_size": 64, "qk_layernorm": True}),  # these two describe the policy, not the teacher
+    "tensor": (2, {"tensor_model_parallel_size": 2, "num_layers": 2}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "context": (2, {"context_parallel_size": 2}),
+}
+WATCH = """
+import slime_core
+CALLS, RATE = [], None
+
+@slime_core.hookimpl
+def slime_megatron_init(args, ctx):
+    CALLS.append(["init", args.layout.world, ctx.config.train.advantage_estimator])
+
+@slime_core.hookimpl
+def slime_megatron_before_log_prob(model, role, ctx):
+    CALLS.append(["log_prob", role, type(getattr(model[0], "module", model[0])).__name__])
+
+@slime_core.hookimpl
+def slime_megatron_before_train_step(model, optimizer, step, ctx):
+    gradient = any(bool(p.main_grad.any()) for p in model[0].parameters())
+    rates = {group["lr"] for group in optimizer.param_groups}
+    CALLS.append(["train", type(model[0].module).__name__, step, gradient, sorted(rates)])
+    if RATE is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = RATE
+"""
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The policy, tied; a critic with a head and a teacher of other families; and models that do not fit."""
+    from slime_core.testing import tiny_model
+
+    root = tmp_path_factory.mktemp("roles")
+    made = {
+        "policy": tiny_model(root / "policy", tied=True),
+        "reference": tiny_model(root / "reference", tied=True, seed=8),
+        "critic": tiny_model(root / "critic", "llama", hidden=32, layers=4, seed=5),
+        "teacher": tiny_model(root / "teacher", "qwen2", hidden=32, layers=4, seed=9),
+        "untied": tiny_model(root / "untied"),
+        "letters": tiny_model(root / "letters", vocab="abc+="),
+        "wide": tiny_model(root / "wide"),
+    }
+    torch.manual_seed(11)
+    for name, head in (
+        ("critic", {"value_head.weight": torch.randn(1, 32)}),
+        ("wide", {"score.weight": torch.zeros(2, 64)}),
+    ):
+        file = made[name] / "model.safetensors"
+        save_file(load_file(file) | head, str(file), metadata={"format": "pt"})
+    return {name: str(path) for name, path in made.items()}
+
+
+@pytest.fixture(scope="module")
+def fsdp(folders):
+    """Metrics and columns of the other backend."""
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import roles_main
+
+    from slime_core.plugins import load_plugins
+    from slime_core.trainers.fsdp import FsdpTrainer
+    from slime_core.weights.folder import ModelFolder
+
+    config = roles_main.config_of(folders, ())
+    trainer = FsdpTrainer(config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=roles_main.Here())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return roles_main.learn(trainer, folders, lambda **train: roles_main.config_of(folders, (), **train))[:2]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def ranks(folders, tmp_path_factory):
+    """What the ranks of a layout found, each layout run once."""
+    root, found = tmp_path_factory.mktemp("layouts"), {}
+    site = root / "site"
+    info = site / "dist_watch-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "watch_plugin_module.py").write_text(WATCH)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-watch\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[slime.plugins]\nwatch = watch_plugin_module\n")
+    (root / "folders.json").write_text(json.dumps(folders))
+
+    def run(layout):
+        if layout not in found:
+            found[layout] = _run(layout, root, site)
+        return found[layout]
+
+    yield run
+    shutil.rmtree(root)
+
+
+def _run(layout, root, site):
+    world, megatron = LAYOUTS[layout]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
+    env["PYTHONPATH"] = os.pathsep.join([str(site), *sys.path])
+    out = root / layout
+    program = [sys.executable, str(HERE / "roles_main.py")]
+    given = [str(world), str(root / "folders.json"), str(out), json.dumps(megatron)]
+    started = []
+    try:
+        for rank in range(world):
+            with (root / f"{layout}-{rank}.log").open("w") as log:
+                started.append(subprocess.Popen([*program, str(rank), *given], env=env, stdout=log, stderr=log))
+        codes = [process.wait(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert not any(codes), "\n".join((root / f"{layout}-{rank}.log").read_text()[-3000:] for rank in range(world))
+    return json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_models_score_and_learn_as_those_of_the_other_backend(ranks, fsdp, layout):
+    (found, columns), (metrics, wanted) = ranks(layout), fsdp
+    assert columns.keys() == wanted.keys()
+    for name, column in wanted.items():
+        np.testing.assert_allclose(columns[name], column, atol=5e-5, err_msg=name)
+    assert wanted["first.values"].std() > 0.1
+    assert not wanted["second.values"].any(), "a new head is zero"
+    assert abs(wanted["second.reference"] - wanted["second.policy"]).max() > 0.1
+    for mine, theirs in zip(found["metrics"], metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-6)
+    assert found["metrics"][0]["critic_only_steps"] == 2.0
+    assert found["metrics"][-1].keys() >= {"critic_lr", "critic_grad_norm", "value_loss", "explained_variance"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verification_finds_the_gradient_of_the_slow_way_and_changes_nothing(ranks, layout):
+    found, _ = ranks(layout)
+    errors = found["verify"]
+    assert errors["float64"] == 1.0
+    assert 0 < errors["gradient_error"] < errors["limit"]
+    assert errors["loss_error"] < 1e-4
+    assert "gradient_error/model.embed_tokens.weight" in errors
+    assert "gradient_error/model.layers.1.self_attn.k_proj.weight" in errors
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_given_and_comes_back_bit_for_bit(ranks, layout):
+    found, _ = ranks(layout)
+    assert found["parked"] == {
+        "left": 0, "states": True, "moments": True, "gradients": False, "scores": True,
+        "still": ["gradients", "optimizer", "parameters"], "begun": True,
+    }  # fmt: skip
+    step, verify, release = found["guards"]
+    assert "step was called while ['optimizer'] were released" in step
+    assert "verify was called while ['optimizer'] were released" in verify
+    assert "not ['weights']" in release
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plugin_is_told_by_every_hook_and_may_set_the_rate_of_a_step(ranks, layout):
+    found, _ = ranks(layout)
+    calls = found["hooks"]
+    assert calls[0] == ["init", LAYOUTS[layout][0], "ppo"]
+    assert calls[1:5] == [
+        ["log_prob", "policy", "PackedGPT"],
+        ["log_prob", "reference", "PackedGPT"],
+        ["log_prob", "teacher", "PackedGPT"],
+        ["log_prob", "values", "ValueGPT"],
+    ]
+    trained = [call[1:] for call in calls if call[0] == "train"]
+    assert trained[:2] == [["ValueGPT", 0, False, [1e-3]], ["ValueGPT", 1, False, [1e-3]]]
+    assert trained[2:4] == [["PackedGPT", 0, False, [1e-3]], ["ValueGPT", 2, False, [1e-3]]]
+    assert found["frozen"] == [False, True]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_that_do_not_fit_are_refused(ranks, layout):
+    refused = ranks(layout)[0]["refused"]
+    assert {name: code for name, (code, _) in refused.items()} == {
+        "reference": "TRN104", "untied": "TRN104", "teacher": "TRN104", "critic": "TOK46",
+    }  # fmt: skip
+    assert "lm_head.weight" in refused["untied"][1]
+
+
+def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
+    found = ranks("one")[0]["short"]
+    step, score, *smaller = found["answers"]
+    for error, what in ((step, "training on"), (score, "scoring")):
+        assert error["code"] == "TRN96", error
+        assert f"memory ran out while {what} step 0" in error["what"]
+        for key in ("train.max_tokens_per_gpu=", "train.logprob_chunk_tokens=", "megatron.recompute_granularity=full"):
+            assert key in error["fix"]
+        assert "megatron.optimizer_cpu_offload=true" in error["fix"]
+    assert smaller == [None, None]
+    assert not found["left"]
