@@ -29,7 +29,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
             signal.signal(number, usual)
 
 MEMORY = Path("/dev/shm")
-if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+GPU = Path("/dev/nvidiactl")  # the models of tests are large where there is one
+if not GPU.exists() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     # folders of tests: what is synced to a disk on every write waits for it some ten thousand times in the suite
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 

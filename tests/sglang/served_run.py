@@ -207,12 +207,13 @@ def session_of(pid: int) -> int:
 
 
 def shared_files(pid: int) -> set[str]:
-    """Files of shared memory that a process has mapped."""
+    """Files of shared memory that a process has mapped; in folders there lie the tests' own files."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return set()
-    return {line[line.index(SHARED) :] for line in lines if SHARED in line and not line.endswith("(deleted)")}
+    found = {line[line.index(SHARED) :] for line in lines if SHARED in line and not line.endswith("(deleted)")}
+    return {path for path in found if "/" not in path.removeprefix(SHARED)}
 
 
 def is_settled(server: RawServer) -> bool:

@@ -216,13 +216,13 @@ class Supervisor:
 
 
 def _mapped(pid: int) -> set[str]:
-    """Files of shared memory that a process has mapped."""
+    """Files of shared memory that a process has mapped; folders there are a person's, as a model may be."""
     try:
         with open(f"/proc/{pid}/maps") as file:
-            lines = [line.rstrip("\n") for line in file if SHARED in line]
+            paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in file if SHARED in line}
     except OSError:
         return set()
-    return {line[line.index(SHARED) :] for line in lines if not line.endswith("(deleted)")}
+    return {path for path in paths if os.path.dirname(path) == SHARED.rstrip("/") and not path.endswith("(deleted)")}
 
 
 def _line(source: int) -> bytes:

@@ -19,7 +19,7 @@ def remove(folder: Path) -> None:
     if not folder.exists():
         return  # the launcher has done it
     with suppress(OSError):
-        wanted = {line for line in (folder / LIST).read_text().splitlines() if line.startswith("/dev/shm/")}
+        wanted = {line for line in (folder / LIST).read_text().splitlines() if os.path.dirname(line) == "/dev/shm"}
         for path in wanted - (_used() if wanted else set()):
             with suppress(OSError):
                 os.unlink(path)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,24 @@ def test_a_killed_server_is_noticed_and_its_session_is_gone(stand_in, shared_mem
             assert shared_memory() == set()
 
     asyncio.run(check())
+
+
+def test_a_model_folder_in_shared_memory_stays_when_its_server_ends(stand_in, shared_memory, monkeypatch):
+    """What the server had there itself goes; a folder is a person's, mapped or not."""
+
+    async def check(model):
+        async with running(server := stand_in("children")):
+            await server.ready(LONG)
+            assert any(str(model) in seen(f"/proc/{pid}/maps") for pid in ports.members(server.pid))
+            await server.stop()
+        assert model.exists()
+        assert not shared_memory()
+
+    with tempfile.TemporaryDirectory(prefix="slime-model-", dir="/dev/shm") as folder:
+        model = Path(folder) / "model.safetensors"
+        model.write_bytes(bytes(4096))
+        monkeypatch.setenv("STAND_IN_MODEL", str(model))
+        asyncio.run(check(model))
 
 
 def test_a_killed_child_of_the_server_is_named(stand_in):

@@ -37,6 +37,7 @@ def run_server(args: ServerArgs) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "children" in behave:
         shared = _share()  # noqa: F841  mapped as long as we live
+        model = _model()  # noqa: F841  this too
         tempfile.NamedTemporaryFile(delete=False).close()
         scheduler = multiprocessing.get_context("spawn").Process(target=schedule, args=(args,), daemon=True)
         scheduler.start()
@@ -81,6 +82,14 @@ def _share() -> mmap.mmap:
     with open(path, "w+b") as file:
         file.truncate(4096)
         return mmap.mmap(file.fileno(), 4096)
+
+
+def _model() -> mmap.mmap | None:
+    """Weights that somebody keeps on this machine."""
+    if "STAND_IN_MODEL" not in os.environ:
+        return None
+    with open(os.environ["STAND_IN_MODEL"], "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class Server(ThreadingHTTPServer):
