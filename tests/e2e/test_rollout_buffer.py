@@ -284,21 +284,23 @@ FLAGS = (
 )
 
 
-def run(service, name, cwd, *more, **env):
-    process = start("run", *FLAGS, "--rollout-buffer-url", service.url, "--run-dir", name, *more, cwd=cwd, **env)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+def run(service, name, cwd, **env):
+    process = start("run", *FLAGS, "--rollout-buffer-url", service.url, "--run-dir", name, cwd=cwd, **env)
+    _, err = process.communicate(timeout=240)
+    return process.returncode, err
 
 
 def final(folder):
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
-def test_a_run_trains_on_what_another_process_makes(service, work):
+def test_a_run_trains_on_what_another_process_makes(service, work, slime):
     """Turns, masks, versions and rewards are the generator's; the run's own reward, which raises, is not asked."""
+    flags = (*FLAGS, "--rollout-buffer-url", service.url, "--run-dir", "whole")
     with generating(service, work):
-        code, _, err = run(service, "whole", work)
-        assert code == 0, err
+        done = slime("run", *flags, cwd=work, SLIME_BUFFER_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
+    err = done.stderr
     lines = [json.loads(line) for line in (work / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     assert re.search(r"12 issued = 12 trained", err), err
@@ -324,9 +326,9 @@ def test_a_run_trains_on_what_another_process_makes(service, work):
 def test_a_killed_run_ends_in_the_same_weights_and_asks_for_nothing_twice(service, work, point):
     """Cases 123 and 124: the run is killed, the service too; the generator goes on, and the run is resumed."""
     with generating(service, work):
-        code, _, err = run(service, "whole", work)
+        code, err = run(service, "whole", work)
         assert code == 0, err
-        code, _, err = run(service, "killed", work, SLIME_FAILPOINT=f"{point}=kill")
+        code, err = run(service, "killed", work, SLIME_FAILPOINT=f"{point}=kill")
         assert code == -signal.SIGKILL, err
         service.kill()
         resumed = start("run", "--resume", "killed", cwd=work)
