@@ -134,6 +134,19 @@ RULES = (
 STRUCTURE = Rule("unsafe", "stages have other names or another order", frozenset())
 EARLIER = Rule("unsafe", "versions of later stages count from the end of this one", frozenset())
 SCHEDULE = Rule("unsafe", "the learning rate decays over the whole stage (set lr_decay_iters to fix it)", frozenset())
+MEGATRON = _rule(
+    "notice",
+    "the same mathematics in another layout, or with other memory; bits may differ",
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split sequence_parallel "
+    "make_vocab_size_divisible_by recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "recompute_activations moe_layer_recompute distribute_saved_activations cpu_offloading cpu_offloading_num_layers "
+    "cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
+    "overlap_grad_reduce overlap_param_gather use_distributed_optimizer ddp_bucket_size optimizer_cpu_offload "
+    "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
+)
+"""Names of [megatron]; its other names change what is learnt, or may."""
 TABLE = Rule("unsafe", "only its plugin or backend knows what it changes", frozenset())
 
 
@@ -304,7 +317,8 @@ def _core(path: str) -> str:
 
 def _rule_at(path: str, old: Config, new: Config, last: bool) -> Rule:
     if path.split(".")[0] in SPACES:
-        return TABLE
+        head, _, name = path.replace("-", "_").partition(".")
+        return MEGATRON if head == "megatron" and name in MEGATRON.keys else TABLE
     if path == "rollout.num_rollout":
         trains = old.train, new.train
         if not last:

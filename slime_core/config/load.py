@@ -152,8 +152,8 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins, options: 
     else:
         for table in staged:
             _forget(table, path)
-    if path[0] == "sglang":
-        written = data.get("sglang")
+    if path[0] in ("sglang", "megatron"):
+        written = data.get(str(path[0]))
         inner = written.get("router") if path[1] == "router" and isinstance(written, dict) else written
         _forget_spellings(inner, str(path[-1]))
     single: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def _forget(table: dict[str, Any], path: KeyPath) -> None:
 
 
 def _forget_spellings(table: Any, name: str) -> None:
-    """Take a recipe's own value of an SGLang option away that is written with dashes."""
+    """Take a recipe's own value of an option of SGLang or Megatron away that is written with dashes."""
     for written in list(table) if isinstance(table, dict) else ():
         if written != name and written.replace("-", "_") == name:
             del table[written]

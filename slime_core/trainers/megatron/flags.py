@@ -96,9 +96,13 @@ def kinds() -> dict[str, Any]:
 
 def problems(table: Mapping[str, Any], *, train: TrainSection | None = None) -> list[Problem]:
     """Everything that is wrong with a [megatron] table by itself; ``train`` where its dtype is settled."""
-    known, found = flags(), []
+    known, found, seen = flags(), list[Problem](), set[str]()
     for written, value in table.items():
         name = written.replace("-", "_")
+        if name in seen:
+            why = "dashes and underscores are the same"
+            found.append(_of(name, "CFG07", f"megatron.{name} is given twice", why, f"keep one {name}"))
+        seen.add(name)
         flag = known.get(name)
         problem = _unknown(name, list(known)) if flag is None else _problem(flag, value, train)
         found += [problem] if problem else []
