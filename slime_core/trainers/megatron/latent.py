@@ -18,6 +18,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -98,6 +99,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
             query, _ = self.linear_q_up_proj(self.q_layernorm(self._mine(down)))
         both = self._whole(self.linear_kv_down_proj(hidden)[0])
         latent, turned = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        turned = copy_to_tensor_model_parallel_region(turned, group=self.tp)  # each rank's heads give it a gradient
         up, _ = self.linear_kv_up_proj(self.kv_layernorm(self._mine(latent)))
         query = query[:, 0].unflatten(-1, (self.heads, self.width))
         up = up[:, 0].unflatten(-1, (self.heads, config.qk_head_dim + config.v_head_dim))

@@ -20,6 +20,7 @@ class _Redirect(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.record_stream:
@@ -29,6 +30,18 @@ class _Redirect(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # the optimizer compares names of types
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
+
+
+def _with_lists(all_to_all):
+    """Counts of rows that never left the "device" are tensors, which gloo does not take."""
+
+    def call(output, given, **kwargs):
+        for name in ("input_split_sizes", "output_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return all_to_all(output, given, **kwargs)
+
+    return call
 
 
 class _Stream:
@@ -54,6 +67,7 @@ def cpu_redirect() -> Iterator[None]:
     nothing = {
         "torch.cuda.current_device": lambda: torch.device("cpu"),
         "torch.cuda.synchronize": lambda *_, **__: None,
+        "torch.distributed.all_to_all_single": _with_lists(torch.distributed.all_to_all_single),
         "torch.cuda.Stream": _Stream,
         "torch.cuda.current_stream": lambda *_: _Stream(),
         "torch.cuda.stream": lambda *_: nullcontext(),

@@ -1,0 +1,114 @@
+"""Ranks of one layout over every family's model: log-probs, gradients and gathered weights against transformers'.
+
+    python families_main.py ROOT WORLD '{"tensor_model_parallel_size": 2}' FAMILY ...
+
+Writes ROOT/answers-RANK.json: the family's worst relative errors.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from cpu import cpu_redirect
+from families import loss, packs
+
+
+@dataclass
+class Folder:
+    """What a stage is built from."""
+
+    path: Path
+    init_weights: str = "load"
+
+    @property
+    def config(self):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path)
+
+    def tensors(self):
+        from slime_core.weights.shards import Shards
+
+        return Shards.open(self.path)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The error's norm over the tensor's."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
+
+
+def check(name: str, root: Path, world: int, flags: dict) -> dict:
+    """One family on this rank."""
+    from slime_core.config.load import load_config
+    from slime_core.protocols import Loss
+    from slime_core.trainers.megatron.learner import Learner
+    from slime_core.trainers.megatron.model import build_model
+    from slime_core.trainers.megatron.passes import speaks, totals
+    from slime_core.trainers.megatron.settings import build, settings
+    from slime_core.trainers.share import Sums
+    from slime_core.weights.bridge import join, shard
+    from slime_models.families import BRIDGES
+
+    folder = Folder(root / name / "model")
+    bridge = BRIDGES[folder.config.model_type]
+    train = load_config(None, ["--dtype", "float32"]).train
+    made = settings(bridge, folder.config, flags, train, world, "cpu")
+    model = build_model(made, bridge, folder, torch.device("cpu"))
+    learner = Learner(model.stage)
+    learner.wrap(build(made))
+    model.learn(learner.ddp)
+    model.passes.chunk = 4
+    from megatron.core import parallel_state
+
+    mine = parallel_state.get_data_parallel_rank()
+    micros = packs() if made.layout.dp == 1 else [packs()[mine]]
+    expected = torch.load(root / name / "expected.pt")
+    wanted = expected["rows"] if made.layout.dp == 1 else [expected["rows"][mine]]
+    answer = {"log_probs": 0.0, "entropy": 0.0, "gradients": 0.0, "tensor": "", "gathered": []}
+    for got, want in zip(model.passes.scores(micros), wanted):
+        for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
+            answer[key] = max(answer[key], relative(a, b))
+    learner.forget()
+    sums = Sums(torch.zeros(1).numpy(), torch.device("cpu"))
+    model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
+    answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))
+    gradients = Folder(root / name / "gradients").tensors()
+    for key, held in model.tensors.held.items():
+        if held.entry.megatron.endswith("expert_bias"):
+            continue
+        whole = join(held.entry, [gradients[n] for n in held.entry.hf], made.sizes)
+        error = relative(held.tensor.main_grad, shard(held.entry, whole, held.group.rank(), held.group.size()))
+        if error > answer["gradients"]:
+            answer["gradients"], answer["tensor"] = error, key
+    stored = folder.tensors()
+    for source in model.tensors.sources():
+        whole = source.gather()
+        if dist.get_rank() == 0:
+            answer["gathered"] += [p.name for p in source.parts if not torch.equal(p.cut(whole), stored[p.name])]
+            answer["count"] = answer.get("count", 0) + len(source.parts)
+    answer["speaks"] = speaks()
+    return answer
+
+
+def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
+    torch.set_num_threads(1)
+    with cpu_redirect():
+        from slime_core.trainers.megatron.layout import Layout
+        from slime_core.trainers.megatron.state import start
+        from slime_core.trainers.meeting import meet
+
+        meet(rank, world, "cpu", root / "rendezvous")
+        start(Layout.of(flags, world), 0)
+        answers = {name: check(name, root, world, flags) for name in names}
+    (root / f"answers-{rank}.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    where, count, table, *families = sys.argv[1:]
+    arguments = (Path(where), int(count), json.loads(table), families)
+    torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")
