@@ -1,8 +1,7 @@
 """A ledger on disk and what it must say, side by side: the life of a run, with crashes, resumes and a reader elsewhere.
 
 `Life` knows its own rules and no SQL. Each act does one thing to both and says what must be so afterwards; `check`
-compares everything that can be asked. Acts draw from the generator that they are given, so that hypothesis and a plain
-loop can both drive them.
+compares everything that can be asked. Acts draw from the generator that they are given: hypothesis or a loop drives it.
 """
 
 from __future__ import annotations
@@ -15,94 +14,18 @@ import shutil
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
+
+from ledger_rows import REASONS, Model, N, Row, group_of, is_free, is_pending, prompt_of, turns_of
 
 from slime_core.buffer.claims import Claims
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
-from slime_core.protocols import Recalled, Turn
+from slime_core.protocols import Recalled
 from slime_core.trainers.batch import make_batch
-from slime_core.types import Completion, Drop, GenerateRequest, Group, Prompt, Sample, SamplingParams
-
-N = 2  # samples a prompt
-REASONS = ("equal_rewards", "over_sampled", "infra_error", "plugin_error")
-
-
-@dataclass
-class Row:
-    """One sample and attempt, as the model has it."""
-
-    id: str
-    attempt: int
-    state: str = "pending"
-    reason: str = ""
-    payload: Sample | None = None  # None: none was stored, or it is pruned
-    place: int = -1
-    newest: int = -1
-    step: int = 0  # version for whose step it is journaled
-    claim: int = 0
-
-
-@dataclass
-class Model:
-    """All rows in the order in which they were made, journals, weights, suspended turns."""
-
-    rows: list[Row] = field(default_factory=list)
-    by_position: dict[int, list[Row]] = field(default_factory=dict)
-    journals: dict[int, list[str]] = field(default_factory=dict)
-    fingerprints: dict[int, str] = field(default_factory=dict)
-    turns: dict[str, list[Turn]] = field(default_factory=dict)
-    open_claims: dict[int, list[str]] = field(default_factory=dict)  # claim -> prompts
-    expired: set[int] = field(default_factory=set)  # of them: the next reader who asks may get theirs
-    position: int = 0  # of the next prompt
-    version: int = 0
-    checkpoints: list[int] = field(default_factory=list)  # newest last
-
-    def add(self, row: Row) -> Row:
-        """A new row, the last."""
-        self.rows.append(row)
-        self.by_position.setdefault(int(row.id.rpartition("-")[0].rpartition("/")[2]), []).append(row)
-        return row
-
-    def of(self, position: int) -> list[Row]:
-        """Rows of a prompt's latest attempts."""
-        mine = self.by_position.get(position, [])
-        latest: dict[str, int] = {}
-        for row in mine:
-            issued = row.id.split(".")[0]
-            latest[issued] = max(latest.get(issued, 0), row.attempt)
-        return [row for row in mine if row.attempt == latest[row.id.split(".")[0]]]
-
-    def groups(self, wanted: Callable[[list[Row]], bool], last: int = 200) -> list[int]:
-        """Positions, of the ``last`` ones, whose rows are as wanted."""
-        return [p for p in range(max(0, self.position - last), self.position) if wanted(self.of(p))]
-
-    def counts(self) -> dict[str, int]:
-        """What the ledger must answer."""
-        found = Counter(f"dropped/{r.reason}" if r.state == "dropped" else r.state for r in self.rows)
-        pending = found.pop("pending", 0) + found.pop("finished", 0)
-        return {"issued": len(self.rows), "trained": found.pop("trained", 0), "pending": pending, **found}
-
-
-def group_of(prompt: Prompt, samples: list[Sample]) -> Group:
-    """Siblings share a rollout."""
-    rollouts: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        rollouts.setdefault(sample.rollout_id or 0, []).append(index)
-    return Group(prompt=prompt, samples=samples, rollouts=rollouts)
-
-
-def is_pending(rows: list[Row]) -> bool:
-    return any(row.state == "pending" for row in rows)
-
-
-def is_free(rows: list[Row]) -> bool:
-    """Finished, and neither in a step nor with a reader."""
-    kept = [row for row in rows if row.state == "finished"]
-    return bool(kept) and not is_pending(rows) and not any(row.step or row.claim for row in kept)
+from slime_core.types import Drop, Group, Sample
 
 
 class Life:
@@ -224,7 +147,7 @@ class Life:
         if position is None:
             return
         rows = [row for row in self.model.of(position) if row.state == "pending"]
-        kept = {row.id: self._turns(rng, row.id) for row in rows}
+        kept = {row.id: turns_of(rng, row.id, self.model.version) for row in rows}
         self.call(self.ledger.suspend(kept))
         self.model.turns |= kept
 
@@ -428,12 +351,9 @@ class Life:
                 if row.claim == number:
                     row.claim = 0
 
-    def _prompt(self, position: int) -> Prompt:
-        return Prompt(id=f"main/{position}", position=position, prompt="1+2=", tokens=[2, 3])
-
     def _pending(self, position: int, attempt: int) -> Group:
         rows = [Row(f"main/{position}-{j}", attempt) for j in range(N)]
-        return group_of(self._prompt(position), [self._sample(position, row) for row in rows])
+        return group_of(prompt_of(position), [self._sample(position, row) for row in rows])
 
     def _sample(self, position: int, row: Row) -> Sample:
         rollout = position * N + int(row.id.rpartition("-")[2].split(".")[0])
@@ -456,21 +376,6 @@ class Life:
             sample.reward = rng.random()
         return group
 
-    def _turns(self, rng: random.Random, name: str) -> list[Turn]:
-        request = GenerateRequest(
-            id=name, tokens=[2, 3], params=SamplingParams(max_new_tokens=8), seed=rng.getrandbits(32)
-        )
-        count = rng.randint(1, 4)
-        piece = Completion(
-            id=name,
-            tokens=[rng.randrange(17) for _ in range(count)],
-            log_probs=[-rng.random() for _ in range(count)],
-            plain_log_probs=[-rng.random() for _ in range(count)],
-            finish="abort",
-            versions=[self.model.version] * count,
-        )
-        return [Turn(request=request, pieces=[piece])]
-
     def _row(self, sample: Sample) -> Row | None:
         rows = self.model.by_position.get(sample.group_index or 0, [])
         return next((r for r in rows if (r.id, r.attempt) == (sample.id, sample.attempt)), None)
@@ -488,7 +393,7 @@ class Life:
             (r for r in self.model.of(position) if r.payload is not None and r.state != "dropped"),
             key=lambda r: r.place,
         )
-        return group_of(self._prompt(position), [r.payload for r in rows if r.payload])
+        return group_of(prompt_of(position), [r.payload for r in rows if r.payload])
 
     def _groups_of(self, ids: list[str]) -> list[Group]:
         positions = dict.fromkeys(int(name.rpartition("-")[0].rpartition("/")[2]) for name in ids)
