@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime_core.buffer.ledger import SqliteLedger
+from slime_core.clusters.backends import trainer_class
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.machine import engine_apart
@@ -24,7 +25,6 @@ from slime_core.errors import ConfigError
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.checks import open_model
-from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ async def _trainer(
         return IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
     if world == 1:
         errors = run_dir / "errors"
-        return FsdpTrainer(config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch)
+        kind = trainer_class(config)
+        return kind(config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch)
     ranks = RankTrainer(
         config,
         plugins,

@@ -24,6 +24,9 @@ from slime_core.threads import TorchThread
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp import FsdpTrainer
+    from slime_core.trainers.megatron.trainer import MegatronTrainer
+
+    Ranked = FsdpTrainer | MegatronTrainer
 
 
 def main() -> None:
@@ -36,7 +39,7 @@ def main() -> None:
         if not _answer(sock, lambda: _look(hello)):
             return
         thread = TorchThread(hello["cpu_threads"])
-        made: list[FsdpTrainer] = []
+        made: list[Ranked] = []
         _answer(sock, lambda: made.append(_build(hello, thread)))
         while made:
             call = receive_blocking(sock)
@@ -74,9 +77,9 @@ def _look(hello: dict[str, Any]) -> bool:
     return True
 
 
-def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
+def _build(hello: dict[str, Any], thread: TorchThread) -> Ranked:
+    from slime_core.clusters.backends import trainer_class
     from slime_core.clusters.embedded import open_folder
-    from slime_core.trainers.fsdp import FsdpTrainer
 
     config = Config.model_validate_json(hello["config"])
     plugins = load_plugins(config)
@@ -86,7 +89,7 @@ def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
             why=f"fingerprints {plugins.fingerprint()} and {hello['fingerprint']}",
             fix="install the same plugin versions for every process",
         )
-    return FsdpTrainer(
+    return trainer_class(config)(
         config,
         plugins,
         open_folder(config),
@@ -99,7 +102,7 @@ def _build(hello: dict[str, Any], thread: TorchThread) -> FsdpTrainer:
     )
 
 
-async def _call(trainer: FsdpTrainer, call: dict[str, Any]) -> Any:
+async def _call(trainer: Ranked, call: dict[str, Any]) -> Any:
     method, args = call["method"], call["args"]
     if method == "begin":
         return await trainer.begin(Config.model_validate_json(args[0]))
