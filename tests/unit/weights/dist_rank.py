@@ -70,18 +70,14 @@ def model_of(case):
 
 
 def wholes(case):
-    """Every whole tensor of the model folder, by the bridge's own functions on whole tensors, with its entry."""
-    from slime_core.weights.bridge import join
-    from slime_core.weights.folder import read_config
-    from slime_core.weights.shards import Shards
-    from slime_models.families import BRIDGES
+    """Every whole tensor of the model, as the bridge's `join` made it, with its entry."""
+    from safetensors.torch import load_file
 
-    folder = Path(case["hf"])
-    config, shards = read_config(folder), Shards.open(folder)
-    bridge = BRIDGES[config.model_type]
-    sizes = bridge.sizes(config, 1)
-    whole = {e.megatron: (e, join(e, [shards[name] for name in e.hf], sizes)) for e in bridge.entries(config)}
-    if sizes.tied:
+    from slime_core.weights.bridge import Entry
+
+    kinds = json.loads(Path(case["wholes"]).with_suffix(".json").read_text())
+    whole = {name: (Entry(name, (), kinds[name]), tensor) for name, tensor in load_file(case["wholes"]).items()}
+    if case["tied"]:
         whole["output_layer.weight"] = whole["embedding.word_embeddings.weight"]
     return whole
 

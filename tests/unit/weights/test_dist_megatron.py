@@ -5,17 +5,22 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from slime_core.weights.bridge import Given
+from slime_core.weights.bridge import Given, join
 from slime_core.weights.conversion import How, dist_to_hf, hf_to_dist
+from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards
 
-pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="an optional extra: pip install slime-rl[megatron]"),
+]
 
 HERE = Path(__file__).parent
 COMMON = {
@@ -88,6 +93,15 @@ def bridge_of(name):
     return find
 
 
+def write_wholes(folder, find):
+    """The whole tensors of a model folder by the bridge's own functions, for the ranks to compare with."""
+    config, shards = read_config(folder), Shards.open(folder)
+    sizes, entries = find(config).sizes(config), find(config).entries(config)
+    whole = {e.megatron: join(e, [shards[name] for name in e.hf], sizes).contiguous() for e in entries}
+    save_file(whole, folder.with_suffix(".safetensors"))
+    folder.with_suffix(".json").write_text(json.dumps({entry.megatron: entry.kind for entry in entries}))
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Model folders, and torch_dist folders made of them by us."""
@@ -102,6 +116,7 @@ def place(tmp_path_factory):
                 tensor.normal_()
         model.save_pretrained(root / name)
         hf_to_dist(root / name, root / f"{name}-dist", bridge_of(name), How(verify=True))
+        write_wholes(root / name, bridge_of(name))
     return root
 
 
@@ -110,7 +125,7 @@ def ranks(place):
     """What both ranks said of every case."""
     cases = [
         {
-            "do": do, "hf": str(place / name), "layout": layout, "metadata": metadata, "vocab": 128,
+            "do": do, "wholes": str(place / f"{name}.safetensors"), "layout": layout, "metadata": metadata, "vocab": 128,
             "dist": str(place / f"{name}-dist" / "release" if do == "load" else place / f"saved-{number}"),
             "fields": {**FIELDS, **MODELS[name][1]}, "attention": "mla" if name == "latent" else "gqa",
             "tied": name == "tied",
