@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.trainers.megatron.passes import totals
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_dtype
 from slime_core.weights import build
-from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import stream
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def stored_names(model: Any) -> Rename:
     """From tensors by the names of transformers' modules to those of its folders: some families keep experts apart."""
 
     def rename(tensors: Tensors) -> Tensors:
-        with TemporaryDirectory() as kept:
-            model.save_pretrained(kept, state_dict={name: tensor.float() for name, tensor in tensors.items()})
-            return {name: tensor.double() for name, tensor in Shards.open(Path(kept)).items()}
+        found: Tensors = revert_weight_conversion(model, dict(tensors))
+        return found
 
     return rename

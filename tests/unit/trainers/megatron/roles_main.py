@@ -29,7 +29,7 @@ FIRST = {
     "lr": 1e-3,
     "lr_decay_style": "constant",
     "adam_eps": 1e-3,  # with its usual epsilon, rounding of a gradient near 0 would be compared
-    "max_tokens_per_gpu": 40,
+    "max_tokens_per_gpu": 80,
     "num_steps_per_rollout": 2,
     "num_critic_only_steps": 1,
     "loss_aggregation": "token_mean",
@@ -89,7 +89,7 @@ def learn(trainer, folders, stage_of):
     arrays = {}
     call(trainer, "begin", stage_of(critic_load=folders["critic"], **FIRST))
     batch = scored(trainer, batch_of(), "first", arrays)
-    metrics = [call(trainer, "step", batch) for _ in range(3)]
+    metrics = [call(trainer, "step", batch) for _ in range(2)]
     call(trainer, "begin", stage_of(ref_load=folders["reference"], **SECOND))
     batch = scored(trainer, batch_of(), "second", arrays)
     metrics.append(call(trainer, "step", batch))

@@ -53,8 +53,8 @@ def folders(tmp_path_factory):
     made = {
         "policy": tiny_model(root / "policy", tied=True),
         "reference": tiny_model(root / "reference", tied=True, seed=8),
-        "critic": tiny_model(root / "critic", "llama", hidden=32, layers=4, seed=5),
-        "teacher": tiny_model(root / "teacher", "qwen2", hidden=32, layers=4, seed=9),
+        "critic": tiny_model(root / "critic", "llama", hidden=32, seed=5),
+        "teacher": tiny_model(root / "teacher", "qwen2", hidden=32, seed=9),
         "untied": tiny_model(root / "untied"),
         "letters": tiny_model(root / "letters", vocab="abc+="),
         "wide": tiny_model(root / "wide"),
@@ -103,7 +103,9 @@ def ranks(folders, tmp_path_factory):
 
     def run(layout):
         if layout not in found:
+            found[layout] = None  # run once, also where that fails
             found[layout] = _run(layout, root, site)
+        assert found[layout] is not None, f"layout {layout} failed above"
         return found[layout]
 
     yield run
