@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from slime_core.trainers.megatron.saving import Learned, learned, piece_of
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.tensors import Held, Tensors
     from slime_core.trainers.megatron.worker import Worker
-    from slime_core.weights.bridge import Entry
+    from slime_core.weights.bridge import Entry, Sizes
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 AT_ONCE = 1 << 22  # elements
@@ -88,6 +89,11 @@ def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     return found
 
 
+@lru_cache(maxsize=256)
+def _rows(piece: Piece, sizes: Sizes, device: torch.device) -> torch.Tensor:
+    return piece.source_rows(sizes).to(device)
+
+
 def _sums(
     values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
 ) -> torch.Tensor:
@@ -97,7 +103,8 @@ def _sums(
     """
     width, device = piece.width, values.device
     row, last = begin // width, -(-end // width)
-    source = piece.source_rows(tensors.sizes)[row:last].to(device)
+    alike = replace(entry, megatron="", hf=("",) * len(entry.hf), layer=-1, expert=-1)  # as in other layers
+    source = _rows(replace(piece, entry=alike), tensors.sizes, device)[row:last]
     number = source >> BITS
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
     start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
