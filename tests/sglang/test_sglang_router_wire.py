@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from routing import routed
-from serving import request, update
+from faulty import TOKEN
+from routing import Kind, routed
+from serving import EPOCH, request, update
 
+from slime_core.clusters.sglang import sglang_engines
 from slime_core.config.load import load_config
+from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.gateway_router import GatewayRouter
 from slime_core.engines.sglang.http import fault
 from slime_core.engines.sglang.installation import read_installation
 from slime_core.engines.sglang.router_options import router_arguments
 from slime_core.engines.sglang.server import Launch
 from slime_core.errors import EngineError
+from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.system
 
@@ -157,5 +162,35 @@ def test_a_prefill_and_a_decode_server_are_asked_together(program: Program, tmp_
             assert bodies[0]["bootstrap_room"] == bodies[1]["bootstrap_room"]
             assert {body["bootstrap_port"] for body in bodies} == {8123}
             assert {body["rid"] for body in bodies} == {bodies[0]["rid"]}
+
+    run(work())
+
+
+def test_servers_of_others_have_the_router_where_it_is_asked_for(
+    sglang_python: str, served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a run: addresses in, an engine behind the router out, and nothing left when it ends."""
+    monkeypatch.setenv("SLIME_SGLANG_TOKEN", TOKEN)
+    monkeypatch.setenv("SLIME_SGLANG_PYTHON", sglang_python)
+
+    async def work() -> None:
+        opened = ModelFolder.open(served_model)
+        async with Kind() as one, Kind() as other:
+            one.ids = other.ids = opened.vocab_size
+            one.encode = other.encode = opened.tokenizer().encode
+            words = ["--hf-checkpoint", str(served_model), "--rollout-engine", "sglang", "--rollout-router", "sglang"]
+            words += ["--device", "cpu", "--dtype", "float32"]
+            words += ["--rollout-external-engine-addrs", f'["{one.url}", "{other.url}"]']
+            notes: list[str] = []
+            async with sglang_engines(load_config(None, words), opened, tmp_path, EPOCH, notes.append) as served:
+                router = served.engine.router
+                assert isinstance(router, GatewayRouter)
+                gateway = router._gateway
+                assert {worker["url"] for worker in await gateway._known()} == {one.url, other.url}
+                assert any("SGLang's router" in note for note in notes), notes
+                session = gateway.process.pid
+                assert ports.members(session)
+            assert not ports.members(session)
+            assert (tmp_path / "log" / "gateway.log").exists()
 
     run(work())
