@@ -122,6 +122,7 @@ class Worker:
         if "values" not in needs:
             self.critic = None
         elif self.critic is None or self.critic.path != train.critic_load:  # one of the stage before goes on
+            self.critic = None  # its memory first
             self.critic = Critic(train.critic_load, self.folder, self.policy, made, run)
         schedule = Schedule(
             peak=train.lr,
