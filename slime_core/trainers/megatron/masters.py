@@ -37,6 +37,8 @@ class Master:
 
     def weights(self) -> torch.Tensor:
         """Its float32 values, flat."""
+        if self.made and not self.one.optimizer.state[self.main]:  # before the first step there is no master
+            return self.parameter.detach().reshape(-1)[self.begin : self.end].float()
         return self._states()["param"].detach().reshape(-1)
 
     def moment(self, name: str) -> torch.Tensor:
