@@ -93,7 +93,7 @@ async def gateway(
         Launch(
             python=installation.python,
             arguments=words,
-            env={"NO_COLOR": "1", **installation.env},
+            env=installation.env,
             log=log,
             threads=config.cluster.cpu_threads,
             program="router",

@@ -39,7 +39,7 @@ def program(sglang_python: str, tmp_path: Path) -> Program:
         config = load_config(None, ["--rollout-engine", "sglang", *flags])
         words = router_arguments(config, installation, paired=paired)
         log = tmp_path / "log" / "gateway.log"
-        return Launch(python=sglang_python, arguments=words, env={"NO_COLOR": "1"}, log=log, program="router")
+        return Launch(python=sglang_python, arguments=words, env={}, log=log, program="router")
 
     return of
 

@@ -11,6 +11,7 @@ about requests; `gateway_router` does, and is told when the router goes down and
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ POLL = 0.05  # seconds between looks whether it has
 REFUSALS = 3  # looks in a row that found nobody, until a router whose process lives counts as failed
 LONGEST_PAUSE = 60.0  # seconds before a restart; the first waits one interval, each further one twice as long
 LOG = "gateway.log"
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # it writes them into files too
 KINDS = {"null": "regular", "prefill": "prefill", "decode": "decode"}
 """A server's disaggregation_mode -> what the router calls such a worker."""
 
@@ -74,6 +76,9 @@ class Process(Server):
     def title(self) -> str:
         """See `Server.title`."""
         return "SGLang's router"
+
+    def _redacted(self, text: str) -> str:
+        return COLOURS.sub("", super()._redacted(text))
 
     def _hold_ports(self, launch: Launch) -> tuple[int, list[str]]:
         self._holds = [ports.hold(launch.host)]

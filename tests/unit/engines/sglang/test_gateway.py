@@ -183,6 +183,7 @@ def test_a_router_that_cannot_be_started_again_ends_what_waits_with_the_end_of_i
                 await on.engine.generate(request("a-0"))
             assert caught.value.code == "ENG84"
             assert "no such policy" in caught.value.why
+            assert "\x1b" not in caught.value.why
 
     run(work())
 

@@ -39,7 +39,7 @@ class Router:
         if "ends@second" in self.behave:
             mark = os.readlink("/proc/self/fd/1") + ".second"
             if os.path.exists(mark):
-                print("no such policy, says the router", flush=True)
+                print("\x1b[31mERROR\x1b[0m no such policy, says the router", flush=True)
                 sys.exit(4)
             open(mark, "w").close()
         app = web.Application(middlewares=[self.guard], client_max_size=1 << 30)
