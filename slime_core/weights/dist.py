@@ -91,13 +91,18 @@ class DistFolder:
         folder = find(path)
         check_format(folder)
         data = _trusted_bytes(folder, trusted)
-        known = read_metadata(data, str(folder / METADATA))
+        known: Any = read_metadata(data, str(folder / METADATA))
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-        tensors = {
-            key: _tensor(folder, key, held, known.storage_data, sizes)
-            for key, held in known.state_dict_metadata.items()
-            if isinstance(held, TensorStorageMetadata)
-        }
+        try:
+            tensors = {
+                str(key): _tensor(folder, key, held, known.storage_data, sizes)
+                for key, held in known.state_dict_metadata.items()
+                if isinstance(held, TensorStorageMetadata)
+            }
+        except (TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise _damaged(folder / METADATA, f"its values are none of a checkpoint's: {error}") from error
         return cls(folder, tensors)
 
     def start_of(self, chunk: Chunk, key: str, dtype: torch.dtype) -> int:

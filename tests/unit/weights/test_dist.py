@@ -385,6 +385,14 @@ def test_a_tensor_whose_parts_do_not_fill_it_is_told(dist, source):
     assert "the parts of output_layer.weight hold" in refused(dist, source, "TOK201")
 
 
+def test_numbers_that_are_none_are_damage(dist, source):
+    def change(held):
+        next(info for index, info in held.storage_data.items() if index.fqn == "output_layer.weight").offset = "0"
+
+    rewrite(dist, change)
+    assert "its values are none of a checkpoint's" in refused(dist, source, "TOK201")
+
+
 def test_a_part_outside_the_folder_is_refused(dist, source):
     def change(held):
         next(
