@@ -111,7 +111,7 @@ class Router:
         """In turn; with the policy ``manual`` the one that had the key."""
         self.turn += 1
         worker = chosen[self.turn % len(chosen)]
-        if self.args.policy == "manual":
+        if self.args.policy == "manual" and key:
             url = self.keys.setdefault(key, worker["url"])
             worker = next((one for one in chosen if one["url"] == url), worker)
         return worker
