@@ -11,7 +11,9 @@ LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"
 ROWS = (
     Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
-    Row("output_layer.weight", ("lm_head.weight",), "vocabulary", when="not tie_word_embeddings", shape="vocab hidden"),
+    Row(
+        "output_layer.weight", ("lm_head.weight",), "vocabulary", when="not tie_word_embeddings", shape="vocab hidden"
+    ),
     Row(f"{LAYER}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
     Row(f"{LAYER}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
     Row(
@@ -80,5 +82,7 @@ def write_folder(path, tensors=None, **changes):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
     (path / "tokenizer.json").write_text('{"model": {}}')
-    save_file(tensors_of(**changes) if tensors is None else tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors_of(**changes) if tensors is None else tensors, path / "model.safetensors", metadata={"format": "pt"}
+    )
     return path
