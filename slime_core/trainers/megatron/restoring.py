@@ -62,6 +62,8 @@ def restore(worker: Worker, path: Path) -> None:
         TrainerError: TRN108 of another model, or without the critic that the stage has.
     """
     worker.staging.wait()
+    for one in learned(worker):
+        settle(one.learner)
     failed: SlimeError | None = None
     try:
         state, found, reference, random = _read(worker, path)
@@ -91,16 +93,15 @@ def _agree(failed: SlimeError | None, path: Path) -> None:
 def _read(worker: Worker, path: Path) -> tuple[dict[str, Any], list[Found], Values | None, dict[str, Any]]:
     state = read_state(path)
     _check_files(path, state)
-    with _as_storage():
+    with _as_storage(path):
         folder = DistFolder.open(path, trusted=True)  # read by a list of classes; the run's manifest has its hash
     models = learned(worker)
     for one in models:
         if counter(one) not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
         check_kept(one.learner.optimizer)
-        settle(one.learner)
     _check_fit(path, folder, models)
-    with _as_storage():
+    with _as_storage(path):
         found = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
         if state["reference"] and worker.frozen.reference is not None:
@@ -110,11 +111,15 @@ def _read(worker: Worker, path: Path) -> tuple[dict[str, Any], list[Found], Valu
 
 
 @contextmanager
-def _as_storage() -> Iterator[None]:
+def _as_storage(path: Path) -> Iterator[None]:
     try:
         yield
-    except DataError as error:
+    except SlimeError as error:
+        if not isinstance(error, DataError):
+            raise
         raise StorageError(error.what, code="STO112", where=error.where, why=error.why, fix=error.fix) from error
+    except OSError as error:
+        raise storage_error(error, path, "the checkpoint cannot be read") from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
