@@ -21,7 +21,7 @@ from slime_core.errors import DataError, PluginError, StorageError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.dist import METADATA, DistFolder, Whole
-from slime_core.weights.dist_keys import OPTIMIZER, Place, apart, forms, places
+from slime_core.weights.dist_keys import BESIDE, OPTIMIZER, Place, apart, forms, places
 from slime_core.weights.dist_writing import RELEASE, DistWriting, Target
 from slime_core.weights.folder import read_config
 from slime_core.weights.hf_writing import SHARD, HfWriting
@@ -184,7 +184,8 @@ def _hf_rows(entries: Sequence[Entry], folder: DistFolder, sizes: Sizes, bridge:
         else:
             found += parted(entry, whole, sizes)
     shown = {key for key, _, _ in met.shapes}
-    met.extra = sorted(key for key in folder.tensors if key not in used | shown and not OPTIMIZER.match(key))
+    others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith(BESIDE)}
+    met.extra = sorted(folder.tensors.keys() - used - shown - others)
     if not met:
         raise misfit(met, folder.path)
     return found

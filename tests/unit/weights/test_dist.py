@@ -427,9 +427,10 @@ def test_an_untied_model_needs_an_output_matrix(tmp_path, source):
     assert "1 missing: output_layer.weight" in refused(tmp_path / "dist", source, "TOK46")
 
 
-def test_optimizer_state_is_left_out(tmp_path, dist, source):
+def test_optimizer_state_and_a_runs_other_models_are_left_out(tmp_path, dist, source):
     def change(held):
-        for prefix in ("optimizer.state.exp_avg.", "chained_0.optimizer.state.fp32_param."):
+        megatrons = ("optimizer.state.exp_avg.", "chained_0.optimizer.state.fp32_param.")
+        for prefix in (*megatrons, "reference.", "critic.", "critic.optimizer.state.exp_avg."):
             held.state_dict_metadata[prefix + "x"] = held.state_dict_metadata["decoder.final_layernorm.weight"]
             for index, info in list(held.storage_data.items()):
                 if index.fqn == "decoder.final_layernorm.weight":
