@@ -115,6 +115,7 @@ def pair(rank, root):
     ranks.step()
     ranks.whole(root / "third-dp.pt")
     experts(rank, root, found)
+    halves(rank, root, found)
     ranks.worker.barrier()
     dist.destroy_process_group()
     if rank == 0:
@@ -144,6 +145,20 @@ def experts(rank, root, found):
     ranks = Ranks(root, "moe", PP, rank, 2)
     found["moe back"] = ranks.restore(root / "moe-ep")
     found["moe second again"] = ranks.step()
+
+
+def halves(rank, root, found):
+    """Weights in bfloat16, whose masters are saved beside them."""
+    ranks = Ranks(root, "dense", TP, rank, 2, dtype="bfloat16")
+    found["half first"] = ranks.step()
+    ranks.save(root / "half-tp")
+    found["half second"] = ranks.step()
+    ranks = Ranks(root, "dense", {}, rank, 2, dtype="bfloat16")
+    found["half dp"] = ranks.restore(root / "half-tp")
+    ranks.save(root / "half-dp")
+    ranks = Ranks(root, "dense", TP, rank, 2, dtype="bfloat16")
+    found["half back"] = ranks.restore(root / "half-dp")
+    found["half second again"] = ranks.step()
 
 
 class Here:
@@ -189,9 +204,24 @@ def alone(root):
     half.step()
     half.save(root / "half")
     found["half"] = [half.step(), half.restore(root / "half"), half.step()]
+    found["reference"] = reference(root)
     found["no critic"] = refused(Ranks(root, "dense", {}, 0, 1, **PPO), root / "whole")
     (root / "alone.json").write_text(json.dumps(found))
     asyncio.run(killed(root))
+
+
+def reference(root):
+    """Names of a second stage's reference that come back otherwise, and whether a fresh worker's was another."""
+    ranks = Ranks(root, "dense", {}, 0, 1, **PPO)
+    ranks.step()
+    ranks.worker.begin(ranks.worker.stage)
+    ranks.save(root / "stage")
+    fresh = Ranks(root, "dense", {}, 0, 1, **PPO)
+    meant, before = ranks.worker.frozen.reference, dict(fresh.worker.frozen.reference)
+    fresh.restore(root / "stage")
+    found = fresh.worker.frozen.reference
+    wrong = [name for name in meant if not torch.equal(meant[name], found[name])]
+    return [wrong, any(not torch.equal(meant[name], before[name]) for name in meant)]
 
 
 def loaded(ranks, path):

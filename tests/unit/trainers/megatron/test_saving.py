@@ -168,6 +168,16 @@ def test_an_optimizer_that_shares_nothing_goes_on_with_the_states_of_one_that_do
     assert alone["plain"] == alone["distributed"] == [alone["kept"], alone["next"]]
 
 
+def test_a_stages_reference_comes_back(alone):
+    assert alone["reference"] == [[], True]
+
+
+def test_masters_of_bfloat16_weights_come_back_from_another_layout(pair):
+    for found in pair:
+        assert found["half first"] == found["half dp"] == found["half back"]
+        assert found["half second again"] == found["half second"] != found["half first"]
+
+
 def test_masters_of_bfloat16_weights_come_back(alone):
     after, restored, again = alone["half"]
     assert after == again != restored
