@@ -45,6 +45,11 @@ def test_megatrons_table_without_megatron_is_said_to_have_no_effect():
     loaded = read(None, ["--tensor-model-parallel-size", "2", "--swiglu"], megatron=kinds())
     (notice,) = [text for text in loaded.notices if "[megatron]" in text]
     assert "tensor_model_parallel_size, swiglu: no effect with train_backend = fsdp" in notice
+
+
+def test_functions_of_megatron_ranks_without_megatron_are_said_to_have_no_effect():
+    loaded = read(None, ["--custom-megatron-init-path", "mine.py:init"], megatron=kinds())
+    assert "custom_megatron_init_path: no effect with train_backend = fsdp, which has no such place" in loaded.notices
     assert read(None, ["--train-backend", "megatron", "--swiglu"], megatron=kinds()).notices == ()
 
 
