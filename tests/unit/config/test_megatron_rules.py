@@ -2,9 +2,10 @@
 
 import pytest
 
-from slime_core.config import rules
+from slime_core.config import megatron_rules, rules
 from slime_core.config.changes import MEGATRON, compare
 from slime_core.config.load import load_config, read
+from slime_core.config.schema import Config
 from slime_core.trainers.megatron.flags import flags, kinds, problems
 
 pytestmark = pytest.mark.unit
@@ -45,12 +46,14 @@ def test_megatrons_table_without_megatron_is_said_to_have_no_effect():
     loaded = read(None, ["--tensor-model-parallel-size", "2", "--swiglu"], megatron=kinds())
     (notice,) = [text for text in loaded.notices if "[megatron]" in text]
     assert "tensor_model_parallel_size, swiglu: no effect with train_backend = fsdp" in notice
+    assert read(None, ["--train-backend", "megatron", "--swiglu"], megatron=kinds()).notices == ()
 
 
 def test_functions_of_megatron_ranks_without_megatron_are_said_to_have_no_effect():
-    loaded = read(None, ["--custom-megatron-init-path", "mine.py:init"], megatron=kinds())
-    assert "custom_megatron_init_path: no effect with train_backend = fsdp, which has no such place" in loaded.notices
-    assert read(None, ["--train-backend", "megatron", "--swiglu"], megatron=kinds()).notices == ()
+    train = {"custom_megatron_init_path": "mine.py:init"}
+    (notice,) = megatron_rules.notices(Config(train=train))
+    assert notice == "custom_megatron_init_path: no effect with train_backend = fsdp, which has no such place"
+    assert not list(megatron_rules.notices(Config(train=train | {"train_backend": "megatron"})))
 
 
 def test_a_resumed_run_may_have_another_layout_but_no_other_mathematics():
