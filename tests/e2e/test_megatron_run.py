@@ -1,0 +1,122 @@
+"""Whole runs that Megatron-core trains, on CPU ranks: the same losses as with FSDP, at every layout; saved and resumed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_core.testing import tiny_model
+
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("megatron-runs")]
+
+ON_CPU = Path(__file__).parent / "megatron_on_cpu"
+RECIPE = """
+name = "both"
+plugins = ["models"]
+seed = 5
+
+[rollout]
+hf_checkpoint = "model"
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+rollout_max_response_len = 10
+rollout_slots = 8
+
+[data]
+prompt_data = "rows.jsonl"
+input_key = "q"
+label_key = "a"
+
+[reward]
+custom_rm_path = "length.py:reward"
+
+[cluster]
+cpu_threads = 1
+
+[train]
+lr = 2e-3
+dtype = "float32"
+adam_eps = 1e-3  # a gradient of rounding errors alone moves nothing: the losses can be compared
+
+[report]
+save_interval = 2
+
+[[stage]]
+name = "warmup"
+loss_type = "sft_loss"
+num_rollout = 1
+n_samples_per_prompt = 1
+
+[[stage]]
+name = "grpo"
+num_rollout = 2
+kl_loss_coef = 0.01
+num_steps_per_rollout = 2
+"""
+REWARD = """
+async def reward(args, sample, **kwargs):
+    return float(sum(sample.tokens[-sample.response_length:]) % 7)
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with recipe, model, data and reward."""
+    folder = tmp_path_factory.mktemp("megatron")
+    tiny_model(folder / "model", tied=True)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "length.py").write_text(REWARD)
+    (folder / "both.toml").write_text(RECIPE)
+    return folder
+
+
+def run(work, *args, megatron=True):
+    """`slime ARGS` in a process of its own; its metrics by step."""
+    path = [str(ON_CPU)] if megatron else []
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    command = [str(Path(sys.executable).parent / "slime"), *args]
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def steps(folder):
+    """Metrics of each step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def with_fsdp(work):
+    """The run that every other is held against."""
+    run(work, "run", "both.toml", "--run-dir", "fsdp", megatron=False)
+    return steps(work / "fsdp")
+
+
+FIGURES = ("train/loss", "train/grad_norm", "train/entropy", "reward/mean", "loss", "grad_norm", "entropy", "reward")
+LAYOUTS = {
+    "one": (),
+    "tensor": ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"),
+    "pipeline": ("--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_fsdp(work, with_fsdp, layout):
+    run(work, "run", "both.toml", "--run-dir", layout, "--train-backend", "megatron", *LAYOUTS[layout])
+    mine = steps(work / layout)
+    assert len(mine) == len(with_fsdp) == 3
+    for ours, theirs in zip(mine, with_fsdp, strict=True):
+        names = [name for name in FIGURES if name in theirs["metrics"]]
+        assert len(names) >= 3, sorted(theirs["metrics"])
+        for name in names:
+            want = theirs["metrics"][name]
+            assert ours["metrics"][name] == pytest.approx(want, rel=5e-3, abs=1e-4), (name, ours["version"])
+    assert (work / layout / "final" / "model.safetensors").is_file()
