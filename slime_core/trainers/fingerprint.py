@@ -33,7 +33,7 @@ def table(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def sums_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Each element's part of both sums: [2, n] int64, of ``values`` [n] float32 at ``index`` [n] of their tensor."""
+    """Each element's part of both sums: [2, ...] int64, of ``values`` [...] float32 at ``index`` of their tensor."""
     bits = values.contiguous().view(torch.int32).to(torch.int64)
     mixed = table(bits.device)[index & (BLOCK - 1)] * ((index >> 16) * 2 + 1)
     return torch.stack((bits, bits * mixed))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime_core.weights.bridge import Entry, Sizes
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
-AT_ONCE = 1 << 22  # elements
+AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,12 +109,17 @@ def _sums(
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
     start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
     found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
-    for at in range(begin, end, AT_ONCE):
-        stop = min(end, at + AT_ONCE)
-        flat = torch.arange(at, stop, device=device)
-        rows = flat // width - row
-        both = sums_at(values[at - first : stop - first].float(), start[rows] + flat % width)
-        of = number[rows]
-        for tensor in range(len(entry.hf)):
-            found[tensor] += (both * (of == tensor)).sum(dim=1)
+    most, at = max(1, (AT_ONCE if values.is_cuda else AT_ONCE_ON_CPU) // width), begin
+    while at < end:
+        line, inside = divmod(at, width)
+        if inside or end - at < width:  # the end of a row, or the begin of one
+            rows, columns = 1, min(width - inside, end - at)
+        else:
+            rows, columns = min((end - at) // width, most), width
+        mine = slice(line - row, line - row + rows)
+        index = start[mine, None] + torch.arange(inside, inside + columns, device=device)
+        block = values[at - first : at - first + rows * columns].view(rows, columns)
+        both = sums_at(block.float(), index).sum(-1) * (number[mine] >= 0)
+        found.index_add_(0, number[mine].clamp(min=0), both.T)
+        at += rows * columns
     return found
