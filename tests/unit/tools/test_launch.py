@@ -59,7 +59,7 @@ def door(place, name, *words):
 
 def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place):
     words = (
-        *("--actor-num-gpus-per-node", "8", "--colocate", *QWEN3, "--save", "/root/x", "--save-interval", "20"),
+        *("--actor-num-gpus-per-node", "8", "--colocate", *QWEN3, "--save", "/models/x", "--save-interval", "20"),
         *("--rollout-batch-size", "32", "--global-batch-size", "256", "--n-samples-per-prompt", "8"),
         *("--balance-data", "--use-kl-loss", "--kl-loss-coef", "0.00", "--kl-loss-type", "low_var_kl"),
         *("--optimizer", "adam", "--lr", "1e-6", "--lr-decay-style", "constant", "--weight-decay", "0.1"),

@@ -97,9 +97,9 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
     torch.set_num_threads(1)
     with cpu_redirect():
+        from slime_core.trainers.meeting import meet
         from slime_core.trainers.megatron.layout import Layout
         from slime_core.trainers.megatron.state import start
-        from slime_core.trainers.meeting import meet
 
         meet(rank, world, "cpu", root / "rendezvous")
         start(Layout.of(flags, world), 0)
