@@ -88,9 +88,12 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def slow_dtype(parameters: int, device: torch.device) -> torch.dtype:
-    """What the slow way computes in: float64 where that is feasible."""
-    return torch.float64 if parameters <= FLOAT64_UP_TO and device.type == "cpu" else torch.float32
+def slow_model(model: Any, device: torch.device) -> Any:
+    """transformers' model on the device, in float64 where that is feasible, its experts one after another."""
+    small = sum(p.numel() for p in model.parameters()) <= FLOAT64_UP_TO and device.type == "cpu"
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    return model.to(device, torch.float64 if small else torch.float32).eval().requires_grad_(True)
 
 
 @dataclass(slots=True, frozen=True)

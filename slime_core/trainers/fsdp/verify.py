@@ -9,7 +9,7 @@ import torch
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
-from slime_core.trainers.verify import Slow, Tensors, compared, slow_dtype
+from slime_core.trainers.verify import Slow, Tensors, compared, slow_model
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.worker import Worker
@@ -43,10 +43,9 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 def _model(worker: Worker) -> Any:
     """transformers' model with the weights that the ranks hold together; a collective."""
     weights = {name: full(p.detach()) for name, p in worker.parameters().items()}
-    dtype = slow_dtype(sum(w.numel() for w in weights.values()), worker.device)
     with torch.random.fork_rng(devices=[]):
         model: Any = worker.folder.build_model("float32", attn_implementation="eager")
-    model = model.to(worker.device, dtype).eval().requires_grad_(True)
+    model = slow_model(model, worker.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from slime_core.trainers.megatron.passes import totals
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
-from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_dtype
+from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_model
 from slime_core.weights import build
 from slime_core.weights.transports.buckets import stream
 
@@ -81,8 +81,7 @@ def _model(worker: Worker) -> Any:
             shutil.copy(file, kept)
         save_file(weights, str(Path(kept) / "model.safetensors"), metadata={"format": "pt"})
         model: Any = build.load_converted(Path(kept), "float32", "eager", folder.trust_remote_code)
-    dtype = slow_dtype(sum(w.numel() for w in weights.values()), worker.device)
-    return model.to(worker.device, dtype).eval().requires_grad_(True)
+    return slow_model(model, worker.device)
 
 
 def stored_names(model: Any) -> Rename:

@@ -125,6 +125,33 @@ def main(rank, world, folders, out, megatron):
         Path(f"{out}.json").write_text(json.dumps(found))
 
 
+def experts(rank, world, folders, out, megatron):
+    """A policy and a critic with experts: one step, verification, and memory that goes and comes back."""
+    from slime_core.plugins import load_plugins
+    from slime_core.plugins.columns import role_columns
+    from slime_core.trainers.megatron.trainer import MegatronTrainer
+    from slime_core.weights.folder import ModelFolder
+
+    train = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "lr": 1e-3, "max_tokens_per_gpu": 80}
+    config = config_of(folders | {"teacher": ""}, ("models",), megatron, **train)
+    trainer = MegatronTrainer(
+        config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=Here(),
+        rank=rank, world=world, rendezvous=f"{out}.meet",
+    )  # fmt: skip
+    call(trainer, "begin", config)
+    batch = batch_of()
+    batch.columns |= role_columns(call(trainer, "score", batch, frozenset({"policy", "values"})))
+    found = {"metrics": call(trainer, "step", batch), "verify": call(trainer, "verify", batch)}
+    worker, everything = trainer._worker, {"parameters", "optimizer", "gradients"}
+    states = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
+    worker.parking.leave(everything)
+    worker.parking.back(everything)
+    found["states"] = all(torch.equal(a, b) for a, b in zip(states, worker._tensors("optimizer"), strict=True))
+    if rank == 0:
+        np.savez(f"{out}.npz")
+        Path(f"{out}.json").write_text(json.dumps(found))
+
+
 def same(trainer, batch, before):
     """Whether the policy gives the very same log-probs as before."""
     found = call(trainer, "score", batch, frozenset({"policy"}))["policy"]["log_probs"]
@@ -236,5 +263,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     own, ranks, given, where, table = sys.argv[1:]
+    models, settings = json.loads(Path(given).read_text()), json.loads(table)
+    run = main if "teacher" in models else experts
     with cpu_redirect():
-        main(int(own), int(ranks), json.loads(Path(given).read_text()), where, json.loads(table))
+        run(int(own), int(ranks), models, where, settings)

@@ -104,7 +104,7 @@ def ranks(folders, tmp_path_factory):
     def run(layout):
         if layout not in found:
             found[layout] = None  # run once, also where that fails
-            found[layout] = _run(layout, root, site)
+            found[layout] = _run(layout, *LAYOUTS[layout], root, site)
         assert found[layout] is not None, f"layout {layout} failed above"
         return found[layout]
 
@@ -112,8 +112,7 @@ def ranks(folders, tmp_path_factory):
     shutil.rmtree(root)
 
 
-def _run(layout, root, site):
-    world, megatron = LAYOUTS[layout]
+def _run(layout, world, megatron, root, site):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
     env["PYTHONPATH"] = os.pathsep.join([str(site), *sys.path])
     out = root / layout
@@ -197,6 +196,32 @@ def test_models_that_do_not_fit_are_refused(ranks, layout):
         "reference": "TRN104", "untied": "TRN104", "teacher": "TRN104", "critic": "TOK46",
     }  # fmt: skip
     assert "lm_head.weight" in refused["untied"][1]
+
+
+def test_experts_that_ranks_share_have_the_gradient_of_the_slow_way(tmp_path):
+    import transformers
+
+    from slime_core.testing import tiny_model
+
+    folder = tiny_model(tmp_path / "policy", weights=False)
+    tokens = json.loads((folder / "config.json").read_text())
+    config = transformers.Qwen3MoeConfig(
+        **{name: tokens[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")},
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+        max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    (tmp_path / "folders.json").write_text(json.dumps({"policy": str(folder)}))
+    found, _ = _run("experts", 2, {"expert_model_parallel_size": 2}, tmp_path, tmp_path / "site")
+    errors = found["verify"]
+    assert 0 < errors["gradient_error"] < 1e-4
+    assert errors["loss_error"] < 1e-5
+    assert {f"gradient_error/model.layers.1.mlp.experts.{n}.down_proj.weight" for n in range(4)} <= errors.keys()
+    assert found["metrics"]["optimizer_steps"] == 1.0
+    assert found["metrics"]["critic_grad_norm"] > 0
+    assert found["states"]
 
 
 def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
