@@ -21,7 +21,7 @@ from slime_core.weights.bridge import Entry, Sizes
 LAYERS = "decoder.layers."
 LOCAL_EXPERTS = re.compile(r"mlp\.experts\.local_experts\.\d+\.")
 PLAIN = ("embedding.", "output_layer.", "mlp.router.")  # modules that keep no state beside their weights
-OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer\b|param_state)|(reference|critic)\.")
+OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer\b|param_state)")
 BESIDE = ("reference.", "critic.")  # before the keys of a run's other models
 Attention = Literal["gqa", "mla"]
 

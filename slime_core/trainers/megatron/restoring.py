@@ -34,7 +34,7 @@ from slime_core.trainers.megatron.saving import (
 )
 from slime_core.weights.bridge import Entry, whole_shape
 from slime_core.weights.dist import METADATA, DistFolder
-from slime_core.weights.dist_keys import OPTIMIZER, Place, places
+from slime_core.weights.dist_keys import BESIDE, OPTIMIZER, Place, places
 
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.tensors import Held, Tensors
@@ -185,7 +185,8 @@ def _check_fit(path: Path, folder: DistFolder, models: list[Learned]) -> None:
                 missing.append(f"{key} is not in the checkpoint")
             elif entry.shapes and (text := _difference(one.tensors, entry, of[0], folder.tensors[key].shape)):
                 other.append(f"{key} {text}")
-    extra = [f"{key} is not in the model" for key in folder.tensors if key not in used and not OPTIMIZER.match(key)]
+    others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith(BESIDE)}
+    extra = [f"{key} is not in the model" for key in folder.tensors if key not in used | others]
     kinds = [list(dict.fromkeys(kind)) for kind in (missing, extra, other)]
     if any(kinds):
         lines = [line for kind in kinds for line in _first(kind)]

@@ -31,7 +31,7 @@ from slime_core.trainers.megatron import dist_files
 from slime_core.trainers.megatron.dist_files import METADATA, Archives, Written
 from slime_core.trainers.megatron.masters import MASTER, MOMENTS, check_kept, masters
 from slime_core.trainers.megatron.places import Piece, share
-from slime_core.weights.dist_keys import extra_states, places
+from slime_core.weights.dist_keys import BESIDE, extra_states, places
 
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.learner import Learner
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FORMAT = "torch_dist-1"
 STATE, GENERATORS = "trainer.json", "generators"
-REFERENCE, CRITIC = "reference.", "critic."
+REFERENCE, CRITIC = BESIDE
 
 
 @dataclass(slots=True, frozen=True)
