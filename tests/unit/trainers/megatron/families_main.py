@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from cpu import cpu_redirect
-from families import loss, packs
+from family_models import loss, packs
 
 
 @dataclass

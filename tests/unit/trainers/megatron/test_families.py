@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, SPARSE, draw
+from family_models import FAMILIES, SPARSE, draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
