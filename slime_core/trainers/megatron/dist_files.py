@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_core.trainers.staging import Layout
 from slime_core.weights.archive import archive, frame
-from slime_core.weights.dist import BACKEND, COMMON, FORMAT, METADATA, DistFolder
+from slime_core.weights.dist import BACKEND, COMMON, FORMAT, DistFolder
 from slime_core.weights.rows import read_at
 
 VERSION = 3.0  # Megatron-LM's of a checkpoint
@@ -179,6 +179,3 @@ def read_box(
         place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))
         found[place] = torch.frombuffer(data, dtype=tensor.dtype).as_strided(shape, stride)
     return found
-
-
-__all__ = ["METADATA", "Archives", "Written", "common", "empty_state", "metadata", "read_box"]

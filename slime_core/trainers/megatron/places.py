@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slime_core.errors import PluginError
 from slime_core.weights.bridge import Entry, Sizes, join, shard
 
 BITS = 40  # of a row number beside the number of its tensor
@@ -91,21 +92,28 @@ class Piece:
 
         -1 is filling, which no tensor of the folder has.
         """
-        counts = hf_rows(self.entry, self.whole[0])
-        numbered = [((torch.arange(n) | number << BITS) + 1)[:, None] for number, n in enumerate(counts)]
+        counts = enumerate(shape[0] for shape in self.entry.shapes)
+        numbered = [((torch.arange(n) | number << BITS) + 1)[:, None] for number, n in counts]
         rows = join(self.entry, numbered, sizes)
         if self.entry.kind != "columns":
             rows = shard(self.entry, rows, self.rank, self.size)
         return rows[:, 0] - 1
 
 
-def hf_rows(entry: Entry, rows: int) -> list[int]:
-    """Rows of each tensor of the folder that a whole tensor of ``rows`` is made of."""
-    if entry.shapes:
-        return [shape[0] for shape in entry.shapes]
-    if len(entry.hf) == 1:
-        return [rows]
-    raise ValueError(f"the bridge does not say the shapes of {', '.join(entry.hf)}")
+def check_shapes(entries: Sequence[Entry]) -> None:
+    """Refuse a bridge that leaves out what places are counted by.
+
+    Raises:
+        PluginError: PLG57 with the row.
+    """
+    for entry in entries:
+        if len(entry.shapes) != len(entry.hf):
+            raise PluginError(
+                f"the bridge does not say the shape of {', '.join(entry.hf)}",
+                code="PLG57",
+                where=entry.megatron,
+                fix='give the row a shape: Row(..., shape="hidden ffn")',
+            )
 
 
 def share(begin: int, end: int, width: int, number: int, count: int) -> tuple[int, int]:
@@ -113,8 +121,3 @@ def share(begin: int, end: int, width: int, number: int, count: int) -> tuple[in
     rows = -(-(end - begin) // max(width, 1))
     first, last = (begin + rows * n // count * width for n in (number, number + 1))
     return min(first, end), min(last, end)
-
-
-def covered(sizes: Sequence[Box]) -> int:
-    """Elements of boxes."""
-    return sum(math.prod(box.sizes) for box in sizes)

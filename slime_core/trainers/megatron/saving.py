@@ -28,9 +28,10 @@ from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.seeds import generators
 from slime_core.trainers.megatron import dist_files
-from slime_core.trainers.megatron.dist_files import METADATA, Archives, Written
+from slime_core.trainers.megatron.dist_files import Archives, Written
 from slime_core.trainers.megatron.masters import MASTER, MOMENTS, check_kept, masters
 from slime_core.trainers.megatron.places import Piece, share
+from slime_core.weights.dist import METADATA
 from slime_core.weights.dist_keys import BESIDE, extra_states, places
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from slime_core.trainers.megatron.model import Model, build_model
 from slime_core.trainers.megatron.others import Run
 from slime_core.trainers.megatron.parking import Parking
 from slime_core.trainers.megatron.passes import speaks, totals
+from slime_core.trainers.megatron.places import check_shapes
 from slime_core.trainers.megatron.settings import Settings, build, settings
 from slime_core.trainers.megatron.smaller import smaller
 from slime_core.trainers.megatron.state import start
@@ -112,6 +113,8 @@ class Worker:
         self.staging.before_change()
         with self.parking.present():
             self._begin_models(stage, needs)
+            for one in saving.learned(self):
+                check_shapes(one.tensors.entries)
             if self.device.type == "cuda" and stage.report.save_interval:
                 saving.reserve(self)
 

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from slime_core.errors import PluginError
 from slime_core.trainers.fingerprint import sums_at
-from slime_core.trainers.megatron.places import BITS, Piece, share
+from slime_core.trainers.megatron.places import BITS, Piece, check_shapes, share
 from slime_core.weights.bridge import Entry, Sizes, join, shard
 
 pytestmark = pytest.mark.unit
@@ -97,3 +98,10 @@ def test_sums_of_elements_in_any_order_are_those_of_the_formula():
     whole = torch.randn(3 * 2**16 + 5, generator=torch.Generator().manual_seed(1))
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(2))
     assert torch.equal(sums_at(whole[order], order).sum(1), sums(whole, 0))
+
+
+def test_a_bridge_without_shapes_is_refused():
+    check_shapes([made("qkv")[0]])
+    with pytest.raises(PluginError, match="shape of q, k") as caught:
+        check_shapes([made("qkv")[0], Entry("y", ("q", "k"), "gate_up", shapes=((3, 3),))])
+    assert caught.value.code == "PLG57"
