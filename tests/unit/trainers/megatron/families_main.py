@@ -2,11 +2,14 @@
 
     python families_main.py ROOT WORLD '{"tensor_model_parallel_size": 2}' FAMILY ...
 
+DEVICE (cpu) and DTYPE (float32) are variables of the environment; GPUs are taken in the order of ranks.
 Writes ROOT/answers-RANK.json: the family's worst relative errors.
 """
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from cpu import cpu_redirect
 from family_models import loss, packs
+
+DEVICE, DTYPE = os.environ.get("DEVICE", "cpu"), os.environ.get("DTYPE", "float32")
 
 
 @dataclass
@@ -38,7 +43,8 @@ class Folder:
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """The error's norm over the tensor's."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
+    got, want = got.double().cpu(), want.double().cpu()
+    return float((got - want).norm() / want.norm().clamp_min(1e-12))
 
 
 def check(name: str, root: Path, world: int, flags: dict) -> dict:
@@ -55,9 +61,9 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 
     folder = Folder(root / name / "model")
     bridge = BRIDGES[folder.config.model_type]
-    train = load_config(None, ["--dtype", "float32"]).train
-    made = settings(bridge, folder.config, flags, train, world, "cpu")
-    model = build_model(made, bridge, folder, torch.device("cpu"))
+    train = load_config(None, ["--dtype", DTYPE]).train
+    made = settings(bridge, folder.config, flags, train, world, DEVICE)
+    model = build_model(made, bridge, folder, torch.device(DEVICE))
     learner = Learner(model.stage)
     learner.wrap(build(made))
     model.learn(learner.ddp)
@@ -73,7 +79,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
         for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
             answer[key] = max(answer[key], relative(a, b))
     learner.forget()
-    sums = Sums(torch.zeros(1).numpy(), torch.device("cpu"))
+    sums = Sums(torch.zeros(1).numpy(), torch.device(DEVICE))
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))
     gradients = Folder(root / name / "gradients").tensors()
@@ -88,7 +94,9 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     for source in model.tensors.sources():
         whole = source.gather()
         if dist.get_rank() == 0:
-            answer["gathered"] += [p.name for p in source.parts if not torch.equal(p.cut(whole), stored[p.name])]
+            answer["gathered"] += [
+                p.name for p in source.parts if not torch.equal(p.cut(whole).cpu(), stored[p.name].to(whole.dtype))
+            ]
             answer["count"] = answer.get("count", 0) + len(source.parts)
     answer["speaks"] = speaks()
     return answer
@@ -96,12 +104,12 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 
 def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
     torch.set_num_threads(1)
-    with cpu_redirect():
+    with cpu_redirect() if DEVICE == "cpu" else nullcontext():
         from slime_core.trainers.meeting import meet
         from slime_core.trainers.megatron.layout import Layout
         from slime_core.trainers.megatron.state import start
 
-        meet(rank, world, "cpu", root / "rendezvous")
+        meet(rank, world, DEVICE, root / "rendezvous")
         start(Layout.of(flags, world), 0)
         answers = {name: check(name, root, world, flags) for name in names}
     (root / f"answers-{rank}.json").write_text(json.dumps(answers))
