@@ -21,7 +21,7 @@ step() {  # NAME SECONDS COMMAND...
 
 for part in "${@:-functional}"; do
     case $part in
-        functional) step megatron-functional 420 python3 -m pytest -q -rs -s -p no:cacheprovider tests/gpu/test_megatron_on_gpu.py ;;
+        functional) step megatron-functional 420 python3 -m pytest -m gpu -p no:cacheprovider -q -rA tests/gpu/test_megatron_on_gpu.py ;;
         step) step megatron-step 420 python3 tools/bench_policy_step.py --backend fsdp megatron plain ;;
         long) step megatron-long 420 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --backend fsdp megatron plain ;;
         *) echo "unknown part $part"; exit 2 ;;
