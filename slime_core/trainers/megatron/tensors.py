@@ -65,6 +65,20 @@ class Held:
             return others.rank(), others.size()
         return others.rank() + others.size() * self.group.rank(), others.size() * self.group.size()
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts for all that hold a copy: the first of its group, and of the copies."""
+        return bool(self.group.rank() == 0 and self.replicas[0] == 0)
+
+
+@dataclass(slots=True, frozen=True)
+class Kept:
+    """What ranks tell each other of a tensor that they hold."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    speaks: bool
+
 
 class Tensors:
     """Every tensor of a model's stages on this rank.
@@ -89,6 +103,7 @@ class Tensors:
         by_name = {entry.megatron: entry for entry in self.entries}
         self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
         self.held: dict[str, Held] = {}
+        self._sources: list[Source] | None = None
         self.copies: list[Held] = []  # of what other stages hold: an output matrix that is tied
         for stage in stages:
             for name, tensor in _stored(stage):
@@ -109,6 +124,7 @@ class Tensors:
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
         other = copy(self)
+        other._sources = None
         other.held = {name: Held(held.entry, tensors[name]) for name, held in self.held.items() if name in tensors}
         other.entries = [entry for entry in self.entries if self._trained(entry)]
         return other
@@ -140,27 +156,30 @@ class Tensors:
             )
         return mine
 
-    def sources(self, dtype: torch.dtype | None = None) -> list[Source]:
-        """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective."""
-        mine = {name: (list(held.tensor.shape), _first_of_copies(held)) for name, held in self.held.items()}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        found = []
-        for entry in self.entries:
-            owner = next(r for r, names in enumerate(everyone) if names.get(entry.megatron, ([], False))[1])
-            shape = self._whole_shape(entry, everyone[owner][entry.megatron][0])
-            parts = tuple(
-                Part(name, tuple(piece.shape), partial(self._cut, entry, number))
-                for number, (name, piece) in enumerate(
-                    zip(entry.hf, part(entry, torch.empty(shape, device="meta"), self.sizes))
-                )
-            )
-            found.append(Source(parts, partial(self.gather, entry, owner, shape, dtype)))
-        return found
+    def sources(self) -> list[Source]:
+        """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective, once."""
+        if self._sources is None:
+            mine = {name: Kept(list(h.tensor.shape), h.tensor.dtype, h.speaks) for name, h in self.held.items()}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            self._sources = [self._source(entry, everyone) for entry in self.entries]
+        return self._sources
+
+    def _source(self, entry: Entry, everyone: Sequence[Mapping[str, Kept]]) -> Source:
+        name = entry.megatron
+        owner = next(rank for rank, kept in enumerate(everyone) if name in kept and kept[name].speaks)
+        kept = everyone[owner][name]
+        form = torch.empty(self._whole_shape(entry, kept.shape), dtype=kept.dtype, device="meta")
+        pieces = part(entry, form, self.sizes)
+        parts = tuple(
+            Part(hf, tuple(piece.shape), partial(self._cut, entry, number))
+            for number, (hf, piece) in enumerate(zip(entry.hf, pieces, strict=True))
+        )
+        return Source(parts, partial(self.gather, entry, owner, form))
 
     @torch.no_grad()
-    def gather(self, entry: Entry, owner: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole tensor on rank 0, from the ``owner`` and those that share it; empty elsewhere; a collective."""
+    def gather(self, entry: Entry, owner: int, form: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, shaped as ``form``, on rank 0, from the owner's group; empty elsewhere; a collective."""
         rank, whole = dist.get_rank(), torch.empty(0)
         held = self.held.get(entry.megatron)
         if held is not None:
@@ -171,13 +190,10 @@ class Tensors:
             else:
                 shards = [mine]
             whole = unshard(entry, shards)
-        if owner == 0:
-            return whole if rank == 0 else torch.empty(0)
-        if rank == owner:
+        if owner != 0 and rank == owner:
             dist.send(whole.contiguous(), 0)
-        elif rank == 0:
-            any_held = next(iter(self.held.values())).tensor
-            whole = torch.empty(tuple(shape), dtype=dtype or any_held.dtype, device=any_held.device)
+        elif owner != 0 and rank == 0:
+            whole = torch.empty_like(form, device=next(iter(self.held.values())).tensor.device)
             dist.recv(whole, owner)
         return whole if rank == 0 else torch.empty(0)
 
@@ -232,12 +248,3 @@ def canonical(name: str, stage: PackedGPT) -> str:
         number = first + int(local if local is not None else te_local)
         name = f"{prefix}local_experts.{number}.{linear or te_linear}.{leaf or te_leaf}"
     return name
-
-
-def _first_of_copies(held: Held) -> bool:
-    """Whether this rank speaks for all that hold a copy: the first of its group and of the data-parallel ranks."""
-    if held.entry.expert >= 0:
-        replicas = parallel_state.get_expert_data_parallel_group()
-    else:
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return bool(held.group.rank() == 0 and replicas.rank() == 0)

@@ -303,9 +303,10 @@ class Worker:
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        sources = self.policy.tensors.sources()
         if route is None:
             return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self.whole())
+        saving.settle(self.actor)
+        sources = self.policy.tensors.sources()
         update = WeightUpdate(version=version, epoch=0, transport=route.transport)
         tensors = stream(sources)
         try:
@@ -320,6 +321,7 @@ class Worker:
     @torch.no_grad()
     def whole(self) -> Tensors:
         """Every tensor by its name in the model folder, float32 or as it is kept, on rank 0; nothing on the others."""
+        saving.settle(self.actor)
         found: Tensors = {}
         for parts, tensor in stream(self.policy.tensors.sources()):
             if self.rank == 0:

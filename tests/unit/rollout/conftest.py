@@ -87,7 +87,10 @@ def collect(install_plugin):
         config = load_config(None, [*FLAGS, *map(str, flags)])
         plugins = load_plugins(config)
         ran = Ran([], [], MemoryLedger(), engine or FakeEngine(vocab_size=VOCAB), [])
-        asyncio.run(asyncio.wait_for(_steps(config, plugins, ran, steps, prompts), 20))
+        try:
+            asyncio.run(asyncio.wait_for(_steps(config, plugins, ran, steps, prompts), 20))
+        finally:
+            plugins.close()  # the finder of slime's modules too
         return ran
 
     return run

@@ -144,6 +144,8 @@ def test_a_stop_gives_open_work_back(serving, working):
             async def generate(task):
                 if task.id == "a-0":
                     return made(task)
+                while not sum(row.written for row in await world.client.peek()):  # the other one first
+                    await asyncio.sleep(0.001)
                 stop.set()
                 await asyncio.Event().wait()
 
