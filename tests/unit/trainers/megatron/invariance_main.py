@@ -1,0 +1,63 @@
+"""Ranks of one layout: each setting of the tests of invariance, cut into micro-batches of several sizes, verified.
+
+    python invariance_main.py MODEL OUT.json WORLD '{"tensor_model_parallel_size": 2}'
+
+Rank 0 writes the errors against the slow way in float64, and the gradients' norm, by setting and size.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from cpu import cpu_redirect
+
+sys.path.append(str(Path(__file__).parents[1]))
+SIZES = (17, 40, 10_000)
+
+
+def main(rank: int, model: str, out: Path, world: int, flags: dict) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    with cpu_redirect():
+        import splits
+        import trainer_bench as made
+
+        from slime_core.config.schema import Config
+        from slime_core.plugins import load_plugins
+        from slime_core.trainers.megatron.verify import verify
+        from slime_core.trainers.megatron.worker import Worker
+        from slime_core.weights.folder import ModelFolder
+
+        def config(**train):
+            given = {
+                "rollout": {"hf_checkpoint": model},
+                "plugins": ("models",),
+                "train": {"dtype": "float32", **train},
+            }
+            return Config.model_validate(given | {"megatron": flags})
+
+        first = config()
+        meeting = str(out.with_suffix(".meet"))
+        worker = Worker(first, load_plugins(first), ModelFolder.open(model), rank, world, "cpu", meeting)
+        found = {}
+        for case, settings in splits.SETTINGS.items():
+            for size in SIZES:
+                worker.begin(config(max_tokens_per_gpu=size, **settings))
+                batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
+                answer = verify(worker, batch)
+                found[f"{case}-{size}"] = {
+                    "micro_batches": len(worker._pack(batch)[0]),
+                    **{name: answer[name] for name in ("float64", "gradient_error", "loss_error")},
+                }
+    if rank == 0:
+        out.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder, answer, count, table = sys.argv[1:]
+    arguments = (folder, Path(answer), int(count), json.loads(table))
+    torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")
