@@ -116,15 +116,13 @@ class IdleTrainer:
         import torch
 
         from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
-        from slime_core.weights.transports.buckets import stream
         from slime_core.weights.transports.senders import Senders
 
         if self._senders is None:
             self._senders = Senders(torch.device(self._device), self._folder.path)
         sources = sources_of(dict(model.named_parameters()) | stored_buffers(model), lambda tensor: tensor)
-        parts = [part for source in sources for part in source.parts]
-        update = WeightUpdate(version=version, epoch=self._epoch, transport=route.transport)
-        update.handle, update.fingerprints = self._senders.send(parts, stream(sources), version, route)
+        update = self._senders.publish(sources, version, route)
+        update.epoch = self._epoch
         return update
 
     async def save(self, path: Path) -> None:

@@ -18,6 +18,9 @@ from slime_core.errors import SlimeError, TrainerError
 from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.protocols import Loss
     from slime_core.types import Batch
 
 SHOWN = 8  # sample ids in a message
@@ -57,6 +60,36 @@ def beyond(batch: Batch, vocab_size: int) -> str:
 def sample_at(batch: Batch, row: int) -> str:
     """The id of the sample that owns a response token."""
     return batch.sample_ids[int(np.searchsorted(batch.response_offsets, row, side="right")) - 1]
+
+
+def check_log_probs(batch: Batch, log_probs: NDArray[np.float32]) -> None:
+    """Refuse a model whose log-prob of a response token, [R], is not finite.
+
+    Raises:
+        TrainerError: TRN95 with the sample.
+    """
+    bad = np.flatnonzero(~np.isfinite(log_probs))
+    if bad.size:
+        sample = sample_at(batch, int(bad[0]))
+        raise TrainerError(
+            f"a log-prob of sample {sample} is {log_probs[bad[0]]}",
+            code="TRN95",
+            where=f"sample {sample}",
+            why="the weights or a logit are not finite",
+        )
+
+
+def check_columns(batch: Batch, loss: Loss) -> None:
+    """Refuse a batch that a loss cannot read.
+
+    Raises:
+        TrainerError: a column is missing.
+    """
+    if missing := [name for name in loss.columns if name not in batch.columns]:
+        raise TrainerError(
+            f"the batch has no column {missing[0]}, which the loss '{loss.name}' reads",
+            why=f"it has {sorted(batch.columns)}",
+        )
 
 
 def parts_of(batch: Batch) -> dict[str, int]:

@@ -12,18 +12,11 @@ import torch
 HERE = Path(__file__).resolve().parents[1] / "unit" / "trainers" / "megatron"
 sys.path.append(str(HERE))
 
-from family_models import FAMILIES, SPARSE, draw  # noqa: E402
+from family_models import FAMILIES, LAYOUTS, draw  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 LIMITS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.3)}  # of log-probs and of gradients, by a tensor's norm
-LAYOUTS = {
-    "one": (1, {}, tuple(FAMILIES)),
-    "tensor": (2, {"tensor_model_parallel_size": 2}, tuple(FAMILIES)),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
-    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
-    "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
-}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import torch
 from slime_core.errors import TrainerError
 from slime_core.trainers.fsdp.sharding import full, local, reshard
 from slime_core.types import WeightUpdate
-from slime_core.weights.transports.buckets import Part, Source, stream
+from slime_core.weights.transports.buckets import Part, Source
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
@@ -57,17 +57,7 @@ class Publisher:
             tensors = {name: local(tensor.detach()) for name, tensor in worker.policy.hf.state_dict().items()}
             return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
         reshard(worker.policy)
-        sources = self.sources()
-        update = WeightUpdate(version=version, epoch=0, transport=route.transport)
-        tensors_ = stream(sources)
-        try:
-            if worker.rank == 0:
-                parts = [part for source in sources for part in source.parts]
-                update.handle, update.fingerprints = self._senders.send(parts, tensors_, version, route)
-        finally:
-            for _ in tensors_:
-                pass
-        return update
+        return self._senders.publish(self.sources(), version, route, rank=worker.rank)
 
     def drop(self) -> None:
         """Give the memory of transports back; the next update makes it anew."""

@@ -1,32 +1,15 @@
-"""The FSDP2 backend as a `protocols.Trainer`: every call runs on the process's torch thread."""
+"""The FSDP2 backend as a `protocols.Trainer`."""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.fsdp.worker import Worker
-from slime_core.trainers.holds import HOLDS, Holding
-
-if TYPE_CHECKING:
-    from slime_core.config.schema import Config
-    from slime_core.durable import FileMark
-    from slime_core.plugins import Plugins
-    from slime_core.protocols import Role
-    from slime_core.threads import TorchThread
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, WeightUpdate
-    from slime_core.weights.folder import ModelFolder
+from slime_core.trainers.threaded import WorkerTrainer
 
 
-class FsdpTrainer:
+class FsdpTrainer(WorkerTrainer):
     """Trains the folder's model on data-parallel ranks; with one rank no launcher is needed.
 
-    With more, every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that
-    all see. The answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not finite,
-    ``epoch`` counts the run's processes; updates carry it.
+    One float32 rank publishes its live storage, ``shared``; else updates are whole tensors.
 
     Example:
         trainer = FsdpTrainer(config, plugins, folder, thread=TorchThread(2))
@@ -34,94 +17,4 @@ class FsdpTrainer:
         metrics = await trainer.step(batch)
     """
 
-    def __init__(
-        self,
-        config: Config,
-        plugins: Plugins,
-        folder: ModelFolder,
-        *,
-        thread: TorchThread,
-        rank: int = 0,
-        world: int = 1,
-        device: str = "cpu",
-        rendezvous: str | Path | None = None,
-        errors: Path | None = None,
-        epoch: int = 0,
-    ) -> None:
-        self._thread, self._epoch = thread, epoch
-        self._holding = Holding()
-        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
-
-    async def begin(self, stage: Config) -> None:
-        """See `protocols.Trainer`: fresh optimizers and schedules; reference, teacher and critic
-        where the stage's estimator or loss reads them.
-
-        Raises:
-            TrainerError: TRN104 a model of another vocabulary, or a reference of another architecture.
-        """
-        await self._thread.run(self._worker.begin, stage)
-
-    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`; every role lives here, where the stage needs it."""
-        self._holding.need({"parameters"}, "score")
-        return await self._thread.run(self._worker.score, batch, roles)
-
-    async def step(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer`.
-
-        Raises:
-            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
-                of them in a row; TRN106 ranks with different batches. No weight has changed then.
-        """
-        self._holding.need(HOLDS, "step")
-        return await self._thread.run(self._worker.step, batch)
-
-    async def verify(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
-        self._holding.need(HOLDS, "verify")
-        return await self._thread.run(verify, self._worker, batch)
-
-    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `protocols.Trainer`: ``shared`` live storage for one float32 rank, else whole tensors."""
-        self._holding.need({"parameters"}, "publish")
-        update = await self._thread.run(self._worker.publish, version, route)
-        update.epoch = self._epoch
-        return update
-
-    async def save(self, path: Path) -> None:
-        """See `protocols.Trainer`."""
-        await self._thread.run(self._worker.save, path)
-
-    async def saved(self) -> dict[str, FileMark]:
-        """See `protocols.Trainer`; of this rank's files."""
-        return await asyncio.wrap_future(self._worker.staging.writing)
-
-    def written(self) -> dict[str, FileMark] | None:
-        """What :meth:`saved` answers, without waiting: None while files are being written."""
-        writing = self._worker.staging.writing
-        return writing.result() if writing.done() else None
-
-    async def restore(self, path: Path) -> None:
-        """See `protocols.Trainer`; after `begin` of the stage that saved."""
-        await self._thread.run(self._worker.restore, path)
-
-    async def fingerprint(self) -> str:
-        """See `protocols.Trainer` and `fingerprint.fingerprint`; a critic's parameters are part of it."""
-        return await self._thread.run(self._worker.fingerprint)
-
-    async def export(self, path: Path) -> None:
-        """See `protocols.Trainer`."""
-        await self._thread.run(self._worker.export, path)
-
-    async def release(self, what: set[str]) -> None:
-        """See `protocols.Trainer`; on an accelerator, optimizer state and parameters move to the host.
-
-        They can be saved, restored, exported and fingerprinted there.
-        """
-        await self._thread.run(self._worker.release, self._holding.known(what) & self._holding.now)
-        self._holding.now -= what
-
-    async def reacquire(self, what: set[str]) -> None:
-        """See `protocols.Trainer`."""
-        await self._thread.run(self._worker.reacquire, self._holding.known(what) - self._holding.now)
-        self._holding.now |= what
+    worker_class = Worker

@@ -22,6 +22,7 @@ from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
+from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
@@ -161,23 +162,12 @@ class Worker:
         if self.world > 1:
             dist.all_reduce(columns)
         log_probs, entropy = columns.cpu().numpy()
-        bad = np.flatnonzero(~np.isfinite(log_probs))
-        if bad.size:
-            sample = checks.sample_at(batch, int(bad[0]))
-            raise TrainerError(
-                f"a log-prob of sample {sample} is {log_probs[bad[0]]}", code="TRN95",
-                where=f"sample {sample}", why="the weights or a logit are not finite",
-            )  # fmt: skip
+        checks.check_log_probs(batch, log_probs)
         return {"log_probs": log_probs, "entropy": entropy}
 
     def step(self, batch: Batch) -> dict[str, float]:
         self._check(batch)
-        missing = [name for name in self.loss.columns if name not in batch.columns]
-        if missing:
-            raise TrainerError(
-                f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
-                why=f"it has {sorted(batch.columns)}",
-            )
+        checks.check_columns(batch, self.loss)
         with told_of_memory(self._passes(), batch, "training on"):
             return self._step(batch)
 
@@ -298,6 +288,9 @@ class Worker:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
         checks.compare_ranks(batch, self.rank, self.world)
         checks.check_batch(batch, self.folder.vocab_size)
+
+    def verify(self, batch: Batch) -> dict[str, float]:
+        return verify(self, batch)
 
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         return self.publisher.publish(version, route)

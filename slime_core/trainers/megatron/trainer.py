@@ -1,32 +1,18 @@
-"""The Megatron-core backend as a `protocols.Trainer`: every call runs on the process's torch thread."""
+"""The Megatron-core backend as a `protocols.Trainer`."""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from slime_core.trainers.holds import HOLDS, Holding
-from slime_core.trainers.megatron.verify import verify
 from slime_core.trainers.megatron.worker import Worker
-
-if TYPE_CHECKING:
-    from slime_core.config.schema import Config
-    from slime_core.durable import FileMark
-    from slime_core.plugins import Plugins
-    from slime_core.protocols import Role
-    from slime_core.threads import TorchThread
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, WeightUpdate
-    from slime_core.weights.folder import ModelFolder
+from slime_core.trainers.threaded import WorkerTrainer
 
 
-class MegatronTrainer:
+class MegatronTrainer(WorkerTrainer):
     """Trains the folder's model on ranks that share it as [megatron] says; `layout.Layout` names the forms.
 
-    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file all see, and
-    rank 0 answers. ``errors`` is a folder for the sample ids of steps that were not finite, ``epoch`` counts
-    the run's processes; updates carry it.
+    Updates are whole tensors in the names of the model folder, gathered over all ranks. A checkpoint is a torch_dist
+    folder in which each rank has a file (`saving`, `restoring`); an export is in the dtype of the parameters. What is
+    released waits on the host, and comes back for `begin` and for calls that read or write state (`parking`);
+    gradients come back as zeros.
 
     Example:
         trainer = MegatronTrainer(config, plugins, folder, thread=TorchThread(2), device="cuda")
@@ -34,100 +20,4 @@ class MegatronTrainer:
         metrics = await trainer.step(batch)
     """
 
-    def __init__(
-        self,
-        config: Config,
-        plugins: Plugins,
-        folder: ModelFolder,
-        *,
-        thread: TorchThread,
-        rank: int = 0,
-        world: int = 1,
-        device: str = "cpu",
-        rendezvous: str | Path | None = None,
-        errors: Path | None = None,
-        epoch: int = 0,
-    ) -> None:
-        self._thread, self._epoch = thread, epoch
-        self._holding = Holding()
-        self._worker = thread.call(Worker, config, plugins, folder, rank, world, device, rendezvous, errors)
-
-    async def begin(self, stage: Config) -> None:
-        """See `protocols.Trainer`: fresh optimizers and schedules; reference, teacher and critic
-        where the stage's estimator or loss reads them.
-
-        Raises:
-            TrainerError: TRN104 a model of another vocabulary, or a reference of another architecture.
-            ConfigError: CFG04 the layout does not divide the teacher or the critic.
-        """
-        await self._thread.run(self._worker.begin, stage)
-
-    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`; every role lives here, where the stage needs it."""
-        self._holding.need({"parameters"}, "score")
-        return await self._thread.run(self._worker.score, batch, roles)
-
-    async def step(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer`.
-
-        Raises:
-            TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
-                of them in a row; TRN106 ranks with different batches. No weight has changed then.
-        """
-        self._holding.need(HOLDS, "step")
-        return await self._thread.run(self._worker.step, batch)
-
-    async def verify(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
-        self._holding.need(HOLDS, "verify")
-        return await self._thread.run(verify, self._worker, batch)
-
-    async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `protocols.Trainer`: whole tensors in the names of the model folder, gathered over all ranks."""
-        self._holding.need({"parameters"}, "publish")
-        update = await self._thread.run(self._worker.publish, version, route)
-        update.epoch = self._epoch
-        return update
-
-    async def save(self, path: Path) -> None:
-        """See `protocols.Trainer` and `saving`: a torch_dist folder, in which each rank has a file."""
-        await self._thread.run(self._worker.save, path)
-
-    async def saved(self) -> dict[str, FileMark]:
-        """See `protocols.Trainer`; of this rank's files."""
-        return await asyncio.wrap_future(self._worker.staging.writing)
-
-    def written(self) -> dict[str, FileMark] | None:
-        """What :meth:`saved` answers, without waiting: None while files are being written."""
-        writing = self._worker.staging.writing
-        return writing.result() if writing.done() else None
-
-    async def restore(self, path: Path) -> None:
-        """See `protocols.Trainer` and `restoring`; any layout, after `begin` of the stage that saved.
-
-        Raises:
-            StorageError: STO111, STO112 files missing or damaged, STO113 of another format. No rank has changed then.
-            TrainerError: TRN108 of another model.
-        """
-        await self._thread.run(self._worker.restore, path)
-
-    async def fingerprint(self) -> str:
-        """See `protocols.Trainer` and `fingerprint.fingerprint`; a critic's parameters are part of it."""
-        return await self._thread.run(self._worker.fingerprint)
-
-    async def export(self, path: Path) -> None:
-        """See `protocols.Trainer`: in the dtype of the parameters."""
-        await self._thread.run(self._worker.export, path)
-
-    async def release(self, what: set[str]) -> None:
-        """See `protocols.Trainer`: on an accelerator memory is emptied, and what is kept waits on the host.
-
-        `begin` and calls that read or write state bring it back for as long as they run.
-        """
-        await self._thread.run(self._worker.release, self._holding.known(what) & self._holding.now)
-        self._holding.now -= what
-
-    async def reacquire(self, what: set[str]) -> None:
-        """See `protocols.Trainer`; gradients come back as zeros."""
-        await self._thread.run(self._worker.reacquire, self._holding.known(what) - self._holding.now)
-        self._holding.now |= what
+    worker_class = Worker

@@ -30,6 +30,7 @@ from slime_core.trainers.megatron.places import check_shapes
 from slime_core.trainers.megatron.settings import Settings, build, settings
 from slime_core.trainers.megatron.smaller import smaller
 from slime_core.trainers.megatron.state import start
+from slime_core.trainers.megatron.verify import verify
 from slime_core.trainers.pack import pack
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
@@ -164,13 +165,7 @@ class Worker:
 
     def _log_probs(self, batch: Batch, model: Model, role: Role) -> Columns:
         log_probs, entropy = self._columns(batch, model, role, 2)
-        bad = np.flatnonzero(~np.isfinite(log_probs))
-        if bad.size:
-            sample = checks.sample_at(batch, int(bad[0]))
-            raise TrainerError(
-                f"a log-prob of sample {sample} is {log_probs[bad[0]]}", code="TRN95",
-                where=f"sample {sample}", why="the weights or a logit are not finite",
-            )  # fmt: skip
+        checks.check_log_probs(batch, log_probs)
         return {"log_probs": log_probs, "entropy": entropy}
 
     def _columns(self, batch: Batch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
@@ -187,12 +182,7 @@ class Worker:
 
     def step(self, batch: Batch) -> dict[str, float]:
         self._check(batch)
-        missing = [name for name in self.loss.columns if name not in batch.columns]
-        if missing:
-            raise TrainerError(
-                f"the batch has no column {missing[0]}, which the loss '{self.loss.name}' reads",
-                why=f"it has {sorted(batch.columns)}",
-            )
+        checks.check_columns(batch, self.loss)
         with told_of_memory(self._passes(), batch, "training on"):
             return self._step(batch)
 
@@ -301,22 +291,15 @@ class Worker:
         checks.compare_ranks(batch, self.rank, self.world)
         checks.check_batch(batch, self.folder.vocab_size)
 
+    def verify(self, batch: Batch) -> dict[str, float]:
+        return verify(self, batch)
+
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         if route is None:
             return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self.whole())
         saving.settle(self.actor)
-        sources = self.policy.tensors.sources()
-        update = WeightUpdate(version=version, epoch=0, transport=route.transport)
-        tensors = stream(sources)
-        try:
-            if self.rank == 0:
-                parts = [part for source in sources for part in source.parts]
-                update.handle, update.fingerprints = self.senders.send(parts, tensors, version, route)
-        finally:
-            for _ in tensors:
-                pass
-        return update
+        return self.senders.publish(self.policy.tensors.sources(), version, route, rank=self.rank)
 
     @torch.no_grad()
     def whole(self) -> Tensors:

@@ -4,12 +4,14 @@ again (buffers, handles, process groups)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from slime_core.weights.transports.buckets import Part, Stream
+from slime_core.types import WeightUpdate
+from slime_core.weights.transports.buckets import Part, Source, Stream, stream
 
 if TYPE_CHECKING:
     from slime_core.transfer import WeightRoute
@@ -37,25 +39,33 @@ class Senders:
         folder: of the model, whose config.json goes with a folder of weights.
 
     Example:
-        update.handle, update.fingerprints = senders.send(parts, stream(sources), 4, route)
+        update = senders.publish(sources, 4, route)
     """
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self._device, self._folder = device, folder
         self.made: dict[str, Sender] = {}  # by transport
 
-    def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """See `Sender`.
+    def publish(self, sources: Sequence[Source], version: int, route: WeightRoute, *, rank: int = 0) -> WeightUpdate:
+        """The update of ``version``, sent by rank 0; every rank goes through all gathers, also where that fails.
 
         Raises:
             TrainerError: TRN96 no memory for a copy; a broken group; a tensor that comes twice.
             StorageError: the folder cannot be written.
         """
-        if route.transport not in self.made:
-            self.made[route.transport] = self._open(route)
-        return self.made[route.transport].send(parts, tensors, version, route)
+        update = WeightUpdate(version=version, epoch=0, transport=route.transport)
+        tensors = stream(sources)
+        try:
+            if rank == 0:
+                if route.transport not in self.made:
+                    self.made[route.transport] = self._open(route)
+                parts = [part for source in sources for part in source.parts]
+                sent = self.made[route.transport].send(parts, tensors, version, route)
+                update.handle, update.fingerprints = sent
+        finally:
+            for _ in tensors:
+                pass
+        return update
 
     def drop(self) -> None:
         """Give the memory of transports back; the next update makes it anew."""

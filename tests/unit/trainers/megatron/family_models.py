@@ -64,6 +64,13 @@ FAMILIES = {
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
 }
 SPARSE = ("qwen3_moe", "deepseek_v3")
+LAYOUTS = {  # ranks, flags, families
+    "one": (1, {}, tuple(FAMILIES)),
+    "tensor": (2, {"tensor_model_parallel_size": 2}, tuple(FAMILIES)),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
+    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
+    "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
+}
 ENTROPY = 0.1  # its weight in the loss
 
 

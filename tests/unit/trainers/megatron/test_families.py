@@ -7,19 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from family_models import FAMILIES, SPARSE, draw
+from family_models import FAMILIES, LAYOUTS, draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
 HERE = Path(__file__).parent
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, of a tensor's norm; float32 gives 1e-6 and less
-LAYOUTS = {
-    "one": (1, {}, tuple(FAMILIES)),
-    "tensor": (2, {"tensor_model_parallel_size": 2}, tuple(FAMILIES)),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
-    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
-    "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
-}
 
 
 @pytest.fixture(scope="module")
