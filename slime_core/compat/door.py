@@ -65,26 +65,23 @@ class Door:
             self._loop.close()
 
     async def _serve(self) -> None:
-        tasks: set[asyncio.Task[None]] = set()
+        writers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.add(task)
-            try:
-                await self._talk(reader, writer)
-            finally:
-                tasks.discard(task)
-                writer.close()
-                with suppress(ConnectionError):
-                    await writer.wait_closed()
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = self._loop.create_task(self._talk(reader, writer))
+            writers[task] = writer
+            task.add_done_callback(lambda done: writers.pop(done).close())
 
         server = await asyncio.start_server(connected, sock=self._socket, limit=MAX_HEAD)
         await self._stop.wait()
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        here = asyncio.current_task()
+        while left := asyncio.all_tasks() - {here}:
+            leaving = dict(writers)
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait(left)  # asyncio's own, of a caller just let in, end by themselves
+            await asyncio.gather(*(writer.wait_closed() for writer in leaving.values()), return_exceptions=True)
+        server.close()  # last: asyncio forgets the socket of a caller whom it lets in to a closed server
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):

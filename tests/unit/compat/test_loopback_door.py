@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -271,3 +272,21 @@ def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
     else:
         assert asyncio.run(run()) == {}
     assert len(seen) == asked
+
+
+def test_a_door_that_closes_hangs_up_on_everyone(connect):
+    _, ctx = connect(Config())
+    for _ in range(20):
+
+        async def run():
+            session = Session()
+            port = session.args(ctx.config, ctx).sglang_router_port
+            callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+            session.close()
+            return callers
+
+        for caller in asyncio.run(run()):
+            with caller:
+                caller.settimeout(5)
+                with suppress(ConnectionResetError):
+                    assert caller.recv(1) == b""
