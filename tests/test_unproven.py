@@ -53,6 +53,18 @@ def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_sp
     assert set(others) - set(served), "the other worker stood still"
 
 
+def test_without_megatron_every_test_of_its_formats_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
+    files = ["tests/unit/weights/test_dist_megatron.py", "tests/unit/trainers/megatron/test_saving.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    done = subprocess.run(command, cwd=ROOT, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True)
+    left = re.findall(r"^not proven: (\S+) \(no megatron-core; .*\)$", done.stdout, re.M)
+    assert {name.partition("::")[0] for name in left} == set(files), done.stdout
+    assert re.search(rf"=+ {len(left)} skipped", done.stdout), "some were run"
+
+
 @pytest.mark.parametrize(
     ("said", "code"),
     [("", 0), ("not proven: tests/sglang/test_facts.py::test_a (no SGLang)\n", 1)],

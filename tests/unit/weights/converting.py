@@ -3,9 +3,10 @@
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slime_core.weights.bridge import Bridge, Given, Row
+from slime_core.weights.conversion import How, dist_to_hf, hf_to_dist
 
 LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"
 ROWS = (
@@ -86,3 +87,22 @@ def write_folder(path, tensors=None, **changes):
         tensors_of(**changes) if tensors is None else tensors, path / "model.safetensors", metadata={"format": "pt"}
     )
     return path
+
+
+def to_dist(source, target, **how):
+    """A torch_dist folder of a model folder, compared with it."""
+    return hf_to_dist(source, target, bridge_of, How(verify=how.pop("verify", True), **how))
+
+
+def back(dist, target, origin, **how):
+    """A model folder of a torch_dist folder; its tensors by name."""
+    dist_to_hf(dist, target, origin, bridge_of, How(verify=True, **how))
+    return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(one, other):
+    """Fail unless tensors are equal bit for bit."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name

@@ -19,7 +19,9 @@ from slime_core.weights.shards import Shards
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="an optional extra: pip install slime-rl[megatron]"),
+    pytest.mark.skipif(
+        find_spec("megatron") is None, reason="not proven: no megatron-core; pip install slime-rl[megatron]"
+    ),
 ]
 
 HERE = Path(__file__).parent

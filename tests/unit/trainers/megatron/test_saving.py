@@ -17,7 +17,7 @@ from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.weights.conversion import How, dist_to_hf
 from slime_core.weights.folder import ModelFolder
 
-pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
+pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
 pytestmark = pytest.mark.integration
 
 MAIN = Path(__file__).with_name("saving_main.py")
