@@ -1,6 +1,6 @@
 """One rank of the tests of roles: every model beside the policy, verification, memory and hooks, over one layout.
 
-    python roles_main.py RANK WORLD FOLDERS.json OUT '{"tensor_model_parallel_size": 2}'
+    python roles_main.py RANK WORLD FOLDERS.json OUT '{"tensor_model_parallel_size": 2}' main
 
 Rank 0 writes what it found to OUT.json, and columns to OUT.npz.
 """
@@ -125,30 +125,30 @@ def main(rank, world, folders, out, megatron):
         Path(f"{out}.json").write_text(json.dumps(found))
 
 
-def experts(rank, world, folders, out, megatron):
-    """A policy and a critic with experts: one step, verification, and memory that goes and comes back."""
+def larger(rank, world, folders, out, megatron):
+    """What is learnt, verification, and memory that goes and comes back: of more ranks, or of experts."""
     from slime_core.plugins import load_plugins
-    from slime_core.plugins.columns import role_columns
     from slime_core.trainers.megatron.trainer import MegatronTrainer
     from slime_core.weights.folder import ModelFolder
 
-    train = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "lr": 1e-3, "max_tokens_per_gpu": 80}
-    config = config_of(folders | {"teacher": ""}, ("models",), megatron, **train)
+    def stage_of(**train):
+        return config_of(folders, ("models",), megatron, **train)
+
+    config = stage_of(critic_load=folders["critic"], **FIRST)
     trainer = MegatronTrainer(
         config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=Here(),
         rank=rank, world=world, rendezvous=f"{out}.meet",
     )  # fmt: skip
-    call(trainer, "begin", config)
-    batch = batch_of()
-    batch.columns |= role_columns(call(trainer, "score", batch, frozenset({"policy", "values"})))
-    found = {"metrics": call(trainer, "step", batch), "verify": call(trainer, "verify", batch)}
+    metrics, arrays, batch = learn(trainer, folders, stage_of)
+    found = {"metrics": metrics, "verify": call(trainer, "verify", batch)}
+    found["unchanged"] = same(trainer, batch, arrays["last.policy"])
     worker, everything = trainer._worker, {"parameters", "optimizer", "gradients"}
     states = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
     worker.parking.leave(everything)
     worker.parking.back(everything)
     found["states"] = all(torch.equal(a, b) for a, b in zip(states, worker._tensors("optimizer"), strict=True))
     if rank == 0:
-        np.savez(f"{out}.npz")
+        np.savez(f"{out}.npz", **arrays)
         Path(f"{out}.json").write_text(json.dumps(found))
 
 
@@ -262,8 +262,7 @@ if __name__ == "__main__":
     from cpu import cpu_redirect
 
     torch.set_num_threads(1)
-    own, ranks, given, where, table = sys.argv[1:]
+    own, ranks, given, where, table, what = sys.argv[1:]
     models, settings = json.loads(Path(given).read_text()), json.loads(table)
-    run = main if "teacher" in models else experts
     with cpu_redirect():
-        run(int(own), int(ranks), models, where, settings)
+        {"main": main, "larger": larger}[what](int(own), int(ranks), models, where, settings)

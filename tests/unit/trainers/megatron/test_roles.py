@@ -1,9 +1,7 @@
 """Critic, reference, teacher, verification, memory and hooks over layouts, against the other backend's numbers."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,12 @@ LAYOUTS = {
     "pipeline": (2, {"pipeline_model_parallel_size": 2}),
     "context": (2, {"context_parallel_size": 2}),
 }
+LARGER = {
+    "data": (2, {}),
+    "tensor, pipeline": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+"""Layouts that are held against the other backend alone; what the others prove beside that does not depend on them."""
+EXPERTS = {"one": (1, {}), "expert": (2, {"expert_model_parallel_size": 2})}
 WATCH = """
 import slime_core
 CALLS, RATE = [], None
@@ -70,7 +74,29 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fsdp(folders):
+def experts(folders, tmp_path_factory):
+    """The same with a policy and a reference of experts; the second critic, which copies the policy, has them too."""
+    import transformers
+
+    from slime_core.testing import tiny_model
+
+    found = {}
+    for name, seed in (("policy", 0), ("reference", 8)):
+        folder = tiny_model(tmp_path_factory.mktemp("experts") / name, weights=False)
+        tokens = json.loads((folder / "config.json").read_text())
+        config = transformers.Qwen3MoeConfig(
+            **{name: tokens[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")},
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+            max_position_embeddings=512, initializer_range=0.2,
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        found[name] = str(folder)
+    return folders | found
+
+
+def of_fsdp(folders):
     """Metrics and columns of the other backend."""
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import roles_main
@@ -90,59 +116,64 @@ def fsdp(folders):
 
 
 @pytest.fixture(scope="module")
-def ranks(folders, tmp_path_factory):
-    """What the ranks of a layout found, each layout run once."""
+def fsdp(folders):
+    return of_fsdp(folders)
+
+
+@pytest.fixture(scope="module")
+def fsdp_with_experts(experts):
+    return of_fsdp(experts)
+
+
+@pytest.fixture(scope="module")
+def run(zygote, tmp_path_factory):
+    """Run `roles_main.py` on the ranks of a layout; each with the plugin that watches."""
     root, found = tmp_path_factory.mktemp("layouts"), {}
-    site = root / "site"
-    info = site / "dist_watch-1.0.dist-info"
+    info = root / "site" / "dist_watch-1.0.dist-info"
     info.mkdir(parents=True)
-    (site / "watch_plugin_module.py").write_text(WATCH)
+    (root / "site" / "watch_plugin_module.py").write_text(WATCH)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-watch\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[slime.plugins]\nwatch = watch_plugin_module\n")
-    (root / "folders.json").write_text(json.dumps(folders))
 
-    def run(layout):
-        if layout not in found:
-            found[layout] = None  # run once, also where that fails
-            found[layout] = _run(layout, *LAYOUTS[layout], root, site)
-        assert found[layout] is not None, f"layout {layout} failed above"
-        return found[layout]
+    def once(what, name, folders, world, megatron):
+        """What the ranks found; one that failed before fails again at once."""
+        if name not in found:
+            found[name] = None
+            out = root / name
+            out.with_suffix(".folders").write_text(json.dumps(folders))
+            given = [world, out.with_suffix(".folders"), out, json.dumps(megatron), what]
+            ranks = [[HERE / "roles_main.py", rank, *given] for rank in range(world)]
+            zygote.together(tmp_path_factory.mktemp("said"), ranks, path=[root / "site"])
+            found[name] = json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
+        assert found[name] is not None, f"{name} failed above"
+        return found[name]
 
-    yield run
+    yield once
     shutil.rmtree(root)
 
 
-def _run(layout, world, megatron, root, site):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(site), *sys.path])
-    out = root / layout
-    program = [sys.executable, str(HERE / "roles_main.py")]
-    given = [str(world), str(root / "folders.json"), str(out), json.dumps(megatron)]
-    started = []
-    try:
-        for rank in range(world):
-            with (root / f"{layout}-{rank}.log").open("w") as log:
-                started.append(subprocess.Popen([*program, str(rank), *given], env=env, stdout=log, stderr=log))
-        codes = [process.wait(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert not any(codes), "\n".join((root / f"{layout}-{rank}.log").read_text()[-3000:] for rank in range(world))
-    return json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
+@pytest.fixture
+def ranks(folders, run):
+    """What the ranks of a layout found."""
+    return lambda layout: run("main", layout, folders, *LAYOUTS[layout])
+
+
+def agree(found, columns, metrics, wanted):
+    """Fail unless columns and metrics are those of the other backend."""
+    assert columns.keys() == wanted.keys()
+    for name, column in wanted.items():
+        np.testing.assert_allclose(columns[name], column, atol=5e-5, err_msg=name)
+    for mine, theirs in zip(found["metrics"], metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_models_score_and_learn_as_those_of_the_other_backend(ranks, fsdp, layout):
     (found, columns), (metrics, wanted) = ranks(layout), fsdp
-    assert columns.keys() == wanted.keys()
-    for name, column in wanted.items():
-        np.testing.assert_allclose(columns[name], column, atol=5e-5, err_msg=name)
+    agree(found, columns, metrics, wanted)
     assert wanted["first.values"].std() > 0.1
     assert not wanted["second.values"].any(), "a new head is zero"
     assert abs(wanted["second.reference"] - wanted["second.policy"]).max() > 0.1
-    for mine, theirs in zip(found["metrics"], metrics, strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-6)
     assert found["metrics"][0]["critic_only_steps"] == 2.0
     assert found["metrics"][-1].keys() >= {"critic_lr", "critic_grad_norm", "value_loss", "explained_variance"}
 
@@ -198,29 +229,24 @@ def test_models_that_do_not_fit_are_refused(ranks, layout):
     assert "lm_head.weight" in refused["untied"][1]
 
 
-def test_experts_that_ranks_share_have_the_gradient_of_the_slow_way(tmp_path):
-    import transformers
+@pytest.mark.parametrize("layout", LARGER)
+def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(run, folders, fsdp, layout):
+    found, columns = run("larger", layout, folders, *LARGER[layout])
+    agree(found, columns, *fsdp)
+    assert 0 < found["verify"]["gradient_error"] < found["verify"]["limit"]
+    assert found["unchanged"]
+    assert found["states"]
 
-    from slime_core.testing import tiny_model
 
-    folder = tiny_model(tmp_path / "policy", weights=False)
-    tokens = json.loads((folder / "config.json").read_text())
-    config = transformers.Qwen3MoeConfig(
-        **{name: tokens[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")},
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
-        max_position_embeddings=512, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    (tmp_path / "folders.json").write_text(json.dumps({"policy": str(folder)}))
-    found, _ = _run("experts", 2, {"expert_model_parallel_size": 2}, tmp_path, tmp_path / "site")
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_models_with_experts_score_and_learn_as_those_of_the_other_backend(run, experts, fsdp_with_experts, layout):
+    found, columns = run("larger", f"experts, {layout}", experts, *EXPERTS[layout])
+    agree(found, columns, *fsdp_with_experts)
     errors = found["verify"]
     assert 0 < errors["gradient_error"] < 1e-4
     assert errors["loss_error"] < 1e-5
     assert {f"gradient_error/model.layers.1.mlp.experts.{n}.down_proj.weight" for n in range(4)} <= errors.keys()
-    assert found["metrics"]["optimizer_steps"] == 1.0
-    assert found["metrics"]["critic_grad_norm"] > 0
+    assert found["unchanged"]
     assert found["states"]
 
 
