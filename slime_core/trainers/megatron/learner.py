@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from slime_core.trainers.megatron import offloading
 from slime_core.trainers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -45,15 +46,13 @@ class Learner:
 
     def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
         """A fresh optimizer with the [train] section's settings."""
-        self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+        self.optimizer = None  # its memory first
+        with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
+            self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+        for one in self._offloaded():
+            offloading.page_lock(one)
         self.schedule, self.clip_grad, self.weight_decay = schedule, train.clip_grad, train.weight_decay
         self.steps = 0
-
-    @torch.no_grad()
-    def reload(self) -> None:
-        """The optimizer's float32 masters from the parameters, after those were changed from outside."""
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
 
     def ready(self) -> None:
         """No gradients, and the rate of the next step, which a hook before its first pass may change."""
@@ -83,11 +82,19 @@ class Learner:
         if self.clip_grad > 0:
             for one in _each(self.optimizer):
                 if parameters := one.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+                    apart = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(
+                        parameters, max_norm=self.clip_grad, total_norm=norm, use_decoupled_grad=apart
+                    )
+        for one in self._offloaded():
+            offloading.hand_over(one)
         self.optimizer.step_with_ready_grads()
         self.steps += 1
         self.forget()
         return rate
+
+    def _offloaded(self) -> list[Any]:
+        return [one for one in _each(self.optimizer) if offloading.is_offloaded(one)]
 
     @property
     def rate(self) -> float:
@@ -97,6 +104,9 @@ class Learner:
     def states(self) -> Iterator[torch.Tensor]:
         """What the optimizer keeps, some of it parameters."""
         for one in _each(self.optimizer) if self.optimizer is not None else ():
+            if offloading.is_offloaded(one):
+                yield from offloading.tensors(one)
+                continue
             for group in one.optimizer.param_groups:
                 yield from group["params"]
             for state in one.optimizer.state.values():
@@ -112,6 +122,8 @@ class Learner:
         self.ddp.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+            for one in self._offloaded():
+                offloading.let_go(one)
 
 
 def _finalize(model: Any, tokens: Any, **kwargs: Any) -> None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from slime_core.errors import TrainerError
+from slime_core.trainers.megatron import offloading
 
 MASTER, MOMENTS = "fp32_param", ("exp_avg", "exp_avg_sq")
 """As megatron-core's checkpoints call them."""
@@ -48,42 +47,46 @@ class Master:
     @property
     def made(self) -> bool:
         """Whether what is read is made for that: the states are kept in another form."""
-        return bool(getattr(self.one.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+        apart = bool(getattr(self.one.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+        return apart and not offloading.is_offloaded(self.one)
 
     @property
     def exact(self) -> bool:
-        """Whether the parameter itself is the master."""
+        """Whether the parameter itself is the master, or always equal to it."""
         return self.parameter.dtype == torch.float32
 
     def _states(self) -> dict[str, torch.Tensor]:
-        if isinstance(self.one, DistributedOptimizer):
-            found: dict[str, torch.Tensor] = self.one._get_main_param_and_optimizer_states(self.parameter)
-            return found
-        return {"param": self.main, **self.one.optimizer.state[self.main]}
+        inner = self.one.optimizer
+        if offloading.is_offloaded(self.one):
+            return offloading.states(self.one, self.main)
+        if self.made:
+            found = {name: inner.get_unscaled_state(self.main, name) for name in inner.state[self.main]}
+            return {"param": found.pop("master_param", self.main), **found}
+        return {"param": self.main, **inner.state[self.main]}
 
     @torch.no_grad()
     def put(self, weights: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
         """Take values and moments, flat, from the host; :func:`prepare` came before."""
         given = {"param": weights, **moments}
-        if isinstance(self.one, DistributedOptimizer):
-            known = self._states()
-            placed = {n: t.view_as(known[n]).to(known[n].device) for n, t in given.items()}
-            if "step" in known:
-                placed["step"] = known["step"]
-            self.one._set_main_param_and_optimizer_states(self.parameter, placed)
+        if offloading.is_offloaded(self.one):
+            offloading.put(self.one, self.main, given)
             return
-        for name, tensor in self._states().items():
-            if name in given:
-                tensor.copy_(given[name].view_as(tensor))
+        known = self._states()
+        for name, tensor in given.items():
+            shaped = tensor.view_as(known[name])
+            if not self.made:
+                known[name].copy_(shaped)
+            elif known[name] is not self.main:
+                kept = "master_param" if name == "param" else name
+                self.one.optimizer.set_scaled_state(self.main, kept, shaped.to(self.main.device))
 
 
 def masters(optimizer: Any) -> Iterator[Master]:
     """Everything that this rank's optimizers keep, in the order of theirs."""
     for one in _each(optimizer):
         if isinstance(one, DistributedOptimizer):
-            for parameter, (group, order) in one.model_param_group_index_map.items():
+            for parameter, main in _dealt(one):
                 span = one._get_model_param_range_map(parameter)["param"]
-                main = one.optimizer.param_groups[group]["params"][order]
                 yield Master(parameter, span.start, span.end, True, one, main)
         elif isinstance(one, Float16OptimizerWithFloat16Params):
             pairs = zip(one.float16_groups, one.fp32_from_float16_groups, strict=True)
@@ -98,32 +101,26 @@ def masters(optimizer: Any) -> Iterator[Master]:
                 yield Master(parameter, 0, parameter.numel(), False, one, parameter)
 
 
+def _dealt(one: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters of a distributed optimizer, and what its inner one steps for this rank's range of each.
+
+    Its own `model_param_group_index_map` is wrong where a group has float32 parameters beside others.
+    """
+    apart = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    halves = one.shard_float16_groups if apart else one.shard_fp32_from_float16_groups
+    for models, mains in ((one.model_fp32_groups, one.shard_fp32_groups), (one.model_float16_groups, halves)):
+        for parameters, shards in zip(models, mains, strict=True):
+            yield from zip(parameters, shards, strict=True)
+
+
 def prepare(optimizer: Any, steps: int) -> None:
     """Have moments for all parameters, and the count of steps that were made with them."""
     for one in _each(optimizer):
-        inner = one.optimizer
-        one.init_state_fn(inner, one.config)
-        if isinstance(inner, torch.optim.Adam):
-            for state in inner.state.values():
-                state["step"] = torch.tensor(float(steps))
-        else:
-            for group in inner.param_groups:
-                group["step"] = steps
-
-
-def check_kept(optimizer: Any) -> None:
-    """Refuse states that cannot be read here.
-
-    Raises:
-        TrainerError: they are kept in main memory by megatron-core.
-    """
-    if any(isinstance(one.optimizer, HybridDeviceOptimizer) for one in _each(optimizer)):
-        raise TrainerError(
-            "the optimizer's states cannot be saved",
-            where="megatron.optimizer_cpu_offload",
-            why="megatron-core keeps them in main memory, in an optimizer whose state is not read here",
-            fix="leave --optimizer-cpu-offload out; data-parallel ranks share the states as it is",
-        )
+        if offloading.is_offloaded(one):
+            offloading.begin(one, steps)
+            continue
+        one.init_state_fn(one.optimizer, one.config)
+        offloading.count(one.optimizer, steps)
 
 
 def _each(optimizer: Any) -> list[Any]:

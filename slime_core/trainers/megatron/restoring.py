@@ -20,7 +20,7 @@ from slime_core.durable import storage_error
 from slime_core.errors import DataError, SlimeError, StorageError, TrainerError
 from slime_core.seeds import set_generators
 from slime_core.trainers.megatron.dist_files import read_box
-from slime_core.trainers.megatron.masters import MASTER, MOMENTS, check_kept, masters, prepare
+from slime_core.trainers.megatron.masters import MASTER, MOMENTS, masters, prepare
 from slime_core.trainers.megatron.saving import (
     FORMAT,
     REFERENCE,
@@ -99,7 +99,6 @@ def _read(worker: Worker, path: Path) -> tuple[dict[str, Any], list[Found], Valu
     for one in models:
         if counter(one) not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
-        check_kept(one.learner.optimizer)
     _check_fit(path, folder, models)
     with _as_storage(path):
         found = [_read_model(one, folder, int(state[counter(one)])) for one in models]

@@ -29,7 +29,7 @@ from slime_core.durable import storage_error
 from slime_core.seeds import generators
 from slime_core.trainers.megatron import dist_files
 from slime_core.trainers.megatron.dist_files import Archives, Written
-from slime_core.trainers.megatron.masters import MASTER, MOMENTS, check_kept, masters
+from slime_core.trainers.megatron.masters import MASTER, MOMENTS, masters
 from slime_core.trainers.megatron.places import Piece, share
 from slime_core.weights.dist import METADATA
 from slime_core.weights.dist_keys import BESIDE, extra_states, places
@@ -120,12 +120,10 @@ def save(worker: Worker, path: Path) -> None:
 
     Raises:
         StorageError: the folder cannot be made.
-        TrainerError: the optimizer's states cannot be read.
     """
     staging = worker.staging
     staging.wait()
     for one in learned(worker):
-        check_kept(one.learner.optimizer)
         settle(one.learner)
     try:
         durable.disk.make_folder(path)

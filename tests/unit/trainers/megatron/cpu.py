@@ -44,6 +44,30 @@ def _with_lists(all_to_all):
     return call
 
 
+def _of_any_sizes(all_gather):
+    """Gloo gathers tensors of one size."""
+
+    def call(outputs, given, group=None, **kwargs):
+        if len({output.shape for output in outputs}) == 1:
+            return all_gather(outputs, given, group=group, **kwargs)
+        for rank, output in enumerate(outputs):
+            if rank == group.rank():
+                output.copy_(given)
+            torch.distributed.broadcast(output, group=group, group_src=rank)
+        return None
+
+    return call
+
+
+def _summed(output, given, group=None, **kwargs):
+    """The same of what is summed and dealt."""
+    for rank, tensor in enumerate(given):
+        whole = tensor.clone()
+        torch.distributed.all_reduce(whole, group=group)
+        if rank == group.rank():
+            output.copy_(whole)
+
+
 class _Stream:
     """Everything is done in the order in which it is asked for."""
 
@@ -60,6 +84,37 @@ class _Stream:
         """Done already."""
         return self
 
+    def wait(self, stream=None) -> None:
+        """Nothing to wait for."""
+
+
+class _MainMemory(TorchFunctionMode):
+    """What was moved off the "device" is known by a mark, and so is what is made of it; all else is on the "device"."""
+
+    KEEPS = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cuda.__get__:
+            return not hasattr(args[0], "moved")
+        if func is torch.Tensor.is_pinned:
+            return False
+        if func is torch.Tensor.cpu:
+            found = args[0].clone()
+        elif func is torch.Tensor.pin_memory:
+            found = args[0].detach()
+        else:
+            found = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cpu or (func in (*self.KEEPS, torch.Tensor.pin_memory) and hasattr(args[0], "moved")):
+            found.moved = True
+        return found
+
+
+@contextmanager
+def main_memory() -> Iterator[None]:
+    """Inside `cpu_redirect`: tensors tell whether they are on the "device" or were moved to main memory."""
+    with _MainMemory():
+        yield
+
 
 @contextmanager
 def cpu_redirect() -> Iterator[None]:
@@ -68,6 +123,8 @@ def cpu_redirect() -> Iterator[None]:
         "torch.cuda.current_device": lambda: torch.device("cpu"),
         "torch.cuda.synchronize": lambda *_, **__: None,
         "torch.distributed.all_to_all_single": _with_lists(torch.distributed.all_to_all_single),
+        "torch.distributed.all_gather": _of_any_sizes(torch.distributed.all_gather),
+        "torch.distributed.reduce_scatter": _summed,
         "torch.cuda.Stream": _Stream,
         "torch.cuda.current_stream": lambda *_: _Stream(),
         "torch.cuda.stream": lambda *_: nullcontext(),

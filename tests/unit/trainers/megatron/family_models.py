@@ -1,11 +1,13 @@
-"""Small random models of every family, what transformers makes of a few packs, and the loss that both sides take."""
+"""Small random models of every family, one with experts and a tokenizer, what transformers makes of a few packs, and the loss that both sides take."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from slime_core.testing import tiny_model
 from slime_core.types import MicroBatch
 
 COMMON = {
@@ -109,6 +111,22 @@ class Expected:
 
     log_probs: list
     entropy: list
+
+
+def mixture(folder: Path) -> None:
+    """A mixture of experts with the tokenizer of the tests' small dense model."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    tiny_model(folder)
+    kept = json.loads((folder / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
+    torch.manual_seed(4)
+    config = Qwen3MoeConfig(
+        **{name: kept[name] for name in (*names, "pad_token_id")},
+        bos_token_id=None, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=256,
+        mlp_only_layers=[0], **EXPERTS,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def draw(name: str, root: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from family_models import mixture
 from safetensors.torch import load_file
 
 from slime_core.testing import tiny_model
@@ -21,7 +21,6 @@ pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip i
 pytestmark = pytest.mark.integration
 
 MAIN = Path(__file__).with_name("saving_main.py")
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +29,7 @@ def root(tmp_path_factory):
     found = tmp_path_factory.mktemp("root")
     tiny_model(found / "dense", tied=True)
     tiny_model(found / "other", "llama", layers=3)
-    tiny_model(found / "moe")
-    kept = json.loads((found / "moe" / "config.json").read_text())
-    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
-    torch.manual_seed(4)
-    config = transformers.Qwen3MoeConfig(
-        **{name: kept[name] for name in (*names, "pad_token_id")},
-        bos_token_id=None, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=256, **EXPERTS,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found / "moe")
+    mixture(found / "moe")
     return found
 
 
