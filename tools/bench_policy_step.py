@@ -2,10 +2,12 @@
 
     python tools/bench_policy_step.py --backend fsdp megatron plain --length 8192 --sequences 4
     python tools/bench_policy_step.py --backend megatron --length 16384 --set recompute_granularity=selective
+    python tools/bench_policy_step.py --smoke            # what a CPU can: a tiny model, fsdp and plain
 
 The model has the shape of a preset of slime-models (default qwen3-4b); it is drawn from a seed and written once into
 --folder. Each backend has a process of its own, one after the other. "plain" is transformers with sdpa, its layers
 compiled, the loss in chunks of 2048 rows and fused AdamW in bfloat16: what a loop without a framework reaches.
+A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows.
 
 MFU = (6 * parameters * tokens + 6 * layers * heads * head_dim * length^2 * sequences) / seconds / peak; the second
 term is causal attention's, the peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
@@ -23,18 +25,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang_place import scratch
 
 PROMPT = 64  # tokens in front of each response
+TAIL = 2500  # characters of what a backend that failed said last
 
 
-def make_folder(path: Path, preset: str) -> None:
-    """A model of the preset's shape in bfloat16, with the tokenizer of the tests' small models."""
-    if (path / "config.json").is_file():
+def make_folder(path: Path, preset: str, *, smoke: bool = False) -> None:
+    """A model of the preset's shape in bfloat16, with the tokenizer of the tests' small models; it is made once."""
+    if (path / "tokenizer.json").is_file():  # written last
         return
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from slime_core.testing.models import char_tokenizer
+    from slime_core.testing.models import char_tokenizer, tiny_model
     from slime_models.presets import presets
+
+    if smoke:
+        tiny_model(path, tied=True, context_len=4096)
+        return
 
     config = AutoConfig.for_model(**vars(presets()[preset].config))
     torch.manual_seed(0)
@@ -76,8 +84,10 @@ def worker_step(args: argparse.Namespace) -> Any:
     from slime_core.plugins import load_plugins
     from slime_core.weights.folder import ModelFolder
 
-    given = ["--plugin", "models", "--hf-checkpoint", str(args.folder), "--device", "cuda", "--dtype", "bfloat16"]
-    given += ["--lr", "1e-6", "--max-tokens-per-gpu", str(args.length), "--train-backend", args.worker]
+    given = ["--plugin", "models", "--hf-checkpoint", str(args.folder), "--train-backend", args.worker]
+    given += [] if args.smoke else ["--device", "cuda", "--dtype", "bfloat16"]
+    given += ["--lr", "1e-6", "--max-tokens-per-gpu", str(args.length)]
+    given += ["--save-interval", "0"]  # a run that saves locks as much host memory as its state has
     if args.recompute:
         given.append("--gradient-checkpointing")
     given += [f"megatron.{one}" for one in args.set] if args.worker == "megatron" else []
@@ -87,7 +97,7 @@ def worker_step(args: argparse.Namespace) -> Any:
         from slime_core.trainers.megatron.worker import Worker
     else:
         from slime_core.trainers.fsdp.worker import Worker  # type: ignore[assignment]
-    worker = Worker(config, plugins, folder, 0, 1, "cuda", None)
+    worker = Worker(config, plugins, folder, 0, 1, "cpu" if args.smoke else "cuda", None)
     worker.begin(config)
     batch = make_batch(args.length, args.sequences, folder.vocab_size)
     return lambda: worker.step(batch)
@@ -98,15 +108,16 @@ def plain_step(args: argparse.Namespace) -> Any:
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.bfloat16, device_map="cuda")
+    device = "cpu" if args.smoke else "cuda"
+    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.bfloat16).to(device)
     model.train()
     if args.recompute:
         model.gradient_checkpointing_enable()
-    for layer in model.model.layers:
+    for layer in model.model.layers if not args.smoke else ():
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     vocab = int(model.config.vocab_size)
-    tokens = torch.from_numpy(make_batch(args.length, args.sequences, vocab).tokens.astype(np.int64)).cuda()
+    tokens = torch.from_numpy(make_batch(args.length, args.sequences, vocab).tokens.astype(np.int64)).to(device)
 
     def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(model.lm_head(hidden).float(), target, reduction="sum")
@@ -125,16 +136,19 @@ def plain_step(args: argparse.Namespace) -> Any:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """One backend in this process: a line of JSON."""
+    """One backend in this process: a line of JSON after each round that counts."""
     step = plain_step(args) if args.worker == "plain" else worker_step(args)
-    seconds = []
-    for _ in range(args.warm_up + args.rounds):
-        torch.cuda.synchronize()
+    wait = (lambda: None) if args.smoke else torch.cuda.synchronize
+    seconds: list[float] = []
+    for number in range(args.warm_up + args.rounds):
+        wait()
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds[args.warm_up :], "memory": torch.cuda.max_memory_allocated() / 2**30}))
+        if number >= args.warm_up:
+            memory = 0.0 if args.smoke else torch.cuda.max_memory_allocated() / 2**30
+            print(json.dumps({"seconds": seconds[args.warm_up :], "memory": memory}), flush=True)
 
 
 def work(folder: Path, length: int, sequences: int) -> float:
@@ -151,12 +165,28 @@ def work(folder: Path, length: int, sequences: int) -> float:
     return float(6 * parameters * length * sequences + 6 * layers * heads * width * length**2 * sequences)
 
 
-def main() -> None:
-    """Print the table."""
+def run_backend(backend: str, folder: Path, limit: float) -> tuple[dict[str, Any] | None, str]:
+    """The last line of a backend's process, None where it came to none, and why it ended before its time."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--worker", backend]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        said, why = done.stdout, done.stderr[-TAIL:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        said, why = _text(late.stdout), f"cut off after {limit:.0f} s: {_text(late.stderr)[-TAIL:]}"
+    rows = [line for line in said.splitlines() if line.startswith('{"seconds"')]
+    return (json.loads(rows[-1]) if rows else None), why
+
+
+def _text(data: Any) -> str:
+    return data.decode(errors="replace") if isinstance(data, bytes) else data or ""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", nargs="+", choices=["fsdp", "megatron", "plain"], default=["fsdp", "megatron"])
     parser.add_argument("--preset", default="qwen3-4b")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/policy-step-model"))
+    parser.add_argument("--folder", type=Path, default=None, help="of the model; default: in memory if it fits")
     parser.add_argument("--length", type=int, default=8192, help="tokens a sequence")
     parser.add_argument("--sequences", type=int, default=4, help="a step")
     parser.add_argument("--recompute", action="store_true", help="keep layer inputs only")
@@ -164,27 +194,47 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--peak", type=float, default=989e12)
+    parser.add_argument("--limit", type=float, default=190.0, help="seconds a backend")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU: it proves nothing")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.smoke:
+        args.preset, args.length, args.sequences = "tiny", 256, 2
+        if args.backend == ["fsdp", "megatron"]:
+            args.backend = ["fsdp", "plain"]
+    if args.folder is None:
+        args.folder = Path(scratch(12 << 30) or "/tmp") / f"policy-step-{args.preset}"
+    return args
+
+
+def main() -> None:
+    """Print the table."""
+    args = parse()
     if args.worker:
         measure(args)
         return
-    make_folder(args.folder, args.preset)
-    torch.cuda.empty_cache()
+    if not args.smoke and not torch.cuda.is_available():
+        print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
+        return
+    make_folder(args.folder, args.preset, smoke=args.smoke)
+    if not args.smoke:
+        torch.cuda.empty_cache()
     operations, tokens = work(args.folder, args.length, args.sequences), args.length * args.sequences
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print(f"{args.preset}, {args.sequences} x {args.length} tokens, {machine}\n")
+    machine = f"{'CPU' if args.smoke else torch.cuda.get_device_name()}, torch {torch.__version__}"
+    more = "".join([", layers recomputed" if args.recompute else "", *(f", {one}" for one in args.set)])
+    print(f"{args.preset}, {args.sequences} x {args.length} tokens{more}, {machine}\n")
     print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
     for backend in args.backend:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"| {backend} | failed | | | |\n\n{done.stderr[-2000:]}", flush=True)
-            continue
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        best = min(found["seconds"])
-        mfu = operations / best / args.peak
-        print(f"| {backend} | {best:.3f} | {tokens / best:,.0f} | {mfu:.3f} | {found['memory']:.1f} |", flush=True)
+        found, why = run_backend(backend, args.folder, args.limit)
+        if found is not None:
+            best = min(found["seconds"])
+            mfu = operations / best / args.peak
+            row = f"{best:.3f} | {tokens / best:,.0f} | {mfu:.3f} | {found['memory']:.1f}"
+            print(f"| {backend} | {row} |", flush=True)
+        else:
+            print(f"| {backend} | failed | | | |", flush=True)
+        if why:
+            print(f"\n{backend}: {why}\n", flush=True)
 
 
 if __name__ == "__main__":

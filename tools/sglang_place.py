@@ -206,12 +206,19 @@ def _cuda_runtime() -> str:
 def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 4096) -> Path:
     """Write a model folder of a shape with weights of a seed: float32 for ``tiny``, else bfloat16.
 
-    The weights are drawn on the GPU where there is one: other values than on a CPU, the same at every call.
+    The weights are drawn on the GPU where there is one: other values than on a CPU, the same at every call. Where
+    SLIME_BENCH_MODELS names a folder, the model is made there once, and ``path`` is a link to it.
     """
     import transformers
     from safetensors.torch import save_file
 
-    path.mkdir(parents=True, exist_ok=True)
+    if keep := os.environ.get("SLIME_BENCH_MODELS", ""):
+        made = Path(keep) / f"{shape}-{seed}-{context_len}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(made)
+        if (made / "model.safetensors").is_file():  # put there whole, last of all
+            return path
+    path.resolve().mkdir(parents=True, exist_ok=True)
     tokenizer = char_tokenizer()
     tokenizer.save_pretrained(str(path))
     config = transformers.Qwen3Config(
@@ -235,5 +242,6 @@ def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 409
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
         tensor = tensor.fill_(1.0) if parameter.ndim == 1 else tensor.normal_(0.0, 0.02, generator=draw)
         tensors[name] = tensor.cpu()
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+    save_file(tensors, str(path / "model.tmp"), metadata={"format": "pt"})
+    (path / "model.tmp").rename(path / "model.safetensors")
     return path

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.dump import redacted, to_toml
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from slime_core.protocols import Sink
     from slime_core.report.rundir import RunDir
     from slime_core.types import Group, StepReport
+
+OTHER = "other"  # seconds of a step between its parts; not of a stage's first step, nor of evaluations
 
 
 class Report:
@@ -65,11 +68,13 @@ class Report:
         self._mark = time.monotonic()
 
     def step(self, report: StepReport) -> None:
-        """One finished step."""
+        """One finished step; sinks see under `OTHER` what of its time is in no part."""
         now = time.monotonic()
-        wall = now - self._mark
+        wall, parts = now - self._mark, sum(report.seconds.values())
         if self._last is None or self._last.stage != report.stage:
-            wall = sum(report.seconds.values())  # setting up a stage is not part of its first step
+            wall = parts  # setting up a stage is not part of its first step
+        else:
+            report = replace(report, seconds={**report.seconds, OTHER: max(0.0, wall - parts)})
         self._mark, self._last = now, report
         self._each(lambda sink: sink.write(report))
         self._guard("live", lambda: self._live.step(report, wall))

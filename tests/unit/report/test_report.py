@@ -98,6 +98,30 @@ def test_every_line_of_the_metrics_file_has_stable_keys(run_dir):
     assert "eval held at step 0: reward 0.250 over 8 samples" in stream.getvalue()
 
 
+def test_what_is_in_no_part_of_a_step_is_told_beside_its_parts(run_dir, monkeypatch):
+    """The parts then add up to the step; the first of a stage, and evaluations, are not counted."""
+    now = iter([0.0, 0.0, 10.0, 13.0, 50.0, 52.0, 90.0, 93.0])
+    monkeypatch.setattr("slime_core.report.report.time.monotonic", lambda: next(now))
+    sink = Keeping()
+    report = Report(run_dir, Config(), [sink], PlainLines(io.StringIO()))
+    report.start()
+
+    def step(version, stage="main"):
+        parts = {"rollout": 1.5, "train": 1.0}
+        report.step(StepReport(version=version, stage=stage, step=version, of=9, metrics={}, seconds=parts))
+        return parts
+
+    step(1)
+    assert step(2) == {"rollout": 1.5, "train": 1.0}
+    report.evaluation("held", 2, {"reward/mean": 0.5})
+    step(3)
+    step(4, "next")
+    step(5, "next")
+    report.finish()
+    found = [call[1].seconds.get("other") for call in sink.calls if call[0] == "write" and not call[1].metrics]
+    assert found == [None, 0.5, 0.0, None, 0.5]
+
+
 def test_the_resolved_config_is_written_and_loads_again(run_dir):
     config = Config(name="demo", seed=5)
     report = Report(run_dir, config, live=PlainLines(io.StringIO()))
