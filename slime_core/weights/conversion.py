@@ -26,7 +26,7 @@ from slime_core.weights.dist_writing import RELEASE, DistWriting, Target
 from slime_core.weights.folder import read_config
 from slime_core.weights.hf_writing import SHARD, HfWriting
 from slime_core.weights.job import File, Job
-from slime_core.weights.rows import Move, Moved, Rows, Stored, blocks, cast, joined, parted, row_bytes
+from slime_core.weights.rows import Move, Moved, Rows, Stored, blocks, cast, joined, parted, read_whole, row_bytes
 from slime_core.weights.shards import Shards
 
 DType = Literal["keep", "bfloat16", "float32", "float16"]
@@ -113,6 +113,40 @@ def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: 
     tensors = [cast(rows, how.torch_dtype) for rows in _hf_rows(entries, folder, sizes, bridge)]
     used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks}
     return to_hf("dist-to-hf", tensors, target, origin, used | {folder.path / METADATA}, how)
+
+
+class DistTensors(Mapping[str, torch.Tensor]):
+    """Tensors of a torch_dist folder by the names of a model folder; each is read when it is asked for.
+
+    Example:
+        tensors = DistTensors.open(Path("Qwen3-4B_torch_dist"), config, bridge)
+        tensors["model.norm.weight"]
+    """
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self._rows = {one.name: one for one in rows}
+
+    @classmethod
+    def open(cls, source: Path, config: Any, bridge: Bridge) -> DistTensors:
+        """Find the folder, and compare names and shapes with those of a config.
+
+        Its metadata is read by `unpickle`, which builds nothing but metadata, and is compared with a manifest where
+        there is one.
+
+        Raises:
+            DataError: TOK46, TOK201, TOK202, TOK203 as :func:`dist_to_hf`.
+        """
+        folder = DistFolder.open(source, trusted=True)
+        return cls(_hf_rows(_entries(bridge, config), folder, bridge.sizes(config), bridge))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return read_whole(self._rows[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: set[Path], how: How) -> Done:

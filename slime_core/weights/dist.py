@@ -182,14 +182,19 @@ class Whole:
         return number
 
 
+def is_dist(path: Path) -> bool:
+    """Whether a path means a torch_dist folder, whole or damaged, and no model folder."""
+    return not (path / "config.json").is_file() and any(_marked(folder) for folder in _candidates(path))
+
+
 def find(path: Path) -> Path:
     """The torch_dist folder that a path means.
 
     Raises:
         DataError: TOK201 there is none, TOK202 it holds a checkpoint of another format.
     """
-    for folder in (path, path / "trainer", *_tracked(path)):
-        if (folder / METADATA).is_file() or (folder / FORMAT).is_file():
+    for folder in _candidates(path):
+        if _marked(folder):
             return folder
     names = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
     inside = [name for name in names if (path / name / METADATA).is_file()]
@@ -210,6 +215,14 @@ def find(path: Path) -> Path:
         why=f"it has no {METADATA}, and no {TRACKER} that names a folder with one",
         fix="name one of: " + ", ".join(inside[:5]) if inside else f"name the folder that holds {METADATA}",
     )
+
+
+def _candidates(path: Path) -> list[Path]:
+    return [path, path / "trainer", *_tracked(path)]
+
+
+def _marked(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or (folder / FORMAT).is_file()
 
 
 def _tracked(path: Path) -> list[Path]:

@@ -80,6 +80,18 @@ def blocks(rows: Rows, first: int = 0, count: int | None = None) -> Iterator[mem
         yield block
 
 
+def read_whole(rows: Rows) -> torch.Tensor:
+    """The tensor, in memory.
+
+    Raises:
+        DataError: as `Rows.read`.
+    """
+    found = torch.empty(rows.shape, dtype=rows.dtype)
+    if found.numel():
+        rows.read(0, rows.shape[0], memoryview(found.view(-1).view(torch.uint8).numpy().data))
+    return found
+
+
 def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> None:
     """Fill ``into`` with the bytes of a file from ``offset`` on.
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime_core.errors import DataError
 from slime_core.trainers import checks
 from slime_core.trainers.megatron.model import Model, build_model
 from slime_core.trainers.megatron.others import settings_of
+from slime_core.trainers.megatron.tensors import stored
+from slime_core.weights.conversion import DistTensors
+from slime_core.weights.dist import is_dist
 from slime_core.weights.shards import Shards
 
 if TYPE_CHECKING:
@@ -40,8 +45,9 @@ class Frozen:
 
         Raises:
             TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named.
+            DataError: a reference in a torch_dist folder that is damaged or does not fit (TOK46, TOK201 to TOK203).
         """
-        self.reference = self._reference(train.ref_load, policy) if "reference" in needs else None
+        self.reference = self._reference(train.ref_load, policy, run) if "reference" in needs else None
         if "teacher" not in needs:
             self.teacher, self._teacher_path = None, ""
             return
@@ -55,17 +61,24 @@ class Frozen:
             self._teacher_path, self._teacher_vocab = path, folder.vocab_size
         self.teacher.passes.chunk = train.logprob_chunk_tokens
 
-    def _reference(self, path: str, policy: Model) -> Tensors:
-        """This rank's shards of the reference."""
+    def _reference(self, path: str, policy: Model, run: Run) -> Tensors:
+        """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
         if not path:
             return {name: held.tensor.detach().clone() for name, held in policy.tensors.held.items()}
+        if is_dist(Path(path)):
+            config = self._folder.config
+            try:
+                return policy.tensors.read(DistTensors.open(Path(path), config, run.bridge(config)))
+            except DataError as error:
+                error.where = f"train.ref_load = {path}: {error.where}"
+                raise
         folder = checks.open_model("train.ref_load", path, self._folder)
         mine = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
         theirs = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
         if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
             theirs.pop("lm_head.weight", None)
         checks.same_tensors("train.ref_load", folder, mine, theirs, self._folder)
-        return policy.tensors.read(folder)
+        return policy.tensors.read(stored(folder))
 
     @contextmanager
     def as_reference(self, policy: Model) -> Iterator[None]:

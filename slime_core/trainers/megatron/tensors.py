@@ -140,9 +140,8 @@ class Tensors:
             held.tensor.copy_(self._mine(held, folder))
 
     @torch.no_grad()
-    def read(self, folder: ModelFolder) -> dict[str, torch.Tensor]:
-        """This rank's shards of another folder's tensors, beside the model's own."""
-        tensors = stored(folder)
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
         return {n: self._mine(held, tensors).to(held.tensor, copy=True) for n, held in self.held.items()}
 
     def _mine(self, held: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -126,7 +126,10 @@ def main(rank, world, folders, out, megatron):
 
 
 def larger(rank, world, folders, out, megatron):
-    """What is learnt, verification, and memory that goes and comes back: of more ranks, or of experts."""
+    """What is learnt, verification, and memory that goes and comes back: of more ranks, or of experts.
+
+    The reference comes from a Megatron checkpoint.
+    """
     from slime_core.plugins import load_plugins
     from slime_core.trainers.megatron.trainer import MegatronTrainer
     from slime_core.weights.folder import ModelFolder
@@ -139,7 +142,7 @@ def larger(rank, world, folders, out, megatron):
         config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=Here(),
         rank=rank, world=world, rendezvous=f"{out}.meet",
     )  # fmt: skip
-    metrics, arrays, batch = learn(trainer, folders, stage_of)
+    metrics, arrays, batch = learn(trainer, folders | {"reference": folders["reference_dist"]}, stage_of)
     found = {"metrics": metrics, "verify": call(trainer, "verify", batch)}
     found["unchanged"] = same(trainer, batch, arrays["last.policy"])
     worker, everything = trainer._worker, {"parameters", "optimizer", "gradients"}
@@ -223,6 +226,7 @@ def refused(trainer, folders, stage_of):
     for name, train in {
         "reference": {"ref_load": folders["teacher"]},
         "untied": {"ref_load": folders["untied"]},
+        "checkpoint": {"ref_load": folders["untied_dist"]},
         "teacher": {"teacher_load": folders["letters"]},
         "critic": {"critic_load": folders["wide"]},
     }.items():

@@ -70,7 +70,17 @@ def folders(tmp_path_factory):
     ):
         file = made[name] / "model.safetensors"
         save_file(load_file(file) | head, str(file), metadata={"format": "pt"})
+    for name in ("reference", "untied"):
+        made[f"{name}_dist"] = to_dist(made[name])
     return {name: str(path) for name, path in made.items()}
+
+
+def to_dist(folder):
+    """A Megatron checkpoint of a model folder, as `slime convert` makes it."""
+    from slime_core.weights.conversion import How, hf_to_dist
+    from slime_models.families import BRIDGES
+
+    return hf_to_dist(folder, folder.with_name(f"{folder.name}-dist"), lambda c: BRIDGES[c.model_type], How()).path
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +103,7 @@ def experts(folders, tmp_path_factory):
         torch.manual_seed(seed)
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
         found[name] = str(folder)
-    return folders | found
+    return folders | found | {"reference_dist": str(to_dist(folder))}
 
 
 def of_fsdp(folders):
@@ -224,9 +234,12 @@ def test_a_plugin_is_told_by_every_hook_and_may_set_the_rate_of_a_step(ranks, la
 def test_models_that_do_not_fit_are_refused(ranks, layout):
     refused = ranks(layout)[0]["refused"]
     assert {name: code for name, (code, _) in refused.items()} == {
-        "reference": "TRN104", "untied": "TRN104", "teacher": "TRN104", "critic": "TOK46",
+        "reference": "TRN104", "untied": "TRN104", "checkpoint": "TOK46", "teacher": "TRN104", "critic": "TOK46",
     }  # fmt: skip
     assert "lm_head.weight" in refused["untied"][1]
+    assert "train.ref_load = " in refused["checkpoint"][1]
+    assert "1 extra" in refused["checkpoint"][1]
+    assert "output_layer.weight" in refused["checkpoint"][1]
 
 
 @pytest.mark.parametrize("layout", LARGER)
