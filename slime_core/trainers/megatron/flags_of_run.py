@@ -94,7 +94,7 @@ EXPERTS = (
     _sets("moe_flex_dispatcher_backend", str, "What flex goes through.", choices=("deepep", "hybridep")),
     _sets("moe_deepep_num_sms", int, "Processors of a GPU for DeepEP."),
     _sets("moe_hybridep_num_sms", int, "Processors of a GPU for HybridEP."),
-    _sets("moe_grouped_gemm", bool, "One kernel for all experts of a rank; needs Transformer Engine."),
+    _sets("moe_grouped_gemm", bool, "One product for all experts of a rank; the default in bfloat16 on GPUs."),
     _sets("moe_permute_fusion", bool, "One kernel that sorts tokens by expert; needs Transformer Engine."),
     _sets("moe_router_fusion", bool, "One kernel for the router; needs Transformer Engine."),
     _sets("moe_shared_expert_overlap", bool, "Shared experts compute while tokens travel."),

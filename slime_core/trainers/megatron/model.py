@@ -44,6 +44,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
         super().__init__(config=config, transformer_layer_spec=block_spec(config, bridge), **kwargs)
         self.vocab = vocab
+        if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for name, parameter in self.named_parameters():
+                if ".mlp.experts." in name:  # megatron-core looks at the number of expert-parallel ranks alone, and
+                    parameter.allreduce = False  # would sum over ranks that have other shards, or not over all copies
         mla = bool(config.multi_latent_attention)
         owners: list[Any] = [layer.self_attention for layer in self.decoder.layers] if mla else [self]
         for owner in owners:

@@ -46,8 +46,9 @@ MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
 """Of these, what MLATransformerConfig has as a field of its own."""
 
 
-KERNELS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 """Fields that make experts faster where Transformer Engine is."""
+ALIGNED = 16  # bytes: what torch's grouped product wants rows of matrices to be a multiple of
 LIBRARIES = {
     "cpu_offloading": "transformer_engine",
     "use_te_activation_func": "transformer_engine",
@@ -120,6 +121,8 @@ def settings(
     shared = _shared_sequence(megatron, layout)
     fields = {**known, "multi_latent_attention": mla}
     layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
+    unaligned = _unaligned(known, layout, train.dtype) if sizes.experts and not _engine(device) else []
+    _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
     if not sizes.experts:
         known = {name: value for name, value in known.items() if not name.startswith(("moe_", "num_moe"))}
     of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
@@ -127,11 +130,12 @@ def settings(
     fixed = _fixed(layout, train, device, mla=mla, shared=shared)
     if run.get("fp32_residual_connection"):
         fixed["pipeline_dtype"] = "float32"  # what stages hand on
+    defaults = _defaults(device, sizes, train, grouped=not unaligned)
     return Settings(
         layout=layout,
         sizes=sizes,
         mla=mla,
-        transformer=_ordered(_defaults(device, sizes, train) | of_config | run | fixed),
+        transformer=_ordered(defaults | of_config | run | fixed),
         model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
         ddp=_ordered(_ddp_defaults() | asked.ddp),
         optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
@@ -171,11 +175,33 @@ def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[st
     found, notices = dict(asked), []
     if asked.get("recompute_granularity") == "full":
         found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
-    if device != "cuda" or not _installed("transformer_engine"):
+    if not _engine(device):
         for flag in KERNELS:
             if found.pop(flag, False):
                 notices.append(f"--{flag.replace('_', '-')} has no effect: Transformer Engine is not there")
     return found, notices
+
+
+def _unaligned(known: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:
+    """A problem where the matrices of experts are none for torch's grouped product."""
+    multiple = ALIGNED // (2 if dtype == "bfloat16" else 4)
+    widths = {
+        "hidden_size": int(known["hidden_size"]),
+        "an expert's width on a rank": int(known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]) // layout.etp,
+    }
+    if not (odd := {name: width for name, width in widths.items() if width % multiple}):
+        return []
+    return [
+        Problem(
+            code="CFG04",
+            what="megatron.moe_grouped_gemm cannot multiply matrices of this model's experts",
+            keys=(("megatron", "moe_grouped_gemm"),),
+            why=f"rows of {multiple} {dtype} numbers go together, and "
+            + " and ".join(f"{name} is {width}" for name, width in odd.items()),
+            fix="leave moe_grouped_gemm out: experts compute one after the other"
+            + ("\nor --expert-tensor-parallel-size 1" if layout.etp > 1 and "hidden_size" not in odd else ""),
+        )
+    ]
 
 
 def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
@@ -184,10 +210,9 @@ def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
     return layout.tp > 1 if asked is None else bool(asked) and layout.tp > 1
 
 
-def _defaults(device: str, sizes: Sizes, train: TrainSection) -> dict[str, Any]:
-    """What a flag or the bridge may say otherwise."""
-    gpu = device == "cuda"
-    engine = gpu and _installed("transformer_engine")
+def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) -> dict[str, Any]:
+    """What a flag or the bridge may say otherwise; ``grouped``: whether torch's grouped product takes the experts."""
+    gpu, engine = device == "cuda", _engine(device)
     found: dict[str, Any] = {
         "add_bias_linear": False,
         "bias_dropout_fusion": gpu,
@@ -201,7 +226,7 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection) -> dict[str, Any]:
         found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if sizes.experts:
         found |= {
-            "moe_grouped_gemm": engine,
+            "moe_grouped_gemm": engine or (gpu and grouped and train.dtype == "bfloat16"),
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
@@ -267,6 +292,10 @@ def _of_train(train: TrainSection) -> dict[str, Any]:
 
 def _ordered(table: dict[str, Any]) -> Mapping[str, Any]:
     return {name: table[name] for name in sorted(table)}
+
+
+def _engine(device: str) -> bool:
+    return device == "cuda" and _installed("transformer_engine")
 
 
 def _installed(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slime_core.trainers.megatron.attention import CoreAttention
+from slime_core.trainers.megatron.experts import grouped_spec
 from slime_core.trainers.megatron.latent import LatentAttention
 from slime_core.trainers.megatron.norms import Norm
 
@@ -57,19 +59,23 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
     """The decoder's layers of this pipeline stage, and its last norm."""
+    shown = copy(config)
+    grouped = config.moe_grouped_gemm and not has_transformer_engine()
+    if grouped:
+        shown.moe_grouped_gemm = False  # megatron-core's own keeps all experts in one tensor, and is given up there
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=has_transformer_engine(), normalization=config.normalization
+        shown, use_transformer_engine=has_transformer_engine(), normalization=config.normalization
     )
     for layer in block.layer_specs:
         if bridge.sandwich:
             layer.module = SandwichLayer
-        _replace(layer)
+        _replace(layer, grouped=grouped)
     if not has_transformer_engine():
         block.layer_norm = Norm
     return block
 
 
-def _replace(spec: Any) -> None:
+def _replace(spec: Any, *, grouped: bool) -> None:
     """Our modules in a layer's tree of specs."""
     submodules = spec.submodules
     if spec.module is MLASelfAttention and not has_transformer_engine():
@@ -80,8 +86,9 @@ def _replace(spec: Any) -> None:
                 setattr(submodules, name, Norm)
         if hasattr(submodules, "router"):
             submodules.router = Router
+            submodules.experts = grouped_spec() if grouped else submodules.experts
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = CoreAttention
     for child in vars(submodules).values():
         if isinstance(child, ModuleSpec) and child.submodules is not None:
-            _replace(child)
+            _replace(child, grouped=grouped)

@@ -228,15 +228,49 @@ def test_experts_have_a_dispatcher_for_packs_and_a_router_in_float32():
     config = built(found).transformer
     assert (config.moe_token_dispatcher_type, config.moe_router_dtype) == ("alltoall", "fp32")
     assert (config.moe_grouped_gemm, config.moe_permute_fusion, config.moe_router_load_balancing_type) == (
-        False,
+        True,
         False,
         "none",
     )
     assert (config.moe_aux_loss_coeff, config.expert_model_parallel_size) == (0.0, 2)
-    assert [text.split(" has")[0] for text in found.notices] == ["--moe-grouped-gemm", "--moe-permute-fusion"]
+    assert [text.split(" has")[0] for text in found.notices] == ["--moe-permute-fusion"]
     error = refused({"tensor_model_parallel_size": 2, "sequence_parallel": False}, bridge=bridge, world=2, **sizes)
     assert "no sequence_parallel" in error.what
     assert error.fix == "--sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "table", "width", "grouped"),
+    [
+        ("cuda", "bfloat16", {}, 16, True),
+        ("cuda", "bfloat16", {"moe_grouped_gemm": False}, 16, False),
+        ("cuda", "float32", {}, 16, False),
+        ("cpu", "float32", {}, 16, False),
+        ("cuda", "bfloat16", {}, 12, False),  # torch's product takes rows of 16 bytes
+        ("cuda", "bfloat16", {"tensor_model_parallel_size": 4}, 16, False),
+        ("cuda", "bfloat16", {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, 16, True),
+        ("cpu", "float32", {"moe_grouped_gemm": True}, 12, True),
+    ],
+)
+def test_experts_are_one_product_where_that_is_faster_and_fits(device, dtype, table, width, grouped):
+    bridge = Bridge(family="tiny", rows=(), fields={**FIELDS, **EXPERTS})
+    sizes = {"num_experts": 8, "moe_intermediate_size": width, "num_experts_per_tok": 2}
+    found = made(table, "--dtype", dtype, bridge=bridge, world=4, device=device, **sizes)
+    assert found.transformer["moe_grouped_gemm"] is grouped
+    assert found.notices == ()
+
+
+def test_one_product_for_experts_that_it_cannot_multiply_is_refused():
+    bridge = Bridge(family="tiny", rows=(), fields={**FIELDS, **EXPERTS})
+    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+    table = {"moe_grouped_gemm": True, "tensor_model_parallel_size": 4}
+    error = refused(table, "--dtype", "bfloat16", bridge=bridge, world=4, device="cuda", **sizes)
+    assert error.code == "CFG04"
+    assert error.why == "rows of 8 bfloat16 numbers go together, and an expert's width on a rank is 4"
+    assert error.fix.endswith("\nor --expert-tensor-parallel-size 1")
+    odd = refused({"moe_grouped_gemm": True}, bridge=bridge, **{**sizes, "hidden_size": 30})
+    assert odd.why == "rows of 4 float32 numbers go together, and hidden_size is 30"
+    assert "expert-tensor" not in odd.fix
 
 
 def test_latent_attention_takes_its_own_config():

@@ -1,0 +1,194 @@
+"""All experts of a rank in one matrix product a layer, without Transformer Engine: torch's grouped product.
+
+    rows, sorted by expert [T, h] -> fc1 of each run of rows -> activation, times the router's weights -> fc2 [T, h]
+
+Parameters, their names and their shards are those of megatron-core's SequentialMLP: a matrix an expert. Nothing is
+summed here: with expert tensor parallelism the token dispatcher gathers rows before, and sums what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+Held = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class HeldColumns(ColumnParallelLinear):  # type: ignore[misc]
+    """A first matrix that is asked for: hooks before it wait until data-parallel ranks have gathered the weight."""
+
+    def forward(self) -> Held:
+        """Weight and bias."""
+        return self.weight, self.bias
+
+
+class HeldRows(RowParallelLinear):  # type: ignore[misc]
+    """A second one."""
+
+    def forward(self) -> Held:
+        """Weight and bias."""
+        return self.weight, self.bias
+
+
+class LastFirst(torch.nn.ModuleList):
+    """Modules that are registered from the last to the first, and iterate from the first.
+
+    megatron-core fills its buffers from the last parameter on, so there the weights of experts lie in their order.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        for number in reversed(range(len(modules))):
+            self.add_module(str(number), modules[number])
+
+    def __iter__(self) -> Any:
+        return reversed(self._modules.values())
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """SequentialMLP in one product for all experts of the rank, from `spec`."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **kwargs: Any) -> None:
+        super().__init__(num_local_experts, config, submodules, **kwargs)
+        experts: Any = self._modules.pop("local_experts")
+        self.local_experts: Any = LastFirst([*experts])
+        self.recomputes = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """What the experts make of their rows, and no bias: that is in it.
+
+        Args:
+            rows: [T, h], sorted by expert.
+            counts: how many each expert has, [experts]; some may have none.
+            probs: the router's weight of each row, [T].
+        """
+        if self.config.moe_apply_probs_on_input:
+            rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
+        ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
+        columns = [expert.linear_fc1() for expert in self.local_experts]
+        hidden = product(rows, ends, [weight for weight, _ in columns])
+        bias = _of_rows([bias for _, bias in columns], counts, rows)
+        if self.recomputes:
+            checkpoint = CheckpointWithoutOutput(fp8=None)  # its False means that there is some
+            hidden = checkpoint.checkpoint(self._activated, hidden, bias, probs)
+        else:
+            hidden = self._activated(hidden, bias, probs)
+        heights = [expert.linear_fc2() for expert in self.local_experts]
+        out = product(hidden, ends, [weight for weight, _ in heights])
+        if self.recomputes:
+            checkpoint.discard_output_and_register_recompute(out)
+        if (bias := _of_rows([bias for _, bias in heights], counts, rows)) is not None:
+            out = (out + bias * probs[:, None]).to(out.dtype)
+        return out, None
+
+    def _activated(self, hidden: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
+        """The activation of [T, f] or, gated, of [T, 2 f], times the router's weights; as `MLP.forward` has it."""
+        config, weights = self.config, probs[:, None]
+        act, gated, offset = config.activation_func, config.gated_linear_unit, config.glu_linear_offset
+        most = config.activation_func_clamp_value
+        if config.bias_activation_fusion and gated and bias is None:
+            fp8: bool = config.activation_func_fp8_input_store
+            if act is F.silu and most is None and not offset:
+                swiglu: torch.Tensor = weighted_bias_swiglu_impl(hidden, None, weights, fp8)
+                return swiglu
+            if act is quick_gelu:
+                geglu: torch.Tensor = weighted_bias_quick_geglu_impl(hidden, None, weights, fp8, offset, most)
+                return geglu
+        if bias is not None:
+            hidden = hidden + bias
+        found: torch.Tensor
+        if gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            if most is not None:
+                gate, up = gate.clamp(max=most), up.clamp(min=-most, max=most)
+            found = act(gate) * (up + offset)
+        else:
+            found = act(hidden)
+        return (found * weights).to(hidden.dtype)
+
+
+def grouped_spec() -> ModuleSpec:
+    """What stands for the experts in a layer's spec."""
+    return ModuleSpec(GroupedExperts, submodules=MLPSubmodules(linear_fc1=HeldColumns, linear_fc2=HeldRows))
+
+
+def product(rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each run of rows times its own matrix.
+
+    Args:
+        rows: [T, in]; sizes of both axes of matrices are multiples of 16 bytes.
+        ends: where the run of each matrix ends, [E] int32.
+        weights: E matrices [out, in].
+
+    Returns:
+        [T, out].
+    """
+    out: torch.Tensor = _Product.apply(rows, ends, *weights)
+    return out
+
+
+class _Product(torch.autograd.Function):
+    """Where weights have to be stacked, the stack is made again in the backward pass: kept, it is the model twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, ends, *weights)
+        return _multiply(rows.contiguous(), stacked(weights).transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_rows: torch.Tensor | None = None
+        of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_rows = _multiply(grad, stacked(weights), ends)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = _multiply(grad.t(), rows.contiguous(), ends).unbind()
+        return of_rows, None, *of_weights
+
+
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices as [E, out, in]: a view where they lie at equal distances, as in megatron-core's buffers, or a copy."""
+    first, last = weights[0], weights[-1]
+    starts = [weight.data_ptr() for weight in weights]
+    step = starts[1] - starts[0] if len(starts) > 1 else first.nbytes
+    if (
+        step >= first.nbytes
+        and starts == list(range(starts[0], starts[0] + len(starts) * step, step))
+        and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and first.is_contiguous()
+    ):
+        return first.as_strided((len(weights), *first.shape), (step // first.itemsize, *first.stride()))
+    return torch.stack(tuple(weights))
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[T, in] x [E, in, out] -> [T, out], or [out, T] x [T, in] -> [E, out, in]: the axis T in runs."""
+    if 0 in left.shape:  # a rank to which no token came
+        shape = (*left.shape[:-1], right.shape[-1]) if right.ndim == 3 else (len(ends), len(left), right.shape[-1])
+        return left.new_zeros(shape)
+    kernel = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    found: torch.Tensor = kernel(left, right, offs=ends)
+    return found
+
+
+def _of_rows(biases: Sequence[torch.Tensor | None], counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """Each expert's bias at its rows, [T, n]."""
+    found = [bias for bias in biases if bias is not None]
+    if not found:
+        return None
+    return torch.stack(found).repeat_interleave(counts.to(rows.device), 0, output_size=len(rows))
