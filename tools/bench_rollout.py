@@ -174,11 +174,15 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> list[Pa
     async with serving(config, folder.parent / "run", fixed=True) as served:
         print(f"  ready after {time.perf_counter() - begin:.0f} s; SGLang {served.sglang}", flush=True)
         await warm(args, served)
-        return [await measure(args, served, in_flight) for in_flight in args.in_flight]
+        found = []
+        for in_flight in args.in_flight:
+            found.append(await measure(args, served, in_flight))
+            show(args, place, found[-1:])  # what is measured is said, whatever comes after
+        return found
 
 
 def show(args: argparse.Namespace, place: Place, found: list[Pairs]) -> None:
-    """The table, last of all."""
+    """The table, and a row of docs/benchmarks.md each."""
     device = torch.cuda.get_device_name() if place.device == "cuda" else "CPU"
     mode = ", deterministic" if args.deterministic else ""
     mode += ", slime's requests through SGLang's router" if args.router == "sglang" else ""
@@ -191,6 +195,12 @@ def show(args: argparse.Namespace, place: Place, found: list[Pairs]) -> None:
             f"{statistics.median(pairs.slime):9,.0f} {statistics.median(ratios):9.3f}   "
             f"{min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} pairs"
         )
+    for pairs in found:
+        ratios = pairs.ratios()
+        what = f"rollout through slime over raw, {args.shape}, {pairs.in_flight} in flight{mode}"
+        speeds = f"{statistics.median(pairs.slime):,.0f} of {statistics.median(pairs.raw):,.0f} tokens/s"
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"| {what} | at least 0.95 | {statistics.median(ratios):.3f} ({spread}); {speeds} |")
 
 
 def parse() -> argparse.Namespace:
@@ -225,7 +235,7 @@ def main() -> None:
         begin = time.perf_counter()
         folder = make_folder(Path(args.folder or made) / "model", args.shape)
         print(f"  {args.shape} folder made in {time.perf_counter() - begin:.0f} s", flush=True)
-        show(args, place, asyncio.run(asyncio.wait_for(bench(args, place, folder), args.limit)))
+        asyncio.run(asyncio.wait_for(bench(args, place, folder), args.limit))
 
 
 if __name__ == "__main__":

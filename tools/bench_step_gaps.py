@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,15 @@ COMPUTE = ("rollout", "score", "verify", "train")
 SYNC = ("sync",)
 OTHER = "other"
 REWARD = "def reward(args, sample, **kwargs):\n    return float(sum(sample.tokens[-sample.response_length:]) % 7)\n"
+
+
+class Ended(Exception):
+    """Somebody's limit is over: what there is, is read."""
+
+
+def end(*_: Any) -> None:
+    """What SIGTERM does while the run is waited for."""
+    raise Ended
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,12 +132,13 @@ def make_run(args: argparse.Namespace, folder: Path) -> int:
     env = {**os.environ, "NO_COLOR": "1", "PYTHONWARNINGS": "ignore"}
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+        signal.signal(signal.SIGTERM, end)
         try:
             return process.wait(args.limit)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, Ended):
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(8)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

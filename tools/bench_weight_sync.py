@@ -3,6 +3,7 @@
     python tools/bench_weight_sync.py                        # one GPU: Qwen3-4B shape, tensor and disk
     python tools/bench_weight_sync.py --offload              # and engine and trainer giving each other their memory
     python tools/bench_weight_sync.py --transports nccl      # two GPUs: the trainer on one, the server on the other
+    python tools/bench_weight_sync.py --prefill-graphs       # SGLang's prefill in CUDA graphs: see below
     python tools/bench_weight_sync.py --smoke                # what a CPU can: a tiny model
 
 The real trainer (float32 masters, bfloat16 compute) and the real server stand side by side; the server's KV cache is
@@ -13,7 +14,10 @@ there and it serves between updates. A round is
 and the clock runs from publish to that token. Stages are measured inside of it: ``cast`` into the buffer (or ``write``
 of the folder), ``hash`` of the tensors of the rolling canary, ``update`` the POST of the update (all buckets; SGLang
 flushes its cache within), ``control`` other calls (pause, continue), ``first token``. ``rest`` is what is left of the
-total. ``canary`` comes after the clock: asking the server for its checksums.
+total. ``canary`` comes after the clock: asking the server for its checksums. So does ``next token``: the same request
+once more, of the same version. What the first token takes beyond it is what the update left behind on the server (a
+flushed cache, a scheduler that waits); what both take is that server's prefill and its way through HTTP. A prefill of
+three tokens without CUDA graphs is the launching of every kernel of every layer: ``--prefill-graphs`` captures one.
 
 Bounds, measured on this machine between the rounds: for tensor and nccl the bytes of the engine's weights copied once
 within the GPU; for disk the same bytes written into a plain file of the same folder and read back.
@@ -46,6 +50,15 @@ from slime_core.types import GenerateRequest, SamplingParams
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.transports import buckets, disk
 
+PREFILL_GRAPHS: dict[str, dict[str, Any]] = {
+    "piecewise": {"piecewise_cuda_graph_tokens": [4, 8], "piecewise_cuda_graph_max_tokens": 8},
+    "breakable": {
+        **{"piecewise_cuda_graph_tokens": [4, 8], "piecewise_cuda_graph_max_tokens": 8},
+        **{"enable_breakable_cuda_graph": True},
+    },
+}
+"""SGLang's own ways to a prefill in CUDA graphs, for so many tokens as the measured request has; names of 0.5.12."""
+
 STAGES = ("cast", "write", "hash", "update", "control", "first token", "rest")
 
 
@@ -58,6 +71,7 @@ class Rounds:
     publish: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     canary: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)  # a token more
     stages: dict[str, list[float]] = field(default_factory=dict)
     bound: float = 0.0
     what: str = ""
@@ -117,11 +131,12 @@ class Watch:
                 setattr(owner, name, value)
 
 
-async def first_token(served: Served, version: int) -> None:
+async def first_token(served: Served, version: int, name: str = "first") -> None:
     """One token, which must be of ``version``."""
     params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    tokens = [5, 6, 7] if name == "first" else [8, 9, 10]  # nothing of one is in the cache for the other
     done = await served.engine.generate(
-        GenerateRequest(id=f"first-{version}-x", tokens=[5, 6, 7], params=params, seed=0)
+        GenerateRequest(id=f"{name}-{version}-x", tokens=tokens, params=params, seed=0)
     )
     if list(done.versions) != [version]:
         raise SystemExit(f"the first token is of version {list(done.versions)}, not {version}")
@@ -141,6 +156,8 @@ async def one_round(found: Rounds, served: Served, trainer: FsdpTrainer, version
         loaded = time.perf_counter()
         await first_token(served, version)
         end = time.perf_counter()
+    await first_token(served, version, "next")
+    later = time.perf_counter() - end
     start = time.perf_counter()
     held = await served.engine.fingerprints()
     canary = time.perf_counter() - start
@@ -155,6 +172,7 @@ async def one_round(found: Rounds, served: Served, trainer: FsdpTrainer, version
     found.publish.append(published - begin)
     found.load.append(loaded - published)
     found.canary.append(canary)
+    found.later.append(later)
     for stage, seconds in watch.seconds.items():
         found.stages.setdefault(stage, []).append(seconds)
 
@@ -205,7 +223,10 @@ def config_of(args: argparse.Namespace, place: Place, folder: Path, transport: s
     if place.device == "cuda":
         options |= {"mem_fraction_static": args.mem_fraction, "max_total_tokens": args.kv_tokens}
         options |= {"disable_cuda_graph": True}
-        options |= {"disable_piecewise_cuda_graph": True}
+        if args.prefill_graphs:
+            options |= PREFILL_GRAPHS[args.prefill_graphs]
+        else:
+            options |= {"disable_piecewise_cuda_graph": True}
     if transport == "nccl" and place.device == "cuda":
         flags += ["--no-colocate", "--rollout-num-gpus", "1"]
     if served is not None:
@@ -285,7 +306,16 @@ def show(found: Rounds, size: int) -> None:
     print(
         f"\n{found.transport}, {size / 1e9:.2f} GB, median of {len(found.total)}: {parts}\n"
         f"  publish {statistics.median(found.publish):.4f}  load {statistics.median(found.load):.4f}  "
-        f"canary, after the clock {statistics.median(found.canary):.4f}",
+        f"after the clock: next token {statistics.median(found.later):.4f}  "
+        f"canary {statistics.median(found.canary):.4f}",
+        flush=True,
+    )
+    print(
+        f"| update of {size / 1e9:.2f} GB by {found.transport}, from publish to the first token | "
+        f"{'0.05 s' if found.transport == 'tensor' else 'reported'} | {statistics.median(found.total):.4f} s "
+        f"({min(found.total):.4f} to {max(found.total):.4f}; publish {statistics.median(found.publish):.4f}, "
+        f"load {statistics.median(found.load):.4f}, first token {middle['first token']:.4f}); "
+        f"bound {found.bound:.4f} s: {found.what} |",
         flush=True,
     )
 
@@ -318,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--transports", nargs="+", choices=("tensor", "disk", "nccl"), default=["tensor", "disk"])
     parser.add_argument("--rounds", type=int, default=7, help="that count; at most 3 of disk")
     parser.add_argument("--offload", action="store_true", help="also whole turns with memory given and taken")
+    parser.add_argument("--prefill-graphs", choices=tuple(PREFILL_GRAPHS), default="", help="of SGLang 0.5.12")
     parser.add_argument("--mem-fraction", type=float, default=0.7, help="SGLang's mem_fraction_static")
     parser.add_argument("--kv-tokens", type=int, default=100_000, help="of the KV cache: 14 GB for 4B")
     parser.add_argument("--folder", default="", help="of the model and the disk transport; default: memory if it fits")

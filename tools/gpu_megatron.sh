@@ -3,27 +3,52 @@
 # bounded, writes a log into $OUT (default /tmp/out), and shows its last lines; one that fails does not keep the next
 # from running.
 #   tools/gpu_megatron.sh functional   every family against transformers, float32 and bfloat16, on as many GPUs as there are
+#   tools/gpu_megatron.sh more         all other tests of Megatron there are: experts, offload
+#   tools/gpu_megatron.sh learn        whole runs with SGLang that learn: on one GPU
+#   tools/gpu_megatron.sh learn-two    the same on two: tensor parallel, pipeline, server and trainer on a GPU each
 #   tools/gpu_megatron.sh step         MFU of a policy step, Qwen3-4B shape, 8k tokens: both backends and a plain loop
 #   tools/gpu_megatron.sh long         the same at 16k tokens
+#   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
+# GPU=N puts a step on GPU N (GPU=0,1 on both); without it, it sees what there is.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-/tmp/out}
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+[ -n "${GPU:-}" ] && export CUDA_VISIBLE_DEVICES=$GPU
 
 step() {  # NAME SECONDS COMMAND...
-    local name=$1 seconds=$2 begin=$SECONDS code=0
+    local name=$1 seconds=$2 begin=$SECONDS code=0 left
     shift 2
-    timeout -k 20 "$seconds" "$@" >"$OUT/$name.log" 2>&1 || code=$?
+    left=$((${DEADLINE:-9999999999} - $(date +%s)))  # of the call that this is a part of
+    if [ "$left" -lt 40 ]; then echo "== $name: not begun, $left s are left"; return; fi
+    [ "$left" -lt "$seconds" ] && seconds=$left
+    timeout -k 15 "$seconds" "$@" >"$OUT/$name.log" 2>&1 || code=$?
     echo "== $name: exit $code after $((SECONDS - begin)) s"
     tail -n "${LINES_SHOWN:-40}" "$OUT/$name.log"
 }
+tests() {  # NAME SECONDS ARGUMENTS...
+    local name=$1 seconds=$2
+    shift 2
+    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -q -rA --durations=6 "$@"
+}
+others() {  # test files of Megatron beside those that have a part of their own
+    ls tests/gpu/test_*.py | grep -E 'megatron|expert|offload' |
+        grep -v -e test_megatron_on_gpu.py -e test_megatron_with_sglang_on_gpu.py || true
+}
 
+LEARN=tests/gpu/test_megatron_with_sglang_on_gpu.py
 for part in "${@:-functional}"; do
     case $part in
-        functional) step megatron-functional 420 python3 -m pytest -m gpu -p no:cacheprovider -q -rA tests/gpu/test_megatron_on_gpu.py ;;
-        step) step megatron-step 420 python3 tools/bench_policy_step.py --backend fsdp megatron plain ;;
-        long) step megatron-long 420 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --backend fsdp megatron plain ;;
-        *) echo "unknown part $part"; exit 2 ;;
+        functional) tests megatron-functional 330 tests/gpu/test_megatron_on_gpu.py ;;
+        more) [ -n "$(others)" ] && tests megatron-more 240 $(others) ;;
+        learn) tests megatron-learn 330 $LEARN -k one ;;
+        learn-two) tests megatron-learn-two 570 $LEARN -k "tensor_parallel or pipeline or other_gpu" ;;
+        step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
+        long) step megatron-long 290 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
+        long-recompute) step megatron-long-recompute 200 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --recompute ;;
+        gaps) step gaps-megatron 290 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 270 ;;
+        gaps-fsdp) step gaps-fsdp 290 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 270 ;;
+        *) echo "unknown part $part"; sed -n 2,14p "$0"; exit 2 ;;
     esac
 done

@@ -8,6 +8,7 @@
 #   tools/gpu_sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
 #   tools/gpu_sglang.sh deterministic  the same in deterministic mode, 256 in flight
 #   tools/gpu_sglang.sh sync           weight update of 4B: tensor, disk, and with offload
+#   tools/gpu_sglang.sh sync-graphs    the same by tensor alone, the server's prefill in CUDA graphs: what they save
 #   tools/gpu_sglang.sh nccl           weight update of 4B from one GPU to the other
 #   tools/gpu_sglang.sh two            two GPUs: rollout on the first, functional on the second (at most 10 minutes)
 #   tools/gpu_sglang.sh two-more       two GPUs: sync on the first, deterministic on the second; then nccl on both
@@ -19,8 +20,11 @@ mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 step() {  # NAME SECONDS COMMAND...: bounded; its last lines are shown, and on failure the ends of servers' logs
-    local name=$1 seconds=$2 begin=$SECONDS code=0
+    local name=$1 seconds=$2 begin=$SECONDS code=0 left
     shift 2
+    left=$((${DEADLINE:-9999999999} - $(date +%s)))  # of the call that this is a part of
+    if [ "$left" -lt 40 ]; then echo "== $name: not begun, $left s are left"; return; fi
+    [ "$left" -lt "$seconds" ] && seconds=$left
     CUDA_VISIBLE_DEVICES=${GPU-${CUDA_VISIBLE_DEVICES-0}} timeout -k 20 "$seconds" "$@" >"$OUT/$name.log" 2>&1 || code=$?
     echo "== $name: exit $code after $((SECONDS - begin)) s"
     tail -n "${LINES_SHOWN:-30}" "$OUT/$name.log"
@@ -58,15 +62,18 @@ tests() {  # NAME SECONDS FILE...
 functional() {
     tests functional 580 tests/gpu/test_checksums_on_gpu.py tests/gpu/test_sglang_on_gpu.py tests/gpu/test_colocated_run.py
 }
-rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 460; }
+rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 465; }
 deterministic() {
     step deterministic 330 python3 tools/bench_rollout.py --deterministic --in-flight 256 --rounds 2 --limit 310
 }
-sync() { step sync 420 python3 tools/bench_weight_sync.py --transports tensor disk --offload --limit 400; }
+sync() { step sync 300 python3 tools/bench_weight_sync.py --transports tensor disk --offload --limit 285; }
+sync-graphs() {
+    step sync-graphs 190 python3 tools/bench_weight_sync.py --transports tensor --prefill-graphs "${GRAPHS:-piecewise}" --limit 175
+}
 nccl() { GPU=0,1 step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | rollout | deterministic | sync | nccl) "$1" ;;
+facts | functional | rollout | deterministic | sync | sync-graphs | nccl) "$1" ;;
 two)
     facts
     (GPU=1 functional) >"$OUT/second.txt" 2>&1 &
@@ -79,5 +86,5 @@ two-more)
     wait
     cat "$OUT/first.txt" "$OUT/second.txt"
     nccl ;;
-*) sed -n 2,14p "$0"; exit 2 ;;
+*) sed -n 2,15p "$0"; exit 2 ;;
 esac

@@ -242,6 +242,7 @@ def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 409
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
         tensor = tensor.fill_(1.0) if parameter.ndim == 1 else tensor.normal_(0.0, 0.02, generator=draw)
         tensors[name] = tensor.cpu()
-    save_file(tensors, str(path / "model.tmp"), metadata={"format": "pt"})
-    (path / "model.tmp").rename(path / "model.safetensors")
+    aside = path / f"model-{os.getpid()}.tmp"
+    save_file(tensors, str(aside), metadata={"format": "pt"})
+    aside.rename(path / "model.safetensors")
     return path

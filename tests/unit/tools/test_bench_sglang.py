@@ -65,9 +65,33 @@ def test_a_ratio_is_of_two_rounds_beside_each_other(tool, capsys):
     assert pairs.ratios() == [0.9, 1.0, 0.95]
     args = Namespace(shape="4B", deterministic=False, router="builtin", prompt=128, response=512)
     bench.show(args, Namespace(device="cpu"), [pairs])
-    assert capsys.readouterr().out.splitlines()[-1].split() == (
-        ["256", "512", "200", "200", "0.950", "0.900", "to", "1.000", "over", "3", "pairs"]
-    )
+    *_, table, row = capsys.readouterr().out.splitlines()
+    assert table.split() == ["256", "512", "200", "200", "0.950", "0.900", "to", "1.000", "over", "3", "pairs"]
+    what = "rollout through slime over raw, 4B, 256 in flight"
+    assert row == f"| {what} | at least 0.95 | 0.950 (0.900 to 1.000); 200 of 200 tokens/s |"
+
+
+def test_a_row_of_an_update_tells_its_median_and_its_parts(tool, capsys):
+    bench = tool("bench_weight_sync")
+    found = bench.Rounds("tensor", total=[0.08, 0.07, 0.09], publish=[0.02] * 3, load=[0.02] * 3, canary=[0.1] * 3)
+    found.later, found.stages, found.bound, found.what = [0.03] * 3, {"first token": [0.04] * 3}, 0.004, "one copy"
+    bench.show(found, 8 * 10**9)
+    *_, stages, row = capsys.readouterr().out.splitlines()
+    assert "next token 0.0300" in stages
+    assert "| 0.05 s | 0.0800 s (0.0700 to 0.0900; publish 0.0200, load 0.0200, first token 0.0400)" in row
+
+
+def test_a_model_that_is_kept_is_made_once_and_linked(tool, tmp_path, monkeypatch):
+    place = tool("sglang_place")
+    monkeypatch.setenv("SLIME_BENCH_MODELS", str(tmp_path / "kept"))
+    first = place.make_folder(tmp_path / "one" / "model", "tiny")
+    made = (first / "model.safetensors").stat()
+    second = place.make_folder(tmp_path / "two" / "model", "tiny")
+    assert (second / "model.safetensors").stat().st_ino == made.st_ino
+    assert (second / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
+    other = place.make_folder(tmp_path / "three" / "model", "tiny", seed=1)
+    assert (other / "model.safetensors").stat().st_ino != made.st_ino
+    assert [path.name for path in (tmp_path / "kept").rglob("*.tmp")] == []
 
 
 def test_stages_are_counted_and_functions_put_back(tool):
