@@ -14,13 +14,17 @@ if TYPE_CHECKING:
 
 def build_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
     """Everything a run needs, by ``cluster_backend``; started on entering, taken down on leaving."""
+    if config.cluster.cluster_backend == "ray":
+        from slime_core.clusters.ray import ray_cluster
+
+        return ray_cluster(config, plugins, report)
     from slime_core.clusters.local import local_cluster
 
-    return {"local": local_cluster}[config.cluster.cluster_backend](config, plugins, report)
+    return local_cluster(config, plugins, report)
 
 
 def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:
-    """Engines alone, with the weights of ``hf_checkpoint``."""
+    """Engines alone, on this machine, with the weights of ``hf_checkpoint``."""
     from slime_core.clusters.local import local_serving
 
-    return {"local": local_serving}[config.cluster.cluster_backend](config)
+    return local_serving(config)

@@ -1,10 +1,11 @@
 """The embedded engine in a process of its own: it answers Engine calls, many at once, and does nothing else.
 
-    python -m slime_core.clusters.engine_process CALLS BLOCKS PARENT
+    python -m slime_core.clusters.engine_process CALLS [BLOCKS] PARENT
 
-CALLS and BLOCKS are descriptors of sockets to the driver, whose process id is PARENT: frames (`clusters.wire`) on the
-first, descriptors of weight blocks on the second. The first frame tells config, threads and epoch; every later one is
-a call with a number, under which it is answered. The process ends when the driver closes the socket, or ends.
+CALLS and BLOCKS are descriptors of sockets to the process PARENT that started it: frames (`clusters.wire`) on the
+first, descriptors of weight blocks on the second; without BLOCKS they arrive in frames. The first frame tells config,
+threads and epoch; every later one is a block, or a call with a number, under which it is answered. The process ends
+when PARENT closes the socket, or ends.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 class Answers:
     """Calls in, answers out, in the order in which they are ready."""
 
-    def __init__(self, engine: LocalEngine, writer: asyncio.StreamWriter, blocks: socket.socket) -> None:
+    def __init__(self, engine: LocalEngine, writer: asyncio.StreamWriter, blocks: socket.socket | None) -> None:
         self._engine, self._writer, self._blocks = engine, writer, blocks
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._block: MappedBlock | None = None
+        self._sent: Any = None  # bytes of the last block that came in a frame
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Until the driver says ``close`` or is gone."""
@@ -44,6 +46,9 @@ class Answers:
                 if call["method"] == "cancel":
                     if task := self._tasks.get(call["args"][0]):
                         task.cancel()
+                    continue
+                if call["method"] == "block":
+                    self._sent = call["args"][1]
                     continue
                 number = call["number"]
                 task = asyncio.create_task(self._answer(number, call["method"], call["args"]))
@@ -83,8 +88,11 @@ class Answers:
         await self._engine.load(WeightUpdate(version=version, epoch=epoch, transport="tensors", tensors=tensors))
 
     def _arrived(self, listing: Listing) -> Any:
-        from slime_core.weights.shared_memory import MappedBlock
+        from slime_core.weights.shared_memory import MappedBlock, tensors_in
 
+        if self._blocks is None:
+            sent, self._sent = self._sent, None
+            return tensors_in(sent, listing)
         if self._block is None or self._block.number != listing["block"]:
             self._block = None
             _, (fd,), _, _ = socket.recv_fds(self._blocks, 1, 1)
@@ -97,7 +105,7 @@ def failure(error: SlimeError) -> dict[str, Any]:
     return {"error": error.as_dict(), "kind": type(error).__name__}
 
 
-async def serve(calls: socket.socket, blocks: socket.socket) -> None:
+async def serve(calls: socket.socket, blocks: socket.socket | None) -> None:
     """Build the engine and answer calls."""
     reader, writer = await asyncio.open_unix_connection(sock=calls)
     hello = await receive(reader)
@@ -126,12 +134,12 @@ async def _build(hello: dict[str, Any], stack: AsyncExitStack) -> LocalEngine:
 
 def main() -> None:
     """Serve until the driver is gone."""
-    calls, blocks, parent = map(int, sys.argv[1:4])
+    calls, *more, parent = map(int, sys.argv[1:])
     die_with(parent)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to the log, as all output
     logging.getLogger("slime_core").setLevel(logging.INFO)
     try:
-        asyncio.run(serve(socket.socket(fileno=calls), socket.socket(fileno=blocks)))
+        asyncio.run(serve(socket.socket(fileno=calls), socket.socket(fileno=more[0]) if more else None))
     except (asyncio.IncompleteReadError, ConnectionError):
         os._exit(0)  # the driver was gone before it had said anything
 

@@ -75,7 +75,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
-            roles["teacher"] = await stack.enter_async_context(_teacher(config, teacher, folder, thread))
+            roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
         ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
@@ -159,7 +159,9 @@ def teacher_of(config: Config) -> str:
 
 
 @asynccontextmanager
-async def _teacher(config: Config, path: str, policy: ModelFolder, thread: TorchThread) -> AsyncIterator[LocalEngine]:
+async def teacher_engine(
+    config: Config, path: str, policy: ModelFolder, thread: TorchThread
+) -> AsyncIterator[LocalEngine]:
     """A frozen engine of another model that reads the policy's token ids; it only scores, so it has one slot."""
     folder = await thread.run(open_model, "train.teacher_load", path, policy)
     length = min(context_len(config, policy), folder.context_len)

@@ -28,6 +28,8 @@ def resolve_machine(config: Config) -> Config:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
     processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engine_apart(config)
+    if config.cluster.cluster_backend == "ray":
+        processes += max(1, config.rollout.rollout_num_engines)
     threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes)
     return config.model_copy(
         update={

@@ -24,13 +24,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def end_of(code: int | None) -> str:
-    """A process's exit code as the end of a sentence; None where it has not ended.
+def end_of(code: int) -> str:
+    """A process's exit code as the end of a sentence.
 
     Example: end_of(-9) == "was killed by SIGKILL"
     """
-    if code is None:
-        return "closed its connection"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,22 +1,21 @@
-"""Trainer ranks as processes on this machine, behind one Trainer: calls go to all ranks, rank 0's answer counts."""
+"""Trainer ranks as processes, behind one Trainer: calls go to all ranks, rank 0's answer counts.
+
+A rank that fails alone leaves the others in a collective that never ends: they are ended, and its error is the call's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
-from slime_core.clusters.parent import end_of
-from slime_core.clusters.wire import receive, send
+from slime_core.clusters.channel import Channel, Child, Start, start_here
+from slime_core.clusters.wire import encode
 from slime_core.durable import FileMark
 from slime_core.errors import SlimeError, TrainerError
 
@@ -27,19 +26,12 @@ if TYPE_CHECKING:
     from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
 
-LOG_TAIL = 4000  # bytes of a dead rank's log in the error
+RANK = "slime_core.clusters.rank"
+GRACE = 5.0  # seconds in which a rank that was told to end must be gone before it is killed
 CAUSE = 2.0  # seconds in which the other ranks may say what they know, once one has failed
 POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
-
-
-@dataclass(slots=True)
-class Rank:
-    """One process and the stream to it."""
-
-    process: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    log: Path
+GONE = "closed its connection"
+RESUME = "what was finished is in the ledger: slime run --resume RUN_DIR"
 
 
 class RankTrainer:
@@ -55,13 +47,16 @@ class RankTrainer:
         cpu_threads: int,
         run_dir: Path,
         epoch: int = 0,
+        start: Start = start_here,
     ) -> None:
         self._epoch = epoch
         self._config, self._fingerprint = config, plugins.fingerprint()
         self._world, self._device, self._cpu_threads = world, device, cpu_threads
         self._run_dir, self._log_dir = run_dir, run_dir / "log"
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
-        self._ranks: list[Rank] = []
+        self._start = start
+        self._ranks: list[Channel] = []
+        self._ended: SlimeError | None = None  # why no rank answers any more
         self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the streams
 
     async def __aenter__(self) -> Self:
@@ -72,7 +67,7 @@ class RankTrainer:
             await self._greet(seen.name)
         except BaseException:
             for rank in self._ranks:  # some may wait for others that will never come
-                rank.process.kill()
+                await rank.kill()
             await self.__aexit__()
             raise
         finally:
@@ -81,8 +76,10 @@ class RankTrainer:
 
     async def _greet(self, seen: str) -> None:
         """Start the ranks; each proves that it sees the run directory before any of them builds its model."""
+        env = {"OMP_NUM_THREADS": str(self._cpu_threads)}
         for number in range(self._world):
-            self._ranks.append(await self._start(number))
+            log = self._log_dir / f"rank-{number}.log"
+            self._ranks.append(await self._start(number, Child(module=RANK, log=log, env=env)))
         for number, rank in enumerate(self._ranks):
             hello = {
                 "rank": number,
@@ -96,42 +93,25 @@ class RankTrainer:
                 "run_dir": str(self._seen_by(number)),
                 "seen": seen,
             }
-            await send(rank.writer, hello)
-        await self._replies()
-        await self._replies()
+            with suppress(ConnectionError):  # the answer that does not come says more
+                await rank.write(encode(hello))
+        await self._replies("its start")
+        await self._replies("its start")
 
     def _seen_by(self, _: int) -> Path:
         """The run directory, as a rank's machine names it."""
         return self._run_dir
 
     async def __aexit__(self, *_: object) -> None:
+        close = encode({"method": "close"})
         for rank in self._ranks:
-            with suppress(ConnectionError, OSError):
-                await send(rank.writer, {"method": "close"})
-            rank.writer.close()
+            with suppress(ConnectionError):
+                await rank.write(close)
+            await rank.close()
         for rank in self._ranks:
-            try:
-                await asyncio.to_thread(rank.process.wait, 5)
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                await asyncio.to_thread(rank.process.wait)
+            if not await rank.ended(GRACE):
+                await rank.kill()
         self._rendezvous.unlink(missing_ok=True)
-
-    async def _start(self, number: int) -> Rank:
-        ours, theirs = socket.socketpair()
-        log = self._log_dir / f"rank-{number}.log"
-        with theirs, log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slime_core.clusters.rank", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": str(self._cpu_threads)},
-                process_group=0,  # a terminal's Ctrl-C is for the driver
-            )
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return Rank(process=process, reader=reader, writer=writer, log=log)
 
     async def _all(self, method: str, *args: Any) -> Any:
         """Rank 0's answer, when all have answered."""
@@ -143,43 +123,69 @@ class RankTrainer:
 
     async def _exchange(self, method: str, args: Sequence[Any]) -> list[Any]:
         async with self._lock:
+            if self._ended is not None:
+                raise TrainerError(
+                    f"the trainer's ranks were ended, none can answer {method}",
+                    code="TRN105",
+                    where=self._ended.where,
+                    why=str(self._ended),
+                    fix=RESUME,
+                ) from self._ended
+            frame = encode({"method": method, "args": list(args)})
             for rank in self._ranks:
                 with suppress(ConnectionError):
-                    await send(rank.writer, {"method": method, "args": list(args)})
-            return await self._replies()
+                    await rank.write(frame)
+            return await self._replies(method)
 
-    async def _replies(self) -> list[Any]:
-        waiting = [asyncio.create_task(self._reply(number)) for number in range(self._world)]
-        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:  # a rank that dies makes its peers fail: the one that died is the cause, whoever told first
-            done, pending = await asyncio.wait(waiting, timeout=CAUSE)
+    async def _replies(self, phase: str) -> list[Any]:
+        """Every rank's answer to what was sent last. An error is the first that was told, with its rank.
+
+        A rank that dies makes its peers fail: the one that died is the cause, whoever told first.
+        """
+        told: list[tuple[int, SlimeError]] = []
+        waiting = [asyncio.create_task(self._reply(number, told)) for number in range(self._world)]
+        _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            _, pending = await asyncio.wait(waiting, timeout=CAUSE)
         for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        failed = [error for task in waiting if task in done and (error := task.exception()) is not None]
-        if failed:
-            raise next((error for error in failed if getattr(error, "code", "") == "TRN105"), failed[0])
-        return [task.result() for task in waiting]
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        if not told:
+            return [task.result() for task in waiting]
+        number, error = next((one for one in told if one[1].code == "TRN105"), told[0])
+        if len(told) < self._world and f"rank {number}" not in f"{error.what} {error.where}":
+            place = f"trainer rank {number} of {self._world}, in {phase}"
+            error.where = f"{place}: {error.where}" if error.where else place
+        if pending or error.code == "TRN105":
+            self._ended = error
+            for rank in self._ranks:
+                await rank.kill()
+        if pending:
+            others = ", ".join(str(n) for n, one in enumerate(found) if isinstance(one, asyncio.CancelledError))
+            error.why = "\n".join(filter(None, [error.why, f"ranks that waited for it, and were ended: {others}"]))
+        raise error
 
-    async def _reply(self, number: int) -> Any:
+    async def _reply(self, number: int, told: list[tuple[int, SlimeError]]) -> Any:
         rank = self._ranks[number]
         try:
-            answer = await receive(rank.reader)
-        except (asyncio.IncompleteReadError, ConnectionError) as gone:
-            with suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(rank.process.wait, CAUSE)
-            raise TrainerError(
-                f"trainer rank {number}, process {rank.process.pid}, {end_of(rank.process.returncode)}",
+            answer = await rank.read()
+        except ConnectionError as gone:
+            error: SlimeError = TrainerError(
+                f"trainer rank {number}, process {rank.pid}, {await rank.ended(CAUSE) or GONE}",
                 code="TRN105",
-                where=str(rank.log),
-                why=rank.log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() or "its log is empty",
-                fix="what was finished is in the ledger: slime run --resume RUN_DIR",
-            ) from gone
+                where=rank.log,
+                why=await rank.tail() or "its log is empty",
+                fix=RESUME,
+            )
+            told.append((number, error))
+            raise error from gone
         if "error" in answer:
-            with rank.log.open("a") as log:
-                log.write(answer["trace"])
             kind: type[SlimeError] = getattr(errors, answer["kind"], TrainerError)
-            raise kind(**answer["error"])
+            error = kind(**answer["error"])
+            error.where = error.where or rank.log
+            told.append((number, error))
+            await rank.note(answer["trace"])
+            raise error
         return answer["value"]
 
     async def begin(self, stage: Config) -> None:
@@ -246,4 +252,4 @@ class RankTrainer:
 
 def processes(trainer: RankTrainer) -> Sequence[int]:
     """Process ids of the ranks."""
-    return [rank.process.pid for rank in trainer._ranks]
+    return [rank.pid for rank in trainer._ranks]

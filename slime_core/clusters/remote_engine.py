@@ -1,7 +1,9 @@
 """The embedded engine in a process of its own, as a `protocols.Engine`: it generates while this process trains.
 
     generate, abort, ... --numbered frames--> engine_process --answers, as they are ready--> whoever waits
-    load --block of shared memory (`weights.shared_memory`)--> "
+    load --block of memory (`weights.shared_memory`)--> "
+
+The block is shared with a process on this machine; it is sent in a frame to one that was started elsewhere.
 
 Where the process dies, every call that waits and every later one raises ENG84 with the exit code and the end of the
 log; the requests that were in flight are lost with it. It needs the config and the model folder, no plugin.
@@ -12,20 +14,20 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from slime_core import errors
-from slime_core.clusters.parent import end_of
-from slime_core.clusters.wire import receive, send
+from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start
+from slime_core.clusters.wire import Frame, encode
 from slime_core.errors import EngineError, SlimeError
 from slime_core.protocols import Ability, PauseMode
-from slime_core.weights.shared_memory import SharedBlock, checksums
+from slime_core.weights.shared_memory import Listing, SharedBlock, checksums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,13 +40,39 @@ if TYPE_CHECKING:
 GRACE = 5.0
 """Seconds in which a process that was told to end, or that closed its socket, must be gone before it is killed."""
 
-LOG_TAIL = 4000  # bytes of a dead process's log in the error
+CLOSED = "the engine was closed"
+PROCESS = "slime_core.clusters.engine_process"
+
+
+class Sender:
+    """Weights in a frame for engines elsewhere: made once an update, however many engines take it."""
+
+    def __init__(self, thread: TorchThread) -> None:
+        self._thread, self._block = thread, SharedBlock()
+        self._lock = asyncio.Lock()
+        self._made: tuple[WeightUpdate, Frame, Listing] | None = None
+
+    async def frame(self, update: WeightUpdate) -> tuple[Frame, Listing]:
+        """The frame of an update's tensors, and its listing."""
+        async with self._lock:
+            if self._made is None or self._made[0] is not update:
+                self._made = None
+                listing = await self._thread.run(self._block.fill, update.tensors)
+                memory = np.frombuffer(self._block.memory, dtype=np.uint8)
+                self._made = update, encode({"method": "block", "args": [listing, memory]}), listing
+            return self._made[1:]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._made = None
+        self._block.close()
 
 
 class EngineProcess:
     """Implements `protocols.Engine` over one process; enter it with ``async with``.
 
-    ``thread`` is the trainer's: weights are copied there, after the step that made them.
+    ``thread`` is the trainer's: weights are copied there, after the step that made them. With ``start`` the process is
+    wherever that starts it, and ``sender`` makes the frames of its weights.
 
     Example:
         async with EngineProcess(config, run_dir=path, epoch=1, thread=thread) as engine:
@@ -52,59 +80,68 @@ class EngineProcess:
             done = await engine.generate(request)
     """
 
-    def __init__(self, config: Config, *, run_dir: Path, epoch: int, thread: TorchThread) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        epoch: int,
+        thread: TorchThread,
+        number: int = 0,
+        start: Start | None = None,
+        sender: Sender | None = None,
+    ) -> None:
         self.version, self.epoch = -1, epoch
         self.abilities: frozenset[Ability] = frozenset()
-        self._config, self._thread = config, thread
-        self.log = run_dir / "log" / "engine-0.log"
+        self._config, self._thread, self._number = config, thread, number
+        self._start, self._sender = start, sender
+        self.log = run_dir / "log" / f"engine-{number}.log"
         self._block = SharedBlock()
         self._sent = 0  # number of the block that the process has
         self._loading = asyncio.Lock()
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._lost = ""  # why no call can be answered any more
-        self._process: subprocess.Popen[bytes] | None = None
+        self._dead: EngineError | None = None  # that says it with the end of the log
+        self._channel: Channel | None = None
+        self._blocks: socket.socket | None = None  # to a process on this machine
         self._listener: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
         """Of the process; 0 before it is started."""
-        return self._process.pid if self._process is not None else 0
+        return self._channel.pid if self._channel is not None else 0
 
     async def __aenter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        self._blocks, their_blocks = socket.socketpair()
-        with theirs, their_blocks, self.log.open("ab") as out:
-            fds = theirs.fileno(), their_blocks.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "slime_core.clusters.engine_process", *map(str, (*fds, os.getpid()))],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=_environment(self._config),
-                process_group=0,  # a terminal's Ctrl-C is for the driver
-            )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        env = _environment(self._config)
+        if self._start is not None:
+            child = Child(module=PROCESS, log=self.log, env=env)
+            self._channel = await self._start(self._number, child)
+        else:
+            self._blocks, theirs = socket.socketpair()
+            with theirs:
+                child = Child(module=PROCESS, log=self.log, env={**env, **_visible(self._config)})
+                self._channel = await ProcessChannel.start(child, theirs.fileno())
         try:
-            await self._greet(reader)
+            await self._greet(self._channel)
         except BaseException:
             await self.__aexit__()
             raise
-        self._listener = asyncio.create_task(self._listen(reader), name="slime-engine-process")
+        self._listener = asyncio.create_task(self._listen(self._channel), name="slime-engine-process")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._lost = self._lost or "the engine was closed"
-        with suppress(ConnectionError):
-            await send(self._writer, {"method": "close"})
-        self._writer.close()
-        self._blocks.close()
-        await self._end()
+        self._lost = self._lost or CLOSED
+        if (channel := self._channel) is not None:
+            with suppress(ConnectionError):
+                await channel.write(encode({"method": "close"}))
+            await channel.close()
+            await self._end(channel)
+        if self._blocks is not None:
+            self._blocks.close()
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
-        self._fail()
+        self._fail(EngineError(self._lost, code="ENG84"))
         self._block.close()
 
     # -- protocols.Engine
@@ -134,11 +171,15 @@ class EngineProcess:
             EngineError: ENG83 tensors that did not arrive whole, ENG84 a dead process, ENG86 weights that do not fit.
         """
         async with self._loading:
-            listing = await self._thread.run(self._block.fill, update.tensors)
-            if self._sent != self._block.number and not self._lost:
-                with suppress(OSError):  # where the process is gone, the call below says so
-                    socket.send_fds(self._blocks, [b"w"], [self._block.fd])
-                self._sent = self._block.number
+            if self._sender is not None:
+                frame, listing = await self._sender.frame(update)
+                await self._write(frame)
+            else:
+                listing = await self._thread.run(self._block.fill, update.tensors)
+                if self._blocks is not None and self._sent != self._block.number and not self._lost:
+                    with suppress(OSError):  # where the process is gone, the call below says so
+                        socket.send_fds(self._blocks, [b"w"], [self._block.fd])
+                    self._sent = self._block.number
             await self._call("load", update.version, update.epoch, listing)
         if not update.fingerprints and self._config.train.dtype == "float32":
             update.fingerprints = checksums(listing, "float32")
@@ -170,49 +211,55 @@ class EngineProcess:
 
     # -- calls and answers
 
-    async def _greet(self, reader: asyncio.StreamReader) -> None:
+    async def _greet(self, channel: Channel) -> None:
         hello = {
             "config": self._config.model_dump_json(),
             "cpu_threads": self._config.cluster.cpu_threads,
             "epoch": self.epoch,
         }
         try:
-            await send(self._writer, hello)
-            answer = await receive(reader)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._lost = await self._obituary()
-            raise self._error() from None
+            await channel.write(encode(hello))
+            answer = await channel.read()
+        except ConnectionError:
+            self._lost = await self._obituary(channel)
+            raise await self._error(channel, self._lost) from None
         if "error" in answer:
             raise _error_of(answer)
         self._note(answer["state"])
 
+    async def _write(self, frame: Frame) -> None:
+        if self._channel is not None:
+            with suppress(ConnectionError):  # the listener knows more
+                await self._channel.write(frame)
+
     async def _call(self, method: str, *args: Any) -> Any:
         if self._lost:
-            raise self._error()
+            raise self._dead or EngineError(self._lost, code="ENG84")
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            with suppress(ConnectionError):  # the listener knows more
-                await send(self._writer, {"number": number, "method": method, "args": list(args)})
+            await self._write(encode({"number": number, "method": method, "args": list(args)}))
             return await future
         except asyncio.CancelledError:
             if not self._lost:
-                with suppress(ConnectionError):
-                    await send(self._writer, {"method": "cancel", "args": [number]})
+                await self._write(encode({"method": "cancel", "args": [number]}))
             raise
         finally:
             del self._waiting[number]
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _listen(self, channel: Channel) -> None:
         try:
             while True:
-                self._settle(await receive(reader))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._lost = self._lost or await self._obituary()
+                self._settle(await channel.read())
+        except ConnectionError:
+            why = await self._obituary(channel)
         except Exception as error:
-            self._lost = self._lost or f"the engine's process answered something unreadable: {error!r}"
-        self._fail()
+            why = f"the engine's process answered something unreadable: {error!r}"
+        if not self._lost:
+            self._dead = await self._error(channel, why)
+            self._lost = why
+            self._fail(self._dead)
 
     def _settle(self, answer: dict[str, Any]) -> None:
         self._note(answer["state"])
@@ -227,34 +274,29 @@ class EngineProcess:
     def _note(self, state: dict[str, Any]) -> None:
         self.version, self.abilities = state["version"], frozenset(state["abilities"])
 
-    def _fail(self) -> None:
+    def _fail(self, error: EngineError) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._error())
+                future.set_exception(error)
 
-    def _error(self) -> EngineError:
-        if self._process is None or self._lost == "the engine was closed":
-            return EngineError(self._lost, code="ENG84")
+    async def _error(self, channel: Channel, what: str) -> EngineError:
         return EngineError(
-            self._lost,
+            what,
             code="ENG84",
-            where=str(self.log),
-            why=self.log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() or "its log is empty",
+            where=channel.log,
+            why=await channel.tail() or "its log is empty",
             fix="what was finished is in the ledger: slime run --resume RUN_DIR",
         )
 
-    async def _obituary(self) -> str:
-        return f"the engine's process {self.pid} {end_of(await self._end())}"
+    async def _obituary(self, channel: Channel) -> str:
+        return f"the engine's process {channel.pid} {await self._end(channel) or 'closed its connection'}"
 
-    async def _end(self) -> int | None:
-        """The exit code of the process; None where it did not end by itself and was killed."""
-        assert self._process is not None
-        try:
-            return await asyncio.to_thread(self._process.wait, GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
-            return None
+    async def _end(self, channel: Channel) -> str:
+        """How the process ended; empty where it did not end by itself and was killed."""
+        end = await channel.ended(GRACE)
+        if not end:
+            await channel.kill()
+        return end
 
 
 def _error_of(answer: dict[str, Any]) -> SlimeError:
@@ -263,13 +305,17 @@ def _error_of(answer: dict[str, Any]) -> SlimeError:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """The process's environment; on a machine with a GPU more than the trainer uses, it sees that one alone."""
-    env = {**os.environ, "OMP_NUM_THREADS": str(config.cluster.cpu_threads)}
-    if config.cluster.device == "cuda":
-        import torch
+    return {"OMP_NUM_THREADS": str(config.cluster.cpu_threads)}
 
-        ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-        if torch.cuda.device_count() > ranks:
-            visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            env["CUDA_VISIBLE_DEVICES"] = visible[ranks] if visible else str(ranks)
-    return env
+
+def _visible(config: Config) -> dict[str, str]:
+    """On a machine with a GPU more than the trainer uses, the process sees that one alone."""
+    if config.cluster.device != "cuda":
+        return {}
+    import torch
+
+    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    if torch.cuda.device_count() <= ranks:
+        return {}
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": visible[ranks] if visible else str(ranks)}

@@ -14,8 +14,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,24 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
 HEADER = struct.Struct("<I")
 
 
-def encode(value: Any) -> tuple[bytes, list[bytes]]:
-    """The header and blobs of a value.
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One value as it crosses: the header behind its length, and raw arrays."""
+
+    head: bytes
+    blobs: Sequence[Any]  # bytes, or whatever else has a buffer
+    stored: Any = None  # where a channel has put it, for those that send it on
+
+
+def encode(value: Any) -> Frame:
+    """The frame of a value.
 
     Raises:
         TypeError: a type that does not cross.
     """
     blobs: list[bytes] = []
     header = json.dumps({"value": _pack(value, blobs), "blobs": [len(blob) for blob in blobs]}).encode()
-    return HEADER.pack(len(header)) + header, blobs
+    return Frame(HEADER.pack(len(header)) + header, blobs)
 
 
 def _pack(value: Any, blobs: list[bytes]) -> Any:
@@ -66,12 +75,12 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
     raise TypeError(f"a {type(value).__name__} does not cross between processes")
 
 
-def decode(header: dict[str, Any], blobs: list[bytes]) -> Any:
+def decode(frame: Frame) -> Any:
     """The value that :func:`encode` took."""
-    return _unpack(header["value"], blobs)
+    return _unpack(json.loads(frame.head[HEADER.size :])["value"], frame.blobs)
 
 
-def _unpack(value: Any, blobs: list[bytes]) -> Any:
+def _unpack(value: Any, blobs: Sequence[Any]) -> Any:
     if isinstance(value, list):
         return [_unpack(item, blobs) for item in value]
     if not isinstance(value, dict):
@@ -83,7 +92,7 @@ def _unpack(value: Any, blobs: list[bytes]) -> Any:
         import torch
 
         index, dtype, shape = value["!tensor"]
-        if not blobs[index]:
+        if not len(blobs[index]):
             return torch.empty(shape, dtype=getattr(torch, dtype))
         return torch.frombuffer(bytearray(blobs[index]), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
     if "!tuple" in value:
@@ -95,34 +104,42 @@ def _unpack(value: Any, blobs: list[bytes]) -> Any:
 
 async def send(writer: asyncio.StreamWriter, value: Any) -> None:
     """Write one frame."""
-    head, blobs = encode(value)
-    writer.write(head)
-    for blob in blobs:
+    await send_frame(writer, encode(value))
+
+
+async def send_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    """Write one frame that is there already."""
+    writer.write(frame.head)
+    for blob in frame.blobs:
         writer.write(blob)
     await writer.drain()
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
     """Read one frame; raises IncompleteReadError where the other side is gone."""
-    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    header = json.loads(await reader.readexactly(length))
-    blobs = [await reader.readexactly(size) for size in header["blobs"]]
-    return decode(header, blobs)
+    return decode(await receive_frame(reader))
+
+
+async def receive_frame(reader: asyncio.StreamReader) -> Frame:
+    """Read one frame as it is; raises IncompleteReadError where the other side is gone."""
+    size = await reader.readexactly(HEADER.size)
+    head = await reader.readexactly(HEADER.unpack(size)[0])
+    return Frame(size + head, [await reader.readexactly(n) for n in json.loads(head)["blobs"]])
 
 
 def send_blocking(sock: socket.socket, value: Any) -> None:
     """:func:`send` for the rank's side, which has no event loop."""
-    head, blobs = encode(value)
-    sock.sendall(head)
-    for blob in blobs:
+    frame = encode(value)
+    sock.sendall(frame.head)
+    for blob in frame.blobs:
         sock.sendall(blob)
 
 
 def receive_blocking(sock: socket.socket) -> Any:
     """:func:`receive` for the rank's side; raises EOFError where the driver is gone."""
-    (length,) = HEADER.unpack(_exactly(sock, HEADER.size))
-    header = json.loads(_exactly(sock, length))
-    return decode(header, [_exactly(sock, size) for size in header["blobs"]])
+    size = _exactly(sock, HEADER.size)
+    head = _exactly(sock, HEADER.unpack(size)[0])
+    return decode(Frame(size + head, [_exactly(sock, n) for n in json.loads(head)["blobs"]]))
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -40,6 +40,9 @@ SERVER_KEYS = (
 )
 """Keys of [rollout] that only servers read."""
 
+PLACED = ("rollout_num_gpus", "rollout_num_engines")
+"""Those that embedded engines on a Ray cluster read too."""
+
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """SGLang's attention backends whose results do not depend on what else is in the batch."""
 
@@ -63,7 +66,8 @@ def notices(config: Config) -> Iterator[str]:
     """Sentences about settings that have no effect, or another than one may think."""
     rollout = config.rollout
     if rollout.rollout_engine != "sglang":
-        idle = [name for name in SERVER_KEYS if getattr(rollout, name) != _default(rollout, name)]
+        placed = PLACED if config.cluster.cluster_backend == "ray" else ()
+        idle = [n for n in SERVER_KEYS if n not in placed and getattr(rollout, n) != _default(rollout, n)]
         idle += ["[sglang]"] if config.sglang else []
         if idle:
             yield f"{', '.join(idle)}: no effect with rollout_engine = {rollout.rollout_engine}; servers read them"

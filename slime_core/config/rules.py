@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slime_core.config import (
     algorithm_rules,
     buffer_rules,
+    cluster_rules,
     debug_rules,
     engine_rules,
     megatron_rules,
@@ -39,6 +40,7 @@ def conflicts(config: Config) -> list[Problem]:
         *buffer_rules.conflicts(config),
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
+        *cluster_rules.conflicts(config),
         *engine_rules.conflicts(config),
         *megatron_rules.conflicts(config),
         *_staleness(config),
@@ -75,7 +77,8 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += [*buffer_rules.notices(config), *engine_rules.notices(config), *megatron_rules.notices(config)]
+    found += [*buffer_rules.notices(config), *cluster_rules.notices(config)]
+    found += [*engine_rules.notices(config), *megatron_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]

@@ -43,6 +43,14 @@ class ClusterSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where torch sees one.")
     cpu_threads: int = Field(0, ge=0, description="Threads of each process's torch; 0 is the cores divided.")
     colocate: bool = Field(True, description="Engine and trainer share the device and take turns.")
+    ray_address: str = Field(
+        "",
+        description="Ray cluster to join: HOST:PORT, auto (that of this machine) or local (one of its own, which ends "
+        "with the run). Empty: RAY_ADDRESS, or local.",
+    )
+    ray_placement_timeout: float = Field(
+        60.0, gt=0, description="Seconds to wait for processors and GPUs that others' work on the Ray cluster holds."
+    )
 
 
 class DataSection(Section):

@@ -67,6 +67,12 @@ class SharedBlock:
         at = {place: crc for (place, _), crc in zip(places.values(), sums, strict=True)}
         return {"block": self.number, "size": self._size, "tensors": [[*row, at[row[-1]]] for row in rows]}
 
+    @property
+    def memory(self) -> memoryview:
+        """The block's bytes, for a reader that has no shared memory with us (:func:`tensors_in`)."""
+        assert self._map is not None, "nothing was filled in"
+        return memoryview(self._map)
+
     def close(self) -> None:
         """Give up the block; readers keep what they have mapped."""
         self._map = None  # unmapped when no view is left
@@ -110,23 +116,31 @@ class MappedBlock:
         Raises:
             EngineError: ENG83, bytes that are not those that were listed (named).
         """
-        import torch
+        return tensors_in(self._map, listing)
 
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        found = {
-            name: _view(whole, place, getattr(torch, dtype), shape)
-            for name, dtype, shape, place, _ in listing["tensors"]
-        }
-        spans = {place: _nbytes(found[name]) for name, _, _, place, _ in listing["tensors"]}
-        sums = dict(zip(spans, _checksums(memoryview(self._map), list(spans.items())), strict=True))
-        wrong = [name for name, _, _, place, crc in listing["tensors"] if sums[place] != crc]
-        if wrong:
-            raise EngineError(
-                f"{len(wrong)} tensors arrived with other bytes than the trainer's: {', '.join(wrong[:5])}",
-                code="ENG83",
-                why="weights did not reach the sampler whole",
-            )
-        return found
+
+def tensors_in(memory: Any, listing: Listing) -> dict[str, torch.Tensor]:
+    """Views of a block's bytes (a writable buffer) by name.
+
+    Raises:
+        EngineError: ENG83, bytes that are not those that were listed (named).
+    """
+    import torch
+
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    found = {
+        name: _view(whole, place, getattr(torch, dtype), shape) for name, dtype, shape, place, _ in listing["tensors"]
+    }
+    spans = {place: _nbytes(found[name]) for name, _, _, place, _ in listing["tensors"]}
+    sums = dict(zip(spans, _checksums(memoryview(memory), list(spans.items())), strict=True))
+    wrong = [name for name, _, _, place, crc in listing["tensors"] if sums[place] != crc]
+    if wrong:
+        raise EngineError(
+            f"{len(wrong)} tensors arrived with other bytes than the trainer's: {', '.join(wrong[:5])}",
+            code="ENG83",
+            why="weights did not reach the sampler whole",
+        )
+    return found
 
 
 def checksums(listing: Listing, dtype: str) -> dict[str, str]:

@@ -33,4 +33,3 @@ def test_the_end_of_a_process_is_told_by_signal_or_exit_code():
     assert end_of(-signal.SIGKILL) == "was killed by SIGKILL"
     assert end_of(3) == "ended with exit code 3"
     assert end_of(-200) == "was killed by signal 200"
-    assert end_of(None) == "closed its connection"

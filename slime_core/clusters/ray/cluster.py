@@ -1,0 +1,118 @@
+"""A run's parts on a Ray cluster: trainer ranks and engines in processes of their own, wherever there is room.
+
+    driver: loop, collector, ledger, plugins --- hosts (actors) --- ranks, engines (processes)
+
+The driver needs no GPU. Ranks meet through the run directory, which all machines see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from slime_core.buffer.ledger import SqliteLedger
+from slime_core.clusters.debug import AbsentEngine, IdleTrainer
+from slime_core.clusters.embedded import open_folder
+from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.local import teacher_engine, teacher_of
+from slime_core.clusters.ranks import RankTrainer
+from slime_core.clusters.ray.joining import Hosts, hosts, joined
+from slime_core.clusters.ray.placement import Plan, plan
+from slime_core.clusters.remote_engine import EngineProcess, Sender
+from slime_core.clusters.turns import FreeTurns, server_turns
+from slime_core.protocols import Parts
+from slime_core.threads import TorchThread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Engine
+    from slime_core.report import Report
+
+
+@asynccontextmanager
+async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AsyncIterator[Parts]:
+    """Join the cluster, place and start everything; give it all back at the end, whatever happened.
+
+    Raises:
+        ConfigError: CFG17 no cluster, CFG18 no room in it.
+        EngineError, TrainerError: a process that does not come up, with the end of its log.
+    """
+    run_dir, epoch, cluster = report.run_dir.path, report.run_dir.epoch, config.cluster
+    folder = open_folder(config)
+    for notice in folder.notices:
+        report.note(notice)
+    placed = plan(config)
+    async with AsyncExitStack() as stack:
+        name = stack.enter_context(joined(config, placed))
+        found = await stack.enter_async_context(hosts(config, placed))
+        for text in _told(name, placed, found):
+            report.note(text)
+        thread = TorchThread(cluster.cpu_threads)
+        stack.callback(thread.close)
+        if config.rollout.debug_rollout_only:
+            trainer: Any = IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
+        else:
+            ranks = RankTrainer(
+                config,
+                plugins,
+                world=len(placed.ranks),
+                device=cluster.device,
+                cpu_threads=cluster.cpu_threads,
+                run_dir=run_dir,
+                epoch=epoch,
+                start=lambda number, child: found.start(placed.ranks[number], child),
+            )
+            trainer = await stack.enter_async_context(ranks)
+        absent = config.rollout.debug_train_only
+        engine = AbsentEngine() if absent else await _engines(config, placed, found, run_dir, epoch, thread, stack)
+        roles: dict[str, Engine] = {}
+        if (teacher := teacher_of(config)) and not absent:
+            roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
+        ledger = SqliteLedger(run_dir, config.report.ledger_dir)
+        stack.push_async_callback(ledger.close)
+        yield Parts(
+            engines=engine,
+            tokenizer=folder.tokenizer(),
+            vocab_size=folder.vocab_size,
+            roles=roles,
+            trainer=trainer,
+            ledger=ledger,
+            turns=FreeTurns() if absent else server_turns(config, engine, trainer),
+        )
+
+
+async def _engines(
+    config: Config, placed: Plan, found: Hosts, run_dir: Path, epoch: int, thread: TorchThread, stack: AsyncExitStack
+) -> Any:
+    """Embedded engines, each in its seat; several are one."""
+    sender = Sender(thread)
+    stack.callback(sender.close)
+    engines: list[EngineProcess] = []
+    for number, _ in enumerate(placed.engines):
+        engine = EngineProcess(
+            config,
+            run_dir=run_dir,
+            epoch=epoch,
+            thread=thread,
+            number=number,
+            start=lambda number, child: found.start(placed.engines[number], child),
+            sender=sender,
+        )
+        engines.append(await stack.enter_async_context(engine))
+    return engines[0] if len(engines) == 1 else EngineSet(engines)
+
+
+def _told(name: str, placed: Plan, found: Hosts) -> list[str]:
+    """Where everything lives."""
+    names = [machine.name for machine in found.machines]
+    where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]
+    for number, machine in enumerate(names):
+        ranks = [str(i) for i, seat in enumerate(placed.ranks) if seat.bundle == number]
+        engines = [str(i) for i, seat in enumerate(placed.engines) if seat.bundle == number]
+        parts = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
+        where.append(f"on {machine}: {'; '.join(parts) or 'nothing'}")
+    return where

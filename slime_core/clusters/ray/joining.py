@@ -1,0 +1,192 @@
+"""A Ray cluster to run on: one that is there, or one of our own on this machine; and its hosts, one a bundle.
+
+    ray_address -> ray.init -> machines -> placement group -> a `channel.Host` in each bundle -> starts children there
+
+Our own cluster listens on the loopback, asks for Ray's token, and has no dashboard. It ends with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime_core.clusters.channel import Channel, Child
+from slime_core.clusters.ray import LOCAL, address_of
+from slime_core.clusters.ray.channel import Host, RayChannel
+from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
+from slime_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+ADDRESS = "cluster.ray_address"
+LOOPBACK = "127.0.0.1"
+KEPT = (signal.SIGINT, signal.SIGTERM)
+"""Signals whose handlers are ours before and after Ray has started."""
+
+
+@dataclass(slots=True)
+class Machine:
+    """One bundle's host."""
+
+    host: Any  # handle of a `channel.Host`
+    name: str
+    address: str
+    gpus: Sequence[str]  # CUDA's numbers of the bundle's
+
+
+class Hosts:
+    """Hosts of a plan's bundles; ``start`` of a seat is a `channel.Start`."""
+
+    def __init__(self, machines: Sequence[Machine]) -> None:
+        self.machines = machines
+
+    async def start(self, seat: Seat, child: Child) -> Channel:
+        """Start a child in its seat, with the GPUs of that seat alone, where it has any.
+
+        Raises:
+            ConnectionError: the host is gone.
+            OSError: it cannot be started there.
+        """
+        machine = self.machines[seat.bundle]
+        env = {**_carried(), **child.env}
+        if seat.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[number] for number in seat.gpus)
+        there = replace(child, env=env, folder=child.folder or str(Path.cwd()))
+        return await RayChannel.start(machine.host, machine.name, there)
+
+
+@contextmanager
+def joined(config: Config, plan: Plan) -> Iterator[str]:
+    """The cluster of ``ray_address`` for a while; the answer says which it is.
+
+    Raises:
+        ConfigError: CFG17 there is none at that address, or it is of another version.
+    """
+    address = address_of(config)
+    if ray.is_initialized():
+        raise ConfigError("this process is part of a Ray cluster already", code="CFG17", where=ADDRESS)
+    with _our_signals():
+        _init(address, plan)
+    try:
+        yield "a Ray of its own" if address == LOCAL else f"Ray at {ray.get_runtime_context().gcs_address}"
+    finally:
+        with _our_signals():
+            ray.shutdown()
+
+
+def _init(address: str, plan: Plan) -> None:
+    common: dict[str, Any] = {"namespace": "slime", "log_to_driver": False, "logging_level": "warning"}
+    try:
+        if address == LOCAL:
+            wanted = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
+            cores = max(wanted, len(os.sched_getaffinity(0)))
+            ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
+        else:
+            ray.init(address, **common)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"no Ray cluster can be joined at {address}",
+            code="CFG17",
+            where=ADDRESS,
+            why=" ".join(str(error).split())[:600],
+            fix="ray status --address HOST:PORT   shows whether it runs; --ray-address local starts one of its own",
+        ) from error
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Ray puts handlers of its own in their place."""
+    before = {number: signal.getsignal(number) for number in KEPT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler and handler is not None:
+                signal.signal(number, handler)
+
+
+@asynccontextmanager
+async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
+    """Reserve the plan's bundles and put a host into each; all are given back at the end.
+
+    Raises:
+        ConfigError: CFG18 the cluster has no room for them, with what is wanted and what is there.
+    """
+    group = await reserve(plan.bundles, config.cluster.ray_placement_timeout)
+    actors: list[Any] = []
+    try:
+        made = ray.remote(Host)
+        for number, bundle in enumerate(plan.bundles):
+            strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+            options = made.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=strategy,
+                max_concurrency=1000,
+            )
+            actors.append(options.remote())
+        facts = await asyncio.gather(*(actor.where.remote() for actor in actors))
+        yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)])
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+async def reserve(bundles: Sequence[Resources], timeout: float) -> Any:
+    """A placement group of these bundles, packed.
+
+    Raises:
+        ConfigError: CFG18 machines that are too small, or others' work that does not end within ``timeout`` seconds.
+    """
+    if missing := lacking(bundles, machines()):
+        _no_room(bundles, f"{len(missing)} of {len(bundles)} find no machine that is large enough", machines())
+    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    try:
+        await asyncio.wait_for(group.ready(), timeout)
+    except TimeoutError:
+        remove_placement_group(group)
+        _no_room(bundles, f"others' work still held it after {timeout:g} seconds", machines(free=True))
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _no_room(bundles: Sequence[Resources], why: str, there: Mapping[str, Resources]) -> None:
+    raise ConfigError(
+        "the Ray cluster has no room for the run",
+        code="CFG18",
+        where="cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, rollout.rollout_num_gpus",
+        why=f"{why}; {table(bundles, there)}",
+        fix="ask for less, --colocate, add machines, or wait longer: --ray-placement-timeout SECONDS",
+    )
+
+
+def machines(*, free: bool = False) -> dict[str, dict[str, float]]:
+    """Processors and GPUs of each living machine, all of them or those that are free, by name."""
+    from ray._private.state import available_resources_per_node
+
+    now = available_resources_per_node() if free else {}
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            resources = now.get(node["NodeID"], {}) if free else node["Resources"]
+            found[node["NodeName"]] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
+    return found
+
+
+def _carried() -> dict[str, str]:
+    """What children need of the driver's environment, beside that of their machine."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

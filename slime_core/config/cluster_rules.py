@@ -1,0 +1,49 @@
+"""Rules of where a run lives: a resolved stage in; what cannot hold there, and what has no effect, out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slime_core.config.problems import Problem, conflict
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+BACKEND = "cluster.cluster_backend"
+RAY_KEYS = ("ray_address", "ray_placement_timeout")
+"""Keys of [cluster] that only a Ray cluster reads."""
+
+
+def conflicts(config: Config) -> Iterator[Problem]:
+    """What a Ray cluster cannot do."""
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.cluster_backend != "ray":
+        return
+    if rollout.rollout_engine == "sglang":
+        yield conflict(
+            "cluster_backend = ray does not start SGLang servers",
+            [BACKEND, "rollout.rollout_engine"],
+            why="it places trainer ranks and embedded engines",
+            fix="--cluster local   or --rollout-engine local",
+        )
+    address = cluster.ray_address
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address not in ("", "auto", "local") and not (host and colon and port.isdigit()):
+        yield conflict(
+            "ray_address is no address of a Ray cluster",
+            ["cluster.ray_address"],
+            code="CFG03",
+            why=f"'{address}' is neither HOST:PORT nor auto nor local",
+            fix="ray status   on the head machine shows it; --ray-address HOST:6379",
+        )
+
+
+def notices(config: Config) -> Iterator[str]:
+    """Settings that nothing reads."""
+    cluster = config.cluster
+    if cluster.cluster_backend == "ray":
+        return
+    fields = type(cluster).model_fields
+    if idle := [name for name in RAY_KEYS if getattr(cluster, name) != fields[name].default]:
+        yield f"{', '.join(idle)}: no effect with cluster_backend = {cluster.cluster_backend}"

@@ -1,0 +1,265 @@
+"""Runs on a Ray cluster: the same samples and weights as on this machine alone, and an end with a cause when a part dies.
+
+Everything is real: Ray's own processes, a small model, the FSDP trainer, the ledger, the command line.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import pytest
+
+from slime_core.buffer.ledger import SqliteLedger
+from slime_core.testing import tiny_model
+
+pytest.importorskip("ray", reason="not proven: Ray is not installed")
+pytestmark = pytest.mark.system
+
+STEPS, BATCH, SAMPLES = 3, 2, 3
+MARK = "SLIME_TEST_CLUSTER"
+REWARD = '''
+"""Share of digits; where the file `kill` holds COUNT and words, the COUNT-th call kills the first process of them."""
+import os
+import signal
+from pathlib import Path
+
+HERE = Path(__file__).parent
+calls = []
+
+
+def of_the_cluster(words):
+    for entry in sorted(Path("/proc").iterdir()):
+        try:
+            line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
+            mark = (entry / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if words in line and f"MARK={(HERE / 'cluster').read_text()}" in mark:
+            return int(entry.name)
+    raise RuntimeError(f"no process of {words}")
+
+
+def reward(args, sample, **kw):
+    order = HERE / "kill"
+    calls.append(sample.index)
+    if order.exists() and len(calls) == int(order.read_text().split()[0]):
+        words = order.read_text().split(maxsplit=1)[1]
+        order.unlink()
+        os.kill(of_the_cluster(words), signal.SIGKILL)
+    return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
+'''.replace("MARK", MARK)
+OURS = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray")
+    tiny_model(folder / "model", hidden=32)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(5) for b in range(5)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(work):
+    """A Ray cluster of four processors that several runs join; its address and what a driver needs to enter."""
+    mark, where = uuid.uuid4().hex, tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")  # names of sockets are short
+    (work / "cluster").write_text(mark)
+    env = {**OURS, "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2, MARK: mark}
+    words = ["start", "--head", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
+    head = subprocess.Popen(
+        [str(Path(sys.executable).with_name("ray")), *words, f"--temp-dir={where}", "--block"],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told = ""
+        while "Ray runtime started" not in told:
+            line = head.stdout.readline()
+            assert line, told
+            told += line
+        yield (Path(where) / "ray_current_cluster").read_text().strip(), env
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.stdout.close()
+        head.wait(60)
+        shutil.rmtree(where, ignore_errors=True)
+
+
+@pytest.fixture
+def run(work, forked_slime):
+    """`slime run` in a process of its own; the answer and the run directory."""
+
+    def run(name, *flags, **env):
+        given = [
+            *("--hf-checkpoint", work / "model", "--prompt-data", work / "rows.jsonl", "--input-key", "q"),
+            *("--label-key", "a", "--custom-rm-path", f"{work / 'digits.py'}:reward", "--seed", 4),
+            *("--num-rollout", STEPS, "--rollout-batch-size", BATCH, "--n-samples-per-prompt", SAMPLES),
+            *("--rollout-max-response-len", 8, "--lr", "3e-3", "--save-interval", 1, "--dtype", "float32"),
+            *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
+        ]
+        return forked_slime("run", *given, *flags, timeout=280, **env), work / name
+
+    return run
+
+
+def steps(path):
+    """The samples of every step, as the ledger has them, and its counts; nothing is lost."""
+
+    async def read():
+        ledger = SqliteLedger(path)
+        try:
+            found = [await ledger.samples(await ledger.composition(version)) for version in range(1, STEPS + 1)]
+            return [[sample.to_dict() for sample in step] for step in found], dict(await ledger.counts())
+        finally:
+            await ledger.close()
+
+    found, counts = asyncio.run(read())
+    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+    assert counts["issued"] == counts["trained"] + dropped + counts["pending"]
+    return found, counts
+
+
+def weights(path):
+    return (path / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def alone(work):
+    """The same run on this machine alone: two ranks, one engine in the driver."""
+    return {}
+
+
+@pytest.fixture
+def here(run, alone):
+    if not alone:
+        done, alone["path"] = run("here", "--actor-num-gpus-per-node", 2)
+        assert done.returncode == 0, done.stderr
+    return alone["path"]
+
+
+def test_two_ranks_and_two_engines_on_a_cluster_make_the_samples_and_weights_of_one_machine(run, cluster, here):
+    address, env = cluster
+    flags = ("--actor-num-gpus-per-node", 2, "--cluster", "ray", "--rollout-num-engines", 2, "--ray-address", address)
+    done, path = run("joined", *flags, **env)
+    assert done.returncode == 0, done.stderr
+    assert f"Ray at {address}: 2 trainer rank(s), 2 engine(s)" in done.stderr
+    assert steps(path) == steps(here)
+    assert weights(path) == weights(here)
+    assert {file.name for file in (path / "log").iterdir()} >= {
+        "rank-0.log",
+        "rank-1.log",
+        "engine-0.log",
+        "engine-1.log",
+    }
+
+
+def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run, here, work):
+    (work / "listening.py").write_text(LISTENING)
+    flags = (
+        "--actor-num-gpus-per-node",
+        2,
+        "--cluster",
+        "ray",
+        "--rollout-sample-hook-path",
+        f"{work}/listening.py:look",
+    )
+    done, path = run("own", *flags, RAY_ADDRESS="", SLIME_TEST_CLUSTER="own")
+    assert done.returncode == 0, done.stderr
+    assert weights(path) == weights(here)
+    pids, open_to_others = json.loads((work / "listening.json").read_text())
+    assert open_to_others == []
+    assert len(pids) > 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and MARK in environ(pid)]
+
+
+def environ(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+LISTENING = '''
+"""Processes that bear the mark, and addresses beside the loopback on which one of them listens."""
+import json
+import os
+from pathlib import Path
+
+def look(args, samples, **kw):
+    mark, pids, sockets = b"SLIME_TEST_CLUSTER=own", [], set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark in (entry / "environ").read_bytes():
+                    pids.append(int(entry.name))
+                    sockets |= {os.readlink(fd) for fd in (entry / "fd").iterdir()}
+            except OSError:
+                continue
+    others = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            ours = words[3] == "0A" and f"socket:[{words[9]}]" in sockets
+            address = words[1].partition(":")[0]
+            if ours and address not in ("0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"):
+                others.append(words[1])
+    Path(__file__).with_name("listening.json").write_text(json.dumps([pids, others]))
+'''
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        pytest.param("slime_core.clusters.rank", 6, ("TRN105", "trainer rank 0, process", "SIGKILL"), id="rank"),
+        pytest.param("slime_core.clusters.engine_process", 5, ("ENG84", "SIGKILL"), id="engine"),
+        pytest.param("ray::Host", 5, ("lost with its host",), id="host"),
+    ],
+)
+def test_a_part_that_is_killed_ends_the_run_with_its_cause_and_a_resumed_one_loses_nothing(
+    run, cluster, here, work, forked_slime, words, code, told
+):
+    address, env = cluster
+    name = f"killed-{words.rpartition('.')[2].rpartition(':')[2]}"
+    (work / "kill").write_text(f"8 {words}")
+    flags = ("--actor-num-gpus-per-node", 2, "--cluster", "ray", "--ray-address", address)
+    done, path = run(name, *flags, **env)
+    assert not (work / "kill").exists()
+    assert done.returncode in (code, 6 if words == "ray::Host" else code), done.stderr
+    assert all(word in done.stderr for word in told), done.stderr
+    assert "ActorDiedError" not in done.stderr.partition("why:")[0]
+    counts = steps(path)[1]
+    assert 0 < counts["trained"] < STEPS * BATCH * SAMPLES
+    again = forked_slime("run", "--resume", path, timeout=280, **env)
+    assert again.returncode == 0, again.stderr
+    assert steps(path)[0] == steps(here)[0]
+    assert weights(path) == weights(here)
+
+
+def test_a_run_that_is_too_large_is_told_what_is_wanted_and_what_is_there(run, cluster):
+    address, env = cluster
+    done, _ = run("large", "--actor-num-gpus-per-node", 9, "--cluster", "ray", "--ray-address", address, **env)
+    assert done.returncode == 2
+    assert "error CFG18" in done.stderr
+    assert "wanted: 1 x (9 CPU); free: " in done.stderr
+    assert "(4 CPU)" in done.stderr
+
+
+def test_an_address_without_a_cluster_is_refused(run):
+    done, _ = run(
+        "nowhere", "--cluster", "ray", "--ray-address", "127.0.0.1:9", RAY_gcs_rpc_server_connect_timeout_s="1"
+    )
+    assert done.returncode == 2
+    assert "error CFG17" in done.stderr
+    assert "127.0.0.1:9" in done.stderr

@@ -1,0 +1,103 @@
+"""Several engines as one: every promise of an engine, work spread by tokens, and no engine left behind."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from slime_core.clusters.embedded import embedded_engine
+from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.machine import resolve_machine
+from slime_core.config.load import load_config
+from slime_core.errors import EngineError
+from slime_core.testing import tiny_model
+from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase
+from slime_core.testing.fakes import FakeEngine
+from slime_core.threads import TorchThread
+from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.weights.folder import ModelFolder
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return ModelFolder.open(tiny_model(tmp_path_factory.mktemp("model") / "m", hidden=32))
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+def test_it_keeps_every_promise_of_an_engine(check, folder):
+    model = folder.build_model("float32")
+    flags = ("--hf-checkpoint", str(folder.path), "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
+    config = resolve_machine(load_config(None, [*flags, "--rollout-slots", "4", "--rollout-max-context-len", "96"]))
+
+    def update(version):
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return WeightUpdate(version=version, epoch=1, transport="tensors", tensors=tensors)
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            thread = TorchThread(1)
+            stack.callback(thread.close)
+            made = [
+                await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=1)) for _ in range(2)
+            ]
+            await check(EngineCase(engine=EngineSet(made), update=update, prompt=[3, 4, 5]))
+
+    asyncio.run(run())
+
+
+def request(name, tokens):
+    return GenerateRequest(id=name, tokens=[1, 2], params=SamplingParams(max_new_tokens=tokens), seed=7)
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_owed_and_an_abort_finds_it():
+    async def run():
+        engines = [FakeEngine(vocab_size=16, stop_token=99) for _ in range(2)]
+        both = EngineSet(engines)
+        await both.load(WeightUpdate(version=3, epoch=1, transport="tensors"))
+        assert [engine.version for engine in engines] == [3, 3] == [both.version] * 2
+        tasks = [asyncio.create_task(both.generate(request(n, k))) for n, k in (("long", 400), ("a", 50), ("b", 50))]
+        while len(engines[1]._running) < 2:
+            await asyncio.sleep(0)
+        assert set(engines[0]._running) == {"long"}
+        assert set(engines[1]._running) == {"a", "b"}
+        (part,) = await both.abort(["long"])
+        assert (part.id, part.finish) == ("long", "abort")
+        await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_an_engine_with_other_weights_than_the_first_is_named_with_its_tensors():
+    class Holds(FakeEngine):
+        held: dict = {}  # noqa: RUF012
+
+        async def fingerprints(self):
+            return self.held
+
+    async def run():
+        engines = [Holds(), Holds(), Holds()]
+        for engine in engines:
+            engine.held = {"w": "1", "v": "2"}
+        assert await EngineSet(engines).fingerprints() == {"w": "1", "v": "2"}
+        engines[2].held = {"w": "1", "v": "3"}
+        await EngineSet(engines).fingerprints()
+
+    with pytest.raises(EngineError, match="engines 0 and 2") as caught:
+        asyncio.run(run())
+    assert (caught.value.code, caught.value.where) == ("ENG83", "v")
+
+
+def test_one_that_fails_to_load_is_told_when_all_have_answered():
+    class Fails(FakeEngine):
+        async def load(self, update):
+            raise EngineError("it does not fit", code="ENG86")
+
+    async def run():
+        engines = [Fails(), FakeEngine()]
+        with pytest.raises(EngineError, match="ENG86"):
+            await EngineSet(engines).load(WeightUpdate(version=1, epoch=1, transport="tensors"))
+        assert engines[1].version == 1
+
+    asyncio.run(run())
