@@ -66,12 +66,31 @@ FAMILIES = {
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
 }
 SPARSE = ("qwen3_moe", "deepseek_v3")
+TENSOR, GROUPED = {"tensor_model_parallel_size": 2}, {"moe_grouped_gemm": True}
 LAYOUTS = {  # ranks, flags, families
     "one": (1, {}, tuple(FAMILIES)),
-    "tensor": (2, {"tensor_model_parallel_size": 2}, tuple(FAMILIES)),
+    "tensor": (2, TENSOR, tuple(FAMILIES)),
     "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
     "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
     "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
+    "expert tensor": (2, {"expert_tensor_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
+    "tensor, whole experts": (
+        2,
+        TENSOR | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": False},
+        SPARSE,
+    ),
+    "grouped": (1, GROUPED, SPARSE),
+    "grouped tensor": (2, GROUPED | TENSOR, SPARSE),
+    "grouped tensor, expert": (
+        2,
+        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        SPARSE,
+    ),
+    "grouped tensor, expert, expert tensor": (
+        4,
+        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
+        SPARSE,
+    ),
 }
 ENTROPY = 0.1  # its weight in the loss
 

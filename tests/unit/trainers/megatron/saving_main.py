@@ -19,6 +19,13 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 TP, PP, EP = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
+EXPERTS = {  # each expert whole, halves of all on ranks that are copies else, halves as of other tensors, no expert's
+    "ep": EP,
+    "etp": {"expert_tensor_parallel_size": 2, "moe_grouped_gemm": True},
+    "tp": TP,
+    "tp ep": {**TP, **EP, "expert_tensor_parallel_size": 1, "moe_grouped_gemm": True},
+    "tp copies": {**TP, "expert_tensor_parallel_size": 1},
+}
 PPO = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05}
 
 
@@ -133,17 +140,22 @@ def pair(rank, root):
 
 
 def experts(rank, root, found):
-    """A mixture of experts, by stages and by experts."""
+    """A mixture of experts, by stages, by experts and by rows of experts."""
     ranks = Ranks(root, "moe", PP, rank, 2)
     found["moe begin"] = ranks.worker.fingerprint()
     found["moe first"] = ranks.step()
     ranks.save(root / "moe-pp")
     found["moe second"] = ranks.step()
-    ranks = Ranks(root, "moe", EP, rank, 2)
-    found["moe ep"] = ranks.restore(root / "moe-pp")
-    ranks.save(root / "moe-ep")
+    ranks, before = Ranks(root, "moe", PP, rank, 2), "pp"
+    ranks.restore(root / "moe-pp")
+    found["moe norms"] = {"pp": ranks.worker.step(ranks.batch)["grad_norm"]}
+    for name, flags in EXPERTS.items():
+        ranks = Ranks(root, "moe", flags, rank, 2)
+        found[f"moe {name}"] = ranks.restore(root / f"moe-{before}")
+        ranks.save(root / f"moe-{name}")
+        found["moe norms"][name], before = ranks.worker.step(ranks.batch)["grad_norm"], name
     ranks = Ranks(root, "moe", PP, rank, 2)
-    found["moe back"] = ranks.restore(root / "moe-ep")
+    found["moe back"] = ranks.restore(root / f"moe-{before}")
     found["moe second again"] = ranks.step()
 
 

@@ -87,8 +87,15 @@ def test_weights_moments_and_critic_come_back_from_all_layouts_bit_by_bit(pair):
 
 def test_experts_come_back_from_ranks_that_shared_them(pair):
     for found in pair:
-        assert found["moe first"] == found["moe ep"] == found["moe back"] != found["moe begin"]
+        for name in ("ep", "etp", "tp", "tp ep", "tp copies", "back"):
+            assert found["moe first"] == found[f"moe {name}"] != found["moe begin"], name
         assert found["moe second again"] == found["moe second"] != found["moe first"]
+
+
+def test_a_gradients_norm_counts_each_expert_once_at_every_layout(pair):
+    for found in pair:
+        for name, norm in found["moe norms"].items():
+            assert norm == pytest.approx(found["moe norms"]["pp"], rel=1e-5), name
 
 
 def test_the_fingerprint_is_the_other_backends(root, pair, alone):
