@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     Ranked = FsdpTrainer | MegatronTrainer
 
+FRAMES = 3  # innermost frames of an exception's trace in its error; the log has all
+
 
 def main() -> None:
     """Serve calls until the driver closes the socket."""
@@ -129,7 +131,8 @@ def _answer(sock: socket.socket, work: Any) -> Any:
         send_blocking(sock, {"error": error.as_dict(), "kind": type(error).__name__, "trace": traceback.format_exc()})
         return None
     except Exception as error:
-        parts = TrainerError(f"{type(error).__name__}: {error}").as_dict()
+        frames = "".join(traceback.format_tb(error.__traceback__)[-FRAMES:]).rstrip()
+        parts = TrainerError(f"{type(error).__name__}: {error}", why=frames).as_dict()
         send_blocking(sock, {"error": parts, "kind": "TrainerError", "trace": traceback.format_exc()})
         return None
     send_blocking(sock, {"value": value})

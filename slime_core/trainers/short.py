@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Passes:
     """What a backend says of its passes. ``drop`` forgets gradients, ``pack`` answers a batch's micro-batches.
 
+    Where there are several ranks, ``drop`` must not wait for the device: a collective there may wait for ranks that wait
+    for this one, whose error would never be told.
+
     ``share`` ranks hold each sequence together, ``keys`` are lines of settings that make passes smaller, beside those
     of [train].
     """
@@ -33,15 +36,17 @@ class Passes:
 
 @contextmanager
 def told_of_memory(passes: Passes, batch: Batch, what: str) -> Iterator[None]:
-    """Turn an allocation that fails inside the block into TRN96; gradients of the step are dropped.
+    """Turn an allocation that fails inside the block into TRN96, a plugin's too; gradients of the step are dropped.
 
     Raises:
         TrainerError: TRN96 with the batch's tokens, the largest micro-batch, and the keys to lower.
     """
     try:
         yield
-    except SlimeError:
-        raise
+    except SlimeError as error:  # of a plugin's loss or hook, say: its words name the plugin
+        if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+            raise
+        said = error.what.splitlines()[0]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
