@@ -279,7 +279,7 @@ class Worker:
         return Passes(
             stage=self.stage,
             where=f"rank {self.rank}, {self.device}",
-            drop=lambda: self.release(set()),
+            drop=self._forget if self.world > 1 else lambda: self.release(set()),
             pack=self._pack,
             share=self.settings.layout.cp,
             keys=smaller(self.settings),
