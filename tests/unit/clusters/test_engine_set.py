@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 def test_it_keeps_every_promise_of_an_engine(check, folder):
     model = folder.build_model("float32")
     flags = ("--hf-checkpoint", str(folder.path), "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
-    config = resolve_machine(load_config(None, [*flags, "--rollout-slots", "4", "--rollout-max-context-len", "96"]))
+    config = resolve_machine(load_config(None, [*flags, "--rollout-slots", "4", "--rollout-max-response-len", "8"]))
 
     def update(version):
         tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
