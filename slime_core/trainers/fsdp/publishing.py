@@ -80,8 +80,14 @@ def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor]
     for name, tensor in named.items():
         if not tensor.is_floating_point():
             raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-        found.append(Source(parts_of(name, tensor.shape), partial(whole, tensor.detach())))
+        found.append(Source(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
     return found
+
+
+def _plain(whole: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whole and without its gradients; a DTensor's own ``detach`` takes twenty times as long."""
+    with torch.no_grad():
+        return whole(tensor).detach()
 
 
 def parts_of(name: str, shape: torch.Size) -> tuple[Part, ...]:

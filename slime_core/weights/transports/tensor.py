@@ -45,7 +45,8 @@ class TensorSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._staging: Staging | None = None
-        self._payloads: list[str] = []
+        self._laid: tuple[object, ...] = ()  # what the buckets are of
+        self._told: list[dict[str, Any]] = []  # of each bucket, the same at every update
         self._names: list[str] = []  # of shared memory, on a CPU
 
     def send(
@@ -56,11 +57,13 @@ class TensorSender:
         Raises:
             TrainerError: TRN96 the memory does not hold the buffer.
         """
-        buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
-        if self._staging is None or self._staging.buckets != buckets:
+        laid = (route.dtype, *((part.name, part.shape) for part in parts))
+        if self._staging is None or self._laid != laid:  # laying out is a few milliseconds that updates need not wait
             self.drop()
-            self._staging = Staging(buckets, self._allocate)
-            self._payloads = [payload(bucket, flat) for bucket, flat in zip(buckets, self._staging.flats, strict=True)]
+            buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
+            self._staging, self._laid = Staging(buckets, self._allocate), laid
+            pairs = zip(buckets, self._staging.flats, strict=True)
+            self._told = [bucket.described() | {"handle": payload(bucket, flat)} for bucket, flat in pairs]
         self._staging.fill(tensors)
         if self._names:
             for flat in self._staging.flats:
@@ -68,12 +71,11 @@ class TensorSender:
                     flat.untyped_storage()._shared_incref()
         tally = Tally(route)
         tally.add_all(self._staging.views)
-        found = [b.described() | {"handle": p} for b, p in zip(buckets, self._payloads, strict=True)]
-        return {"buckets": found}, tally.finish()
+        return {"buckets": list(self._told)}, tally.finish()
 
     def drop(self) -> None:
         """Give the buffer's memory back; no update may be under way."""
-        self._staging, self._payloads = None, []
+        self._staging, self._told = None, []
         for name in self._names:
             Path(f"/dev/shm{name}").unlink(missing_ok=True)
         self._names = []
