@@ -1,28 +1,18 @@
 """Experts in one product against megatron-core's loop over them: outputs and gradients, however tokens fall."""
 
-import warnings
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 from cpu import cpu_redirect
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
+
+from expert_pairs import COUNTS, HALF, SWIGLU, alone, assert_same, both, passed
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+from slime_core.trainers.megatron.experts import GroupedExperts, LastFirst, product, stacked
+
 pytestmark = pytest.mark.unit
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what megatron-core imports
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from slime_core.trainers.megatron.experts import GroupedExperts, LastFirst, grouped_spec, product, stacked
-
-COUNTS = {"all": [5, 2, 4, 3], "some have none": [0, 9, 0, 5], "one": [0, 0, 0, 14], "no token": [0, 0, 0, 0]}
-SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 FUSED = {"bias_activation_fusion": True}
 FORMS = {
     "swiglu": SWIGLU,
@@ -33,75 +23,23 @@ FORMS = {
     "gelu": {"activation_func": torch.nn.functional.gelu},
     "weights on the input": SWIGLU
     | {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "bfloat16": SWIGLU | {"params_dtype": torch.bfloat16, "bf16": True},
+    "bfloat16": SWIGLU | HALF,
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
-    """A group of one rank: megatron-core's loop asks for one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def config_of(**given):
-    fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
-    moe = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_grouped_gemm": True}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return TransformerConfig(
-            **fields, **moe, **{"add_bias_linear": False, "use_cpu_initialization": True, **given}
-        )
-
-
-def both(**given):
-    """megatron-core's experts and ours with the same weights."""
-    torch.manual_seed(3)
-    config, spec, one = config_of(**given), grouped_spec(), dist.group.WORLD
-    groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
-    loop = SequentialMLP(
-        4, config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), groups
-    )
-    ours = spec.module(4, config, spec.submodules, pg_collection=groups)
-    with torch.no_grad():
-        for parameter in loop.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    ours.load_state_dict(loop.state_dict())
-    return loop, ours
-
-
-def passed(experts, counts, dtype):
-    """What comes out, and every gradient, by name."""
-    torch.manual_seed(5)
-    rows = torch.randn(sum(counts), 32).to(dtype).requires_grad_()
-    probs = torch.rand(sum(counts)).requires_grad_()
-    out, bias = experts(rows, torch.tensor(counts), probs)
-    assert bias is None
-    assert out.dtype == dtype
-    (out.float() * torch.linspace(-1, 1, 32)).sum().backward()
-    found = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    return {"out": out.detach(), "rows": rows.grad, "probs": probs.grad, **found}
-
-
-def assert_same(found, meant, tolerance):
-    assert found.keys() == meant.keys()
-    for name, tensor in meant.items():
-        if tensor is None:  # with its weight on the input, what comes of it has none
-            assert found[name] is None or not found[name].any(), name
-            continue
-        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-9)
-        assert error < tolerance, (name, error)
+def group():
+    """What megatron-core's modules want."""
+    with alone():
+        yield
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_are_those_of_the_loop(form, counts):
-    given = dict(FORMS[form])
-    loop, ours = both(**given)
-    dtype = given.get("params_dtype", torch.float32)
+    loop, ours = both(**FORMS[form])
     with torch.compiler.set_stance("force_eager"):
-        meant, found = passed(loop, counts, dtype), passed(ours, counts, dtype)
+        meant, found = passed(loop, counts), passed(ours, counts)
     assert_same(found, meant, 1e-2 if form == "bfloat16" else 1e-6)
     assert sum(counts) == 0 or meant["out"].float().norm() > 0.1
 
@@ -133,9 +71,9 @@ def test_an_activation_that_is_made_again_gives_the_same_and_is_not_kept(counts)
         out, _ = ours(rows, torch.tensor(counts), torch.rand(sum(counts)))
         for tensor in out.grad_fn.saved_tensors[:1]:  # what the second product reads in the backward pass
             sizes.append(tensor.untyped_storage().nbytes())
-        found = passed(ours, counts, torch.float32)
+        found = passed(ours, counts)
     assert sizes == [0]
-    assert_same(found, passed(loop, counts, torch.float32), 1e-6)
+    assert_same(found, passed(loop, counts), 1e-6)
 
 
 def test_parameters_have_the_names_of_the_loop_and_those_of_the_last_expert_come_first():

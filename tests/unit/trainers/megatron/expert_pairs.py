@@ -1,0 +1,78 @@
+"""megatron-core's loop over experts and ours with the same weights, and what a pass through either gives."""
+
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what megatron-core imports
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from slime_core.trainers.megatron.experts import grouped_spec
+
+COUNTS = {"all": [5, 2, 4, 3], "some have none": [0, 9, 0, 5], "one": [0, 0, 0, 14], "no token": [0, 0, 0, 0]}
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+HALF = {"params_dtype": torch.bfloat16, "bf16": True}
+SHAPE = {
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "add_bias_linear": False,
+    "num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_grouped_gemm": True, "use_cpu_initialization": True,
+}  # fmt: skip
+
+
+@contextmanager
+def alone():
+    """A group of one rank: megatron-core's loop asks for one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def both(device="cpu", **given):
+    """megatron-core's experts and ours."""
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = TransformerConfig(**{**SHAPE, **given})
+    spec, one, count = grouped_spec(), dist.group.WORLD, config.num_moe_experts
+    groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    loop = SequentialMLP(count, config, linears, groups)
+    ours = spec.module(count, config, spec.submodules, pg_collection=groups)
+    with torch.no_grad():
+        for parameter in loop.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 1.7 * parameter.shape[-1] ** -0.5)
+    ours.load_state_dict(loop.state_dict())
+    return loop.to(device), ours.to(device)
+
+
+def passed(experts, counts):
+    """What comes out, and every gradient, by name."""
+    first, width = next(experts.parameters()), experts.config.hidden_size
+    draw = torch.Generator().manual_seed(5)
+    rows = torch.randn(sum(counts), width, generator=draw).to(first).requires_grad_()
+    probs = torch.rand(sum(counts), generator=draw).to(first.device).requires_grad_()
+    out, bias = experts(rows, torch.tensor(counts), probs)
+    assert bias is None
+    assert out.dtype == first.dtype
+    (out.float() * torch.linspace(-1, 1, width, device=first.device)).sum().backward()
+    found = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"out": out.detach(), "rows": rows.grad, "probs": probs.grad, **found}
+
+
+def assert_same(found, meant, tolerance):
+    """Every tensor is the same, by the error's norm over its own."""
+    assert found.keys() == meant.keys()
+    for name, tensor in meant.items():
+        if tensor is None:  # with its weight on the input, what comes of it has none
+            assert found[name] is None or not found[name].any(), name
+            continue
+        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-9)
+        assert error < tolerance, (name, error)
