@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from slime_core.trainers.megatron.packing import Pack
 
 
+EIGHTS = 8  # flash attention takes heads of a multiple of this many numbers, the same of q, k and v
+
+
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """softmax(q k^T * scale) v over what each span sees. Dropout is none: log-probs of the policy have none."""
 
@@ -78,9 +81,8 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: Pack, scale
         k, v = k.index_select(0, pack.keys), v.index_select(0, pack.keys)
     if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    width = v.shape[-1]
-    if width != q.shape[-1]:
-        v = pad(v, (0, q.shape[-1] - width))
+    width, whole = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // EIGHTS) * EIGHTS
+    q, k, v = (x if x.shape[-1] == whole else pad(x, (0, whole - x.shape[-1])) for x in (q, k, v))
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     assert pack.cu_q is not None
     assert pack.cu_k is not None
