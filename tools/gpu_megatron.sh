@@ -40,7 +40,7 @@ others() {  # test files of Megatron beside those that have a part of their own
 LEARN=tests/gpu/test_megatron_with_sglang_on_gpu.py
 for part in "${@:-functional}"; do
     case $part in
-        functional) tests megatron-functional 330 tests/gpu/test_megatron_on_gpu.py ;;
+        functional) tests megatron-functional 560 tests/gpu/test_megatron_on_gpu.py ;;
         more) [ -n "$(others)" ] && tests megatron-more 240 $(others) ;;
         learn) tests megatron-learn 330 $LEARN -k one ;;
         learn-two) tests megatron-learn-two 570 $LEARN -k "tensor_parallel or pipeline or other_gpu" ;;

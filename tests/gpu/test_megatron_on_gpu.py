@@ -40,9 +40,10 @@ def test_numbers_are_those_of_transformers(models, layout, dtype):
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     values, gradients = LIMITS[dtype]
+    wrong = []  # of all families: a run on GPUs tells everything at once
     for rank in range(world):
         for name, found in json.loads((models / f"answers-{rank}.json").read_text()).items():
             print(layout, dtype, name, found)
-            assert max(found["log_probs"], found["entropy"]) < values, (name, found)
-            assert found["gradients"] < gradients, (name, found)
-            assert found["gathered"] == [], name
+            near = max(found["log_probs"], found["entropy"]) < values and found["gradients"] < gradients
+            wrong += [] if near and found["gathered"] == [] else [(rank, name, found)]
+    assert wrong == []
