@@ -13,7 +13,6 @@ import torch.distributed as dist
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.trainers.megatron.saving import settle
 from slime_core.weights.hf_writing import HfWriting
 from slime_core.weights.transports.buckets import Part, stream
 
@@ -59,7 +58,7 @@ def export(worker: Worker, path: Path) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    settle(worker.actor)
+    worker.actor.settle()
     sources = worker.policy.tensors.sources()
     dtypes = _dtypes(worker)
     tensors = stream(sources)

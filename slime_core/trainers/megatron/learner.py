@@ -42,7 +42,16 @@ class Learner:
         config.no_sync_func = self.ddp.no_sync
         config.finalize_model_grads_func = _finalize
         if built.ddp.overlap_param_gather:
-            config.param_sync_func = self.ddp.start_param_sync
+            self.stage.wait_for = self._wait_for
+
+    def _wait_for(self, parameter: torch.Tensor) -> None:
+        self.ddp.param_to_bucket_group[parameter].finish_param_sync()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have whole parameters on every rank, where they are gathered during the next forward pass; a collective."""
+        if self.ddp.ddp_config.overlap_param_gather:
+            self.ddp.start_param_sync(force_sync=True)
 
     def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
         """A fresh optimizer with the [train] section's settings."""

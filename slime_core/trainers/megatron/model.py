@@ -5,7 +5,7 @@ Pack -> embedding -> layers with our core attention -> last norm -> rows that pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             for name, parameter in self.named_parameters():
                 if ".mlp.experts." in name:  # megatron-core looks at the number of expert-parallel ranks alone, and
                     parameter.allreduce = False  # would sum over ranks that have other shards, or not over all copies
+        self.wait_for: Callable[[torch.Tensor], None] | None = None  # until a parameter that is used here is gathered
         mla = bool(config.multi_latent_attention)
         owners: list[Any] = [layer.self_attention for layer in self.decoder.layers] if mla else [self]
         for owner in owners:
@@ -83,6 +84,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         """Log-prob and entropy of this context-parallel rank's response tokens; see `vocabulary.log_probs`."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.wait_for is not None:  # its module is never called, which would wait
+            self.wait_for(weight)
         tp = self.pg_collection.tp
         part = Slice(first=tp.rank() * len(weight), vocab=self.vocab, group=tp if tp.size() > 1 else None)
         return log_probs(self.predicting(hidden, pack), weight, target, temperature, part=part, chunk=chunk)

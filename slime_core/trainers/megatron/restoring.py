@@ -30,7 +30,6 @@ from slime_core.trainers.megatron.saving import (
     generators_name,
     learned,
     piece_of,
-    settle,
 )
 from slime_core.weights.bridge import Entry, whole_shape
 from slime_core.weights.dist import METADATA, DistFolder
@@ -63,7 +62,7 @@ def restore(worker: Worker, path: Path) -> None:
     """
     worker.staging.wait()
     for one in learned(worker):
-        settle(one.learner)
+        one.learner.settle()
     failed: SlimeError | None = None
     try:
         state, found, reference, random = _read(worker, path)

@@ -103,12 +103,6 @@ def learned(worker: Worker) -> list[Learned]:
     return found
 
 
-def settle(learner: Learner) -> None:
-    """Have whole parameters on every rank, where they are gathered during the next forward pass; a collective."""
-    if learner.ddp.ddp_config.overlap_param_gather:
-        learner.ddp.start_param_sync(force_sync=True)
-
-
 def piece_of(held: Held) -> Piece:
     """A rank's shard of a tensor."""
     return Piece(held.entry, tuple(held.tensor.shape), held.group.rank(), held.group.size())
@@ -124,7 +118,7 @@ def save(worker: Worker, path: Path) -> None:
     staging = worker.staging
     staging.wait()
     for one in learned(worker):
-        settle(one.learner)
+        one.learner.settle()
     try:
         durable.disk.make_folder(path)
     except FileExistsError:

@@ -113,6 +113,8 @@ class Worker:
         self.policy.passes.chunk = train.logprob_chunk_tokens
         self.staging.before_change()
         with self.parking.present():
+            for learner in self._learners():
+                learner.settle()
             self._begin_models(stage, needs)
             for one in saving.learned(self):
                 check_shapes(one.tensors.entries)
@@ -154,6 +156,7 @@ class Worker:
             return self._log_probs(batch, self.policy, role)
         if role == "reference" and self.frozen.reference is not None:
             self.staging.before_change()
+            self.actor.settle()
             with self.frozen.as_reference(self.policy):
                 return {"log_probs": self._log_probs(batch, self.policy, role)["log_probs"]}
         if role == "teacher" and self.frozen.teacher is not None:
@@ -292,19 +295,20 @@ class Worker:
         checks.check_batch(batch, self.folder.vocab_size)
 
     def verify(self, batch: Batch) -> dict[str, float]:
+        self.actor.settle()
         return verify(self, batch)
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         if route is None:
             return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self.whole())
-        saving.settle(self.actor)
+        self.actor.settle()
         return self.senders.publish(self.policy.tensors.sources(), version, route, rank=self.rank)
 
     @torch.no_grad()
     def whole(self) -> Tensors:
         """Every tensor by its name in the model folder, float32 or as it is kept, on rank 0; nothing on the others."""
-        saving.settle(self.actor)
+        self.actor.settle()
         found: Tensors = {}
         for parts, tensor in stream(self.policy.tensors.sources()):
             if self.rank == 0:
@@ -340,6 +344,8 @@ class Worker:
         self._forget()
         if "parameters" in what:
             self.senders.drop()
+            for learner in self._learners() if "parameters" not in self.parking.away else ():
+                learner.settle()
         if self.device.type != "cpu":
             self.parking.leave(what)
         if self.device.type == "cuda":
