@@ -135,11 +135,12 @@ def test_megatron_learns_from_what_sglang_rolls_out(work, layout):
     print(f"   log-probs differ by {apart:.2g}; {json.dumps({n: round(v, 3) for n, v in middle.items()})}")
     print(f"   {json.dumps(swap)}")
     assert len(steps) == STEPS
-    assert all(one["grad_norm"] > 0 and one["canary/tensors"] > 0 for one in metrics)
+    assert all(one["canary/tensors"] > 0 for one in metrics)
     assert apart < BAND
     assert list((work / layout / "checkpoints").glob("step-*"))
     assert (work / layout / "final" / "model.safetensors").is_file()
-    if not CPU:
+    if not CPU:  # there the warm-up is too short for right answers
+        assert all(one["grad_norm"] > 0 for one in metrics)
         assert held[-1] >= held[0] + LEARNT, (held, [one["reward/mean"] for one in metrics])
         # the shared GPU's memory changed hands, or nothing did where each side has its own
         assert (metrics[-1].get("swap/engine_release_bytes", 0.0) > 5e9) == (transport == "tensor")
