@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns, WeightUpdate
 
 RANK = "slime_core.clusters.rank"
-GRACE = 5.0  # seconds in which a rank that was told to end must be gone before it is killed
+GRACE = 5.0  # seconds in which ranks that were told to end must be gone before they are killed
 CAUSE = 2.0  # seconds in which the other ranks may say what they know, once one has failed
 POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
 GONE = "closed its connection"
@@ -35,7 +36,10 @@ RESUME = "what was finished is in the ledger: slime run --resume RUN_DIR"
 
 
 class RankTrainer:
-    """Implements `protocols.Trainer` over N processes; enter it with ``async with``."""
+    """Implements `protocols.Trainer` over N processes; enter it with ``async with``.
+
+    ``start`` says where they live. Ranks of one machine meet in a file; those of several at ``address``, rank 0's.
+    """
 
     def __init__(
         self,
@@ -48,13 +52,14 @@ class RankTrainer:
         run_dir: Path,
         epoch: int = 0,
         start: Start = start_here,
+        address: str = "",
     ) -> None:
         self._epoch = epoch
         self._config, self._fingerprint = config, plugins.fingerprint()
         self._world, self._device, self._cpu_threads = world, device, cpu_threads
         self._run_dir, self._log_dir = run_dir, run_dir / "log"
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
-        self._start = start
+        self._start, self._address = start, address
         self._ranks: list[Channel] = []
         self._ended: SlimeError | None = None  # why no rank answers any more
         self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the streams
@@ -89,13 +94,17 @@ class RankTrainer:
                 "device": self._device,
                 "cpu_threads": self._cpu_threads,
                 "rendezvous": str(self._rendezvous),
+                "address": self._address,
                 "errors": str(self._run_dir / "errors"),
                 "run_dir": str(self._seen_by(number)),
                 "seen": seen,
             }
             with suppress(ConnectionError):  # the answer that does not come says more
                 await rank.write(encode(hello))
-        await self._replies("its start")
+        place, *_ = await self._replies("its start")
+        for rank in self._ranks:
+            with suppress(ConnectionError):
+                await rank.write(encode({"rendezvous": place}))
         await self._replies("its start")
 
     def _seen_by(self, _: int) -> Path:
@@ -108,8 +117,9 @@ class RankTrainer:
             with suppress(ConnectionError):
                 await rank.write(close)
             await rank.close()
+        end = time.monotonic() + GRACE
         for rank in self._ranks:
-            if not await rank.ended(GRACE):
+            if not await rank.ended(max(0.0, end - time.monotonic())):
                 await rank.kill()
         self._rendezvous.unlink(missing_ok=True)
 
