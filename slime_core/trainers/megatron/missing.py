@@ -43,6 +43,10 @@ def missing(asked: Values, device: str) -> list[Problem]:
             what = f"megatron.{flag} needs {library}, which cannot be used here"
             why = "it is not installed" if device == "cuda" else "it needs a GPU"
             found.append(_problem(flag, what, why, f"install {library}, or leave {flag} out"))
+    if asked.ddp.get("overlap_param_gather") and asked.ddp.get("use_distributed_optimizer") is False:
+        what = "megatron.overlap_param_gather has nothing to gather"
+        why = "without use_distributed_optimizer every rank steps all weights"
+        found.append(_problem("overlap_param_gather", what, why, "leave overlap_param_gather out"))
     return found + (_offload(asked, device) if offloaded else [])
 
 

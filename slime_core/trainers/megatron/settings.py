@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields as fields_of, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
@@ -20,6 +19,7 @@ from slime_core.trainers.megatron import layout as layouts
 from slime_core.trainers.megatron.agreement import disagreements
 from slime_core.trainers.megatron.flags import Values, problems, values
 from slime_core.trainers.megatron.layout import Layout
+from slime_core.trainers.megatron.missing import IMPLIED, OFFLOAD, installed, missing, unused
 
 if TYPE_CHECKING:
     from slime_core.config.problems import Origins
@@ -49,13 +49,6 @@ MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
 KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 """Fields that make experts faster where Transformer Engine is."""
 ALIGNED = 16  # bytes: what torch's grouped product wants rows of matrices to be a multiple of
-LIBRARIES = {
-    "cpu_offloading": "transformer_engine",
-    "use_te_activation_func": "transformer_engine",
-    "use_precision_aware_optimizer": "transformer_engine",
-    "moe_enable_deepep": "deep_ep",
-}
-"""Fields that cannot be had without a library."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -116,7 +109,7 @@ def settings(
     _raise(disagreements(megatron, bridge, hf_config, known, sizes), origins)
     mla = bridge.attention == "mla"
     asked = values(megatron)
-    _raise(_missing(asked, device), origins)
+    _raise(missing(asked, device), origins)
     run, notices = _run(asked.transformer, device)
     shared = _shared_sequence(megatron, layout)
     fields = {**known, "multi_latent_attention": mla}
@@ -140,34 +133,13 @@ def settings(
         ddp=_ordered(_ddp_defaults() | asked.ddp),
         optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
-        notices=(*asked.notices, *notices),
+        notices=(*asked.notices, *notices, *unused(asked)),
     )
 
 
 def _raise(problems: list[Problem], origins: Origins | None) -> None:
     placed = [origins.place(problem) if origins else problem for problem in problems]
     raise_all([one if one.where else replace(one, where=", ".join(map(dotted, one.keys))) for one in placed])
-
-
-def _missing(asked: Values, device: str) -> list[Problem]:
-    """A problem for each flag whose library is not installed, or whose device is not there."""
-    found = []
-    for flag, library in LIBRARIES.items():
-        if (asked.transformer.get(flag) or asked.optimizer.get(flag)) and not (
-            device == "cuda" and _installed(library)
-        ):
-            what = f"megatron.{flag} needs {library}, which cannot be used here"
-            why = "it is not installed" if device == "cuda" else "it needs a GPU"
-            fix = f"install {library}, or leave {flag} out"
-            found.append(Problem(code="CFG04", what=what, keys=(("megatron", flag),), why=why, fix=fix))
-    if asked.optimizer.get("optimizer_cpu_offload") and device == "cpu":
-        what, why = (
-            "megatron.optimizer_cpu_offload has nothing to offload",
-            "the trainer's ranks compute on processors",
-        )
-        keys = (("megatron", "optimizer_cpu_offload"),)
-        found.append(Problem(code="CFG04", what=what, keys=keys, why=why, fix="leave --optimizer-cpu-offload out"))
-    return found
 
 
 def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[str]]:
@@ -217,7 +189,7 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
         "add_bias_linear": False,
         "bias_dropout_fusion": gpu,
         "bias_activation_fusion": gpu,
-        "gradient_accumulation_fusion": gpu and _installed("fused_weight_gradient_mlp_cuda"),
+        "gradient_accumulation_fusion": gpu and installed("fused_weight_gradient_mlp_cuda"),
         "transformer_impl": "transformer_engine" if engine else "local",
         "deallocate_pipeline_outputs": gpu,
         "moe_token_dispatcher_type": "alltoall",  # dense pipelines too: allgather wants equal lengths
@@ -279,8 +251,7 @@ def _ddp_defaults() -> dict[str, Any]:
 
 def _optimizer_defaults(asked: Values) -> dict[str, Any]:
     found = {"optimizer": "adam", "use_distributed_optimizer": True}
-    offload = {"optimizer_offload_fraction": 1.0} if asked.optimizer.get("optimizer_cpu_offload") else {}
-    return found | offload
+    return found | (IMPLIED if asked.optimizer.get(OFFLOAD) else {})
 
 
 def _of_train(train: TrainSection) -> dict[str, Any]:
@@ -295,11 +266,7 @@ def _ordered(table: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _engine(device: str) -> bool:
-    return device == "cuda" and _installed("transformer_engine")
-
-
-def _installed(name: str) -> bool:
-    return find_spec(name) is not None
+    return device == "cuda" and installed("transformer_engine")
 
 
 @dataclass(slots=True, frozen=True)
@@ -325,8 +292,19 @@ def build(made: Settings) -> Built:
     return Built(
         transformer=_made(kind, made.transformer),
         ddp=_made(DistributedDataParallelConfig, made.ddp),
-        optimizer=_made(OptimizerConfig, made.optimizer),
+        optimizer=_optimizer(OptimizerConfig, made.optimizer),
     )
+
+
+def _optimizer(kind: Any, table: Mapping[str, Any]) -> Any:
+    """Masters in main memory are nowhere else; megatron-core asks for Transformer Engine then, and does not use it."""
+    apart = "use_precision_aware_optimizer"
+    if not (table.get(OFFLOAD) and table.get(apart)):
+        return _made(kind, table)
+    made = _made(kind, {**table, apart: False})
+    for name, value in {apart: True, f"{apart}_no_fp8_or_ds_fp8": True, "store_param_remainders": False}.items():
+        setattr(made, name, value)
+    return made
 
 
 def _made(kind: Any, table: Mapping[str, Any]) -> Any:

@@ -1,0 +1,57 @@
+"""Flags whose library, device or other flag is not there; what an optimizer in main memory brings with it."""
+
+import pytest
+import torch
+from test_settings import built, made, refused
+
+pytestmark = pytest.mark.unit
+
+OFFLOAD = {"optimizer_cpu_offload": True}
+ENGINE = "use_precision_aware_optimizer"
+
+
+def test_an_optimizer_in_main_memory_leaves_no_masters_on_the_device():
+    config = built(made(OFFLOAD, device="cuda")).optimizer
+    assert (config.optimizer_offload_fraction, config.use_precision_aware_optimizer) == (1.0, True)
+    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert (config.main_params_dtype, config.exp_avg_dtype) == (torch.float32, torch.float32)
+    plain = built(made(device="cuda")).optimizer
+    assert not plain.optimizer_cpu_offload
+    assert not plain.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def test_its_other_flags_reach_megatron():
+    table = {"overlap_cpu_optimizer_d2h_h2d": True, "no_pin_cpu_params": True, ENGINE: True}
+    config = built(made({**OFFLOAD, **table}, device="cuda")).optimizer
+    assert (config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_params, config.pin_cpu_grads) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "words"),
+    [
+        pytest.param({"use_distributed_optimizer": False}, "CFG04", "brings it", id="shared"),
+        pytest.param({ENGINE: False}, "CFG04", "brings it", id="masters"),
+        pytest.param({"optimizer_offload_fraction": 0.0}, "CFG03", "above 0, up to 1", id="nothing"),
+        pytest.param({"optimizer_offload_fraction": 1.5}, "CFG03", "above 0, up to 1", id="more than all"),
+        pytest.param({"exp_avg_dtype": "bf16"}, "CFG04", "leave exp_avg_dtype out", id="moments"),
+        pytest.param({"main_params_dtype": "fp16"}, "CFG04", "leave main_params_dtype out", id="halves"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(table, code, words):
+    error = refused({**OFFLOAD, **table}, device="cuda")
+    assert error.code == code
+    assert f"megatron.{next(iter(table))}" in error.what
+    assert words in error.fix
+
+
+def test_flags_that_mean_something_with_it_alone_are_named():
+    table = {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
+    notices = [f"{name} has no effect without --optimizer-cpu-offload" for name in table]
+    assert list(made(table, device="cuda").notices) == notices
+    assert not made({**OFFLOAD, **table}, device="cuda").notices
+
+
+def test_weights_that_nobody_shares_are_gathered_by_nobody():
+    error = refused({"overlap_param_gather": True, "use_distributed_optimizer": False})
+    assert error.what == "megatron.overlap_param_gather has nothing to gather"
+    assert error.fix == "leave overlap_param_gather out"
