@@ -2,7 +2,8 @@
 
     python -m slime_core.clusters.rank FD PARENT_PID
 
-The first frame tells rank, world, config, plugin fingerprint and rendezvous file; every later one is a call.
+The first frame tells rank, world, config and plugin fingerprint, the second where the ranks meet; every later one is a
+call.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def main() -> None:
         hello = receive_blocking(sock)
         if not _answer(sock, lambda: _look(hello)):
             return
+        place: str = receive_blocking(sock)["rendezvous"]
         thread = TorchThread(hello["cpu_threads"])
         made: list[Ranked] = []
-        _answer(sock, lambda: made.append(_build(hello, thread)))
+        _answer(sock, lambda: made.append(_build(hello, place, thread)))
         while made:
             call = receive_blocking(sock)
             if call["method"] == "close":
@@ -57,8 +59,10 @@ def main() -> None:
         os._exit(0)  # a collective that waits for a dead peer must not hold the process
 
 
-def _look(hello: dict[str, Any]) -> bool:
-    """Read back what the driver has just written into the run directory.
+def _look(hello: dict[str, Any]) -> str:
+    """Read back what the driver has just written into the run directory; where the ranks meet.
+
+    That is a file in the folder, or, where the driver gives rank 0 an address to meet at, a port there.
 
     Raises:
         StorageError: STO200 this rank sees another folder, or none: a checkpoint would lack its part.
@@ -76,10 +80,14 @@ def _look(hello: dict[str, Any]) -> bool:
             why=f"{hello['seen']}, which the driver wrote there: {found}",
             fix="choose a folder that all ranks share: --run-dir DIR",
         )
-    return True
+    if hello["rank"] == 0 and hello["address"]:
+        from slime_core.trainers.meeting import open_meeting
+
+        return open_meeting(hello["address"], hello["world"])
+    return str(hello["rendezvous"])
 
 
-def _build(hello: dict[str, Any], thread: TorchThread) -> Ranked:
+def _build(hello: dict[str, Any], place: str, thread: TorchThread) -> Ranked:
     from slime_core.clusters.backends import trainer_class
     from slime_core.clusters.embedded import open_folder
 
@@ -99,7 +107,7 @@ def _build(hello: dict[str, Any], thread: TorchThread) -> Ranked:
         rank=hello["rank"],
         world=hello["world"],
         device=hello["device"],
-        rendezvous=hello["rendezvous"],
+        rendezvous=place,
         errors=Path(hello["errors"]),
     )
 

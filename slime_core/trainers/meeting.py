@@ -1,4 +1,8 @@
-"""Trainer ranks meet: a process group over a file that all see, gloo for the CPU and NCCL for GPUs."""
+"""Trainer ranks meet in a process group: gloo for the CPU and NCCL for GPUs.
+
+    on one machine       at a file that all see, over the loopback
+    on several machines  at tcp://HOST:PORT, which rank 0 has opened, over the network that this address belongs to
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,12 @@ import torch.distributed as dist
 
 from slime_core.errors import TrainerError
 
+TCP = "tcp://"
+_OPENED: dict[str, Any] = {}  # stores that this process has opened, by address
+
 
 def meet(rank: int, world: int, device: str, rendezvous: str | Path | None) -> None:
-    """Join the group of all ranks; ``rendezvous`` is a file that all see, needed for more than one.
+    """Join the group of all ranks; ``rendezvous`` is a file that all see, or an address, needed for more than one.
 
     Raises:
         TrainerError: this process already belongs to a group of another size, or there is nowhere to meet.
@@ -34,11 +41,53 @@ def meet(rank: int, world: int, device: str, rendezvous: str | Path | None) -> N
     dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
 
 
+def open_meeting(host: str, world: int) -> str:
+    """Open a place to meet at an address of this machine, on a port that is held from here on; the address of it.
+
+    Example: open_meeting("10.0.0.5", 16) == "tcp://10.0.0.5:38211"
+    """
+    door = socket.create_server((host, 0), backlog=max(world, 128))
+    port = int(door.getsockname()[1])
+    stores: Any = dist
+    store = stores.TCPStore(host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    address = f"{TCP}{host}:{port}"
+    _OPENED[address] = store
+    return address
+
+
 def _store(world: int, rendezvous: str | Path | None) -> Any:
+    stores: Any = dist
     if rendezvous is None and world > 1:
-        raise TrainerError(f"{world} ranks need a rendezvous file")
+        raise TrainerError(f"{world} ranks need a place to meet")
+    if str(rendezvous).startswith(TCP):
+        address = str(rendezvous)
+        host, _, port = address.removeprefix(TCP).rpartition(":")
+        if name := _interface_to(host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return _OPENED.get(address) or stores.TCPStore(host, int(port), world, is_master=False)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
     if loopback:  # ranks that meet in a file are on this machine, and need no name that a resolver knows
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    stores: Any = dist
     return stores.HashStore() if rendezvous is None else stores.FileStore(str(rendezvous), world)
+
+
+def _interface_to(host: str) -> str:
+    """The interface by which this machine reaches ``host``; empty where that cannot be told."""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: the kernel only chooses a route
+            ours = probe.getsockname()[0]
+        except OSError:
+            return ""
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe.fileno(), 0x8915, asked)[20:24]  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(found) == ours:
+                return name
+    return ""

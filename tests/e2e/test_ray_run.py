@@ -8,10 +8,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,7 @@ def reward(args, sample, **kw):
         os.kill(of_the_cluster(words), signal.SIGKILL)
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
 '''.replace("MARK", MARK)
-OURS = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+OURS = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +87,27 @@ def cluster(work):
     )
     try:
         told = ""
-        while "Ray runtime started" not in told:
+        while "block forever" not in told:  # its last words, when all is there
             line = head.stdout.readline()
             assert line, told
             told += line
         yield (Path(where) / "ray_current_cluster").read_text().strip(), env
     finally:
-        head.send_signal(signal.SIGTERM)
         head.stdout.close()
+        for pid in marked(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         head.wait(60)
         shutil.rmtree(where, ignore_errors=True)
+
+
+def marked(mark):
+    """Processes of the cluster of this mark; a node of it has the mark of its own too."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and f"{MARK}={mark}" in environ(entry.name):
+            found.append(int(entry.name))
+    return found
 
 
 @pytest.fixture
@@ -163,6 +176,36 @@ def test_two_ranks_and_two_engines_on_a_cluster_make_the_samples_and_weights_of_
         "engine-0.log",
         "engine-1.log",
     }
+
+
+def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, cluster, here):
+    """Six bundles on nodes of four and three processors; ranks with a bundle each do not count on one machine."""
+    address, env = cluster
+    join = [str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--num-cpus=3", "--block"]
+    node = subprocess.Popen(
+        join,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told = ""
+        while "block forever" not in told:
+            line = node.stdout.readline()
+            assert line, told
+            told += line
+        flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", address)
+        done, path = run("nodes", *flags, "--no-colocate", "--rollout-num-engines", 4, **env)
+        assert done.returncode == 0, done.stderr
+        assert steps(path)[0] == steps(here)[0]
+        assert weights(path) == weights(here)
+        assert "2 trainer rank(s), 4 engine(s)" in done.stderr
+    finally:
+        node.send_signal(signal.SIGTERM)
+        node.stdout.close()
+        node.wait(90)
 
 
 def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run, here, work):
@@ -257,9 +300,10 @@ def test_a_run_that_is_too_large_is_told_what_is_wanted_and_what_is_there(run, c
 
 
 def test_an_address_without_a_cluster_is_refused(run):
-    done, _ = run(
-        "nowhere", "--cluster", "ray", "--ray-address", "127.0.0.1:9", RAY_gcs_rpc_server_connect_timeout_s="1"
-    )
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]  # free, and nobody's when it is closed
+    done, _ = run("nowhere", "--cluster", "ray", "--ray-address", f"127.0.0.1:{port}")
     assert done.returncode == 2
     assert "error CFG17" in done.stderr
-    assert "127.0.0.1:9" in done.stderr
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Connection refused" in done.stderr

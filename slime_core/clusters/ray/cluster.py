@@ -2,7 +2,8 @@
 
     driver: loop, collector, ledger, plugins --- hosts (actors) --- ranks, engines (processes)
 
-The driver needs no GPU. Ranks meet through the run directory, which all machines see.
+The driver needs no GPU. All machines see the run directory; ranks of one meet in a file there, those of several at a
+port of the first.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             report.note(text)
         thread = TorchThread(cluster.cpu_threads)
         stack.callback(thread.close)
+        several = len({seat.bundle for seat in placed.ranks}) > 1
         if config.rollout.debug_rollout_only:
             trainer: Any = IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
         else:
@@ -65,6 +67,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
                 run_dir=run_dir,
                 epoch=epoch,
                 start=lambda number, child: found.start(placed.ranks[number], child),
+                address=found.machines[0].address if several else "",
             )
             trainer = await stack.enter_async_context(ranks)
         absent = config.rollout.debug_train_only

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "cluster.ray_address"
 LOOPBACK = "127.0.0.1"
+PROBE = 10.0  # seconds in which a head must take a connection
 KEPT = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are ours before and after Ray has started."""
 
@@ -93,6 +95,7 @@ def _init(address: str, plan: Plan) -> None:
             cores = max(wanted, len(os.sched_getaffinity(0)))
             ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
         else:
+            _probe(address)
             ray.init(address, **common)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
@@ -102,6 +105,13 @@ def _init(address: str, plan: Plan) -> None:
             why=" ".join(str(error).split())[:600],
             fix="ray status --address HOST:PORT   shows whether it runs; --ray-address local starts one of its own",
         ) from error
+
+
+def _probe(address: str) -> None:
+    """Ray asks for minutes at an address where nobody listens; this asks once, and raises an OSError."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), PROBE).close()
 
 
 @contextmanager
