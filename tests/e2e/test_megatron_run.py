@@ -1,4 +1,4 @@
-"""Whole runs that Megatron-core trains, on CPU ranks: the same losses as with FSDP, at every layout; saved and resumed."""
+"""Whole runs that Megatron-core trains, on CPU ranks: the losses of FSDP at every layout, and checkpoints that convert."""
 
 import json
 import os
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime_core.testing import tiny_model
 
@@ -108,10 +110,23 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(work):
+    """The run of a layout, made once."""
+    made = set()
+
+    def train(layout):
+        if layout not in made:
+            run(work, "run", "both.toml", "--run-dir", layout, "--train-backend", "megatron", *LAYOUTS[layout])
+            made.add(layout)
+        return work / layout
+
+    return train
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_are_those_of_fsdp(work, with_fsdp, layout):
-    run(work, "run", "both.toml", "--run-dir", layout, "--train-backend", "megatron", *LAYOUTS[layout])
-    mine = steps(work / layout)
+def test_losses_are_those_of_fsdp(work, with_fsdp, trained, layout):
+    mine = steps(trained(layout))
     assert len(mine) == len(with_fsdp) == 3
     for ours, theirs in zip(mine, with_fsdp, strict=True):
         names = [name for name in FIGURES if name in theirs["metrics"]]
@@ -120,3 +135,31 @@ def test_losses_are_those_of_fsdp(work, with_fsdp, layout):
             want = theirs["metrics"][name]
             assert ours["metrics"][name] == pytest.approx(want, rel=5e-3, abs=1e-4), (name, ours["version"])
     assert (work / layout / "final" / "model.safetensors").is_file()
+
+
+def convert(*args):
+    """`slime convert ARGS`."""
+    from slime_cli.main import main
+
+    assert main(["convert", *map(str, args), "--plugin", "models", "--quiet"]) == 0
+
+
+def same(one, other):
+    """Fail unless two model folders hold the same tensors, bit for bit, and the same config."""
+    mine, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_last_checkpoint_becomes_the_folder_that_the_run_ends_in(work, trained, tmp_path, layout):
+    ended = trained(layout)
+    convert(
+        "dist-to-hf", ended / "checkpoints" / "step-3", tmp_path / "hf", "--origin-hf-dir", work / "model", "--verify"
+    )
+    same(tmp_path / "hf", ended / "final")
+    first, last = load_file(work / "model" / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"]), "nothing was learnt"
