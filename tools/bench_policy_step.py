@@ -7,7 +7,8 @@
 The model has the shape of a preset of slime-models (default qwen3-4b); it is drawn from a seed and written once into
 --folder. Each backend has a process of its own, one after the other. "plain" is transformers with sdpa, its layers
 compiled, the loss in chunks of 2048 rows and fused AdamW in bfloat16: what a loop without a framework reaches.
-A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows.
+A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows; one that runs out
+of memory is tried once more with its layers recomputed.
 
 MFU = (6 * parameters * tokens + 6 * layers * heads * head_dim * length^2 * sequences) / seconds / peak; the second
 term is causal attention's, the peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
@@ -165,14 +166,14 @@ def work(folder: Path, length: int, sequences: int) -> float:
     return float(6 * parameters * length * sequences + 6 * layers * heads * width * length**2 * sequences)
 
 
-def run_backend(backend: str, folder: Path, limit: float) -> tuple[dict[str, Any] | None, str]:
+def run_backend(backend: str, folder: Path, limit: float, *more: str) -> tuple[dict[str, Any] | None, str]:
     """The last line of a backend's process, None where it came to none, and why it ended before its time."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--worker", backend]
+    command = [sys.executable, __file__, *sys.argv[1:], *more, "--folder", str(folder), "--worker", backend]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-        said, why = done.stdout, done.stderr[-TAIL:] if done.returncode else ""
+        said, why = done.stdout, done.stderr if done.returncode else ""
     except subprocess.TimeoutExpired as late:
-        said, why = _text(late.stdout), f"cut off after {limit:.0f} s: {_text(late.stderr)[-TAIL:]}"
+        said, why = _text(late.stdout), f"{_text(late.stderr)}\ncut off after {limit:.0f} s"
     rows = [line for line in said.splitlines() if line.startswith('{"seconds"')]
     return (json.loads(rows[-1]) if rows else None), why
 
@@ -226,15 +227,24 @@ def main() -> None:
     print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
     for backend in args.backend:
         found, why = run_backend(backend, args.folder, args.limit)
-        if found is not None:
-            best = min(found["seconds"])
-            mfu = operations / best / args.peak
-            row = f"{best:.3f} | {tokens / best:,.0f} | {mfu:.3f} | {found['memory']:.1f}"
-            print(f"| {backend} | {row} |", flush=True)
-        else:
-            print(f"| {backend} | failed | | | |", flush=True)
-        if why:
-            print(f"\n{backend}: {why}\n", flush=True)
+        show(backend, args, found, why, operations, tokens)
+        if found is None and "out of memory" in why.lower() and not args.recompute:
+            found, why = run_backend(backend, args.folder, args.limit, "--recompute")
+            show(f"{backend}, layers recomputed", args, found, why, operations, tokens)
+
+
+def show(
+    name: str, args: argparse.Namespace, found: dict[str, Any] | None, why: str, operations: float, tokens: int
+) -> None:
+    """A row of the table, and what a backend that failed said."""
+    if found is None:
+        print(f"| {name} | failed | | | |", flush=True)
+    else:
+        best = min(found["seconds"])
+        row = f"{best:.3f} | {tokens / best:,.0f} | {operations / best / args.peak:.3f} | {found['memory']:.1f}"
+        print(f"| {name} | {row} |", flush=True)
+    if why:
+        print(f"\n{name}: {why[-TAIL:]}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if [ -z "${SLIME_BENCH_MODELS:-}" ] && [ -d /dev/shm ]; then  # the model of 4B 
 fi
 
 check() {
-    python3 - <<'PY'
+    python3 -W ignore - <<'PY'
 import importlib.util, os, sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 wanted = "slime-rl slime-models slime-rm-math torch transformers pydantic orjson aiohttp xxhash pytest pytest-timeout megatron-core"
