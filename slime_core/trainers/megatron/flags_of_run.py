@@ -71,7 +71,7 @@ MEMORY = (
 NUMERICS = (
     _sets("deterministic_mode", bool, "Kernels that repeat bit for bit."),
     _sets("disable_bf16_reduced_precision_matmul", bool, "bfloat16 products are summed in float32."),
-    _sets("fp32_residual_connection", bool, "Residuals in float32."),
+    _sets("fp32_residual_connection", bool, "Residuals in float32; not with Transformer Engine."),
     _off("no_bias_dropout_fusion", "The sum with the residual is not compiled.", "transformer.bias_dropout_fusion"),
     _off("no_bias_swiglu_fusion", "SwiGLU is not compiled.", "transformer.bias_activation_fusion"),
     _off("no_bias_gelu_fusion", "GELU is not compiled.", "transformer.bias_activation_fusion"),
@@ -175,7 +175,7 @@ OPTIMIZER = (
     _sets(
         "use_torch_optimizer_for_cpu_offload",
         bool,
-        "torch's Adam there.",
+        "torch's Adam there: the only one that there is.",
         "optimizer.use_torch_optimizer_for_cpu_offload",
     ),
     _sets(

@@ -43,6 +43,10 @@ def missing(asked: Values, device: str) -> list[Problem]:
             what = f"megatron.{flag} needs {library}, which cannot be used here"
             why = "it is not installed" if device == "cuda" else "it needs a GPU"
             found.append(_problem(flag, what, why, f"install {library}, or leave {flag} out"))
+    if asked.transformer.get("fp32_residual_connection") and device == "cuda" and installed("transformer_engine"):
+        what = "megatron.fp32_residual_connection cannot be had with Transformer Engine"
+        why = "its norms and linear layers take the dtype of their weights alone"
+        found.append(_problem("fp32_residual_connection", what, why, "leave fp32_residual_connection out"))
     if asked.ddp.get("overlap_param_gather") and asked.ddp.get("use_distributed_optimizer") is False:
         what = "megatron.overlap_param_gather has nothing to gather"
         why = "without use_distributed_optimizer every rank steps all weights"

@@ -1,7 +1,8 @@
-"""Norms as transformers computes them, in float32, with what sequence parallelism asks of their weights."""
+"""Norms as transformers computes them, in float32, with what sequence parallelism asks of their weights; residuals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,23 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to the same."""
+        """[..., hidden] to the same in the weight's dtype: residuals may be float32 beside others."""
+        dtype = self.weight.dtype
         if self.bias is not None:
-            return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        if x.dtype == torch.float32:
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(dtype)
+        if x.dtype == dtype == torch.float32:
             return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return self.weight * y.to(dtype)
+
+
+def wide_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """What adds to a residual in float32 and leaves it so; megatron-core's own makes it the other's dtype again."""
+
+    def add(given: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        hidden, bias = given
+        return residual + (hidden if bias is None else hidden + bias)
+
+    return add

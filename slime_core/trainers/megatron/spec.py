@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from slime_core.trainers.megatron.attention import CoreAttention
 from slime_core.trainers.megatron.experts import grouped_spec
 from slime_core.trainers.megatron.latent import LatentAttention
-from slime_core.trainers.megatron.norms import Norm
+from slime_core.trainers.megatron.norms import Norm, wide_add
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -69,6 +69,8 @@ def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
     for layer in block.layer_specs:
         if bridge.sandwich:
             layer.module = SandwichLayer
+        if config.fp32_residual_connection:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = wide_add
         _replace(layer, grouped=grouped)
     if not has_transformer_engine():
         block.layer_norm = Norm

@@ -39,6 +39,18 @@ def config_of(folder, megatron, **train):
     return Config.model_validate(given)
 
 
+def with_columns(train):
+    """A batch with what a stage's loss reads."""
+    import trainer_bench
+
+    batch = trainer_bench.batch_of()
+    old = batch.columns["rollout_log_probs"]
+    columns = {"old_policy": old, "reference": old - 0.1}
+    if "critic_lr" in train:
+        columns |= {"values": old * 0, "returns": old}
+    return replace(batch, columns=batch.columns | columns)
+
+
 class Ranks:
     """A worker of a layout, made in a process that held another before."""
 
@@ -58,17 +70,7 @@ class Ranks:
             config, load_plugins(config), folder, rank, world, "cpu", root / meeting if world > 1 else None
         )
         self.worker.begin(config)
-        self.batch = self._batch(train)
-
-    def _batch(self, train):
-        import trainer_bench
-
-        batch = trainer_bench.batch_of()
-        old = batch.columns["rollout_log_probs"]
-        columns = {"old_policy": old, "reference": old - 0.1}
-        if "critic_lr" in train:
-            columns |= {"values": old * 0, "returns": old}
-        return replace(batch, columns=batch.columns | columns)
+        self.batch = with_columns(train)
 
     def step(self):
         """A step, then the fingerprint."""

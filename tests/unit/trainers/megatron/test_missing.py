@@ -4,6 +4,8 @@ import pytest
 import torch
 from test_settings import built, made, refused
 
+from slime_core.trainers.megatron import missing
+
 pytestmark = pytest.mark.unit
 
 OFFLOAD = {"optimizer_cpu_offload": True}
@@ -55,3 +57,11 @@ def test_weights_that_nobody_shares_are_gathered_by_nobody():
     error = refused({"overlap_param_gather": True, "use_distributed_optimizer": False})
     assert error.what == "megatron.overlap_param_gather has nothing to gather"
     assert error.fix == "leave overlap_param_gather out"
+
+
+def test_residuals_in_float32_are_refused_where_transformer_engine_computes(monkeypatch):
+    table = {"fp32_residual_connection": True}
+    assert built(made(table, device="cuda")).transformer.pipeline_dtype == torch.float32
+    monkeypatch.setattr(missing, "installed", lambda name: name == "transformer_engine")
+    assert refused(table, device="cuda").fix == "leave fp32_residual_connection out"
+    assert made(table).transformer["fp32_residual_connection"]
