@@ -16,7 +16,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,28 +26,16 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     """The loop, the product over weights of one buffer, and over weights that lie apart; all with the same weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core imports
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-        from megatron.core.transformer import TransformerConfig
-        from megatron.core.transformer.mlp import MLPSubmodules
-        from megatron.core.transformer.moe.experts import SequentialMLP
+        from slime_core.trainers.megatron.experts import alone
 
-        from slime_core.trainers.megatron.experts import grouped_spec
-
-    dtype = torch.float32 if args.smoke else torch.bfloat16
-    config = TransformerConfig(
-        num_layers=1, num_attention_heads=1, hidden_size=args.hidden, ffn_hidden_size=args.width,
-        num_moe_experts=args.experts, moe_ffn_hidden_size=args.width, moe_grouped_gemm=True, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, bias_activation_fusion=not args.smoke,
-        params_dtype=dtype, bf16=not args.smoke, use_cpu_initialization=True, perform_initialization=False,
-    )  # fmt: skip
-    spec, one = grouped_spec(), dist.group.WORLD
-    groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    found = {
-        "loop": SequentialMLP(args.experts, config, linears, groups),
-        "product": spec.module(args.experts, config, spec.submodules, pg_collection=groups),
-        "stacked": spec.module(args.experts, config, spec.submodules, pg_collection=groups),
-    }
+    fields = {
+        "num_layers": 1, "num_attention_heads": 1, "hidden_size": args.hidden, "ffn_hidden_size": args.width,
+        "num_moe_experts": args.experts, "moe_ffn_hidden_size": args.width, "moe_grouped_gemm": True,
+        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+        "bias_activation_fusion": not args.smoke, "params_dtype": torch.float32 if args.smoke else torch.bfloat16,
+        "bf16": not args.smoke, "use_cpu_initialization": True, "perform_initialization": False,
+    }  # fmt: skip
+    found = {name: alone(fields, grouped=name != "loop") for name in ("loop", "product", "stacked")}
     for name, experts in found.items():
         experts.to(args.device)
         in_order(experts, together=name == "product")

@@ -8,21 +8,21 @@ summed here: with expert tensor parallelism the token dispatcher gathers rows be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 Held = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -123,6 +123,18 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 def grouped_spec() -> ModuleSpec:
     """What stands for the experts in a layer's spec."""
     return ModuleSpec(GroupedExperts, submodules=MLPSubmodules(linear_fc1=HeldColumns, linear_fc2=HeldRows))
+
+
+def alone(fields: Mapping[str, Any], *, grouped: bool) -> Any:
+    """Experts without the layer around them, on the only rank of the default process group: one product, or a loop.
+
+    For tests and benchmarks, which compare the two. ``fields`` are of TransformerConfig.
+    """
+    config, one = TransformerConfig(**fields), dist.group.WORLD
+    loop = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    spec = grouped_spec() if grouped else ModuleSpec(SequentialMLP, submodules=loop)
+    groups = ProcessGroupCollection(ep=one, expt_tp=one, expt_dp=one)
+    return spec.module(config.num_moe_experts, config, spec.submodules, pg_collection=groups)
 
 
 def product(rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

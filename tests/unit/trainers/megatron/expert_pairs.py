@@ -2,19 +2,13 @@
 
 import warnings
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what megatron-core imports
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from slime_core.trainers.megatron.experts import grouped_spec
+    from slime_core.trainers.megatron import experts
 
 COUNTS = {"all": [5, 2, 4, 3], "some have none": [0, 9, 0, 5], "one": [0, 0, 0, 14], "no token": [0, 0, 0, 0]}
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -40,12 +34,7 @@ def both(device="cpu", **given):
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = TransformerConfig(**{**SHAPE, **given})
-    spec, one, count = grouped_spec(), dist.group.WORLD, config.num_moe_experts
-    groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    loop = SequentialMLP(count, config, linears, groups)
-    ours = spec.module(count, config, spec.submodules, pg_collection=groups)
+        loop, ours = (experts.alone({**SHAPE, **given}, grouped=grouped) for grouped in (False, True))
     with torch.no_grad():
         for parameter in loop.parameters():
             parameter.copy_(torch.randn_like(parameter) * 1.7 * parameter.shape[-1] ** -0.5)
@@ -53,17 +42,17 @@ def both(device="cpu", **given):
     return loop.to(device), ours.to(device)
 
 
-def passed(experts, counts):
+def passed(layer, counts):
     """What comes out, and every gradient, by name."""
-    first, width = next(experts.parameters()), experts.config.hidden_size
+    first, width = next(layer.parameters()), layer.config.hidden_size
     draw = torch.Generator().manual_seed(5)
     rows = torch.randn(sum(counts), width, generator=draw).to(first).requires_grad_()
     probs = torch.rand(sum(counts), generator=draw).to(first.device).requires_grad_()
-    out, bias = experts(rows, torch.tensor(counts), probs)
+    out, bias = layer(rows, torch.tensor(counts), probs)
     assert bias is None
     assert out.dtype == first.dtype
     (out.float() * torch.linspace(-1, 1, width, device=first.device)).sum().backward()
-    found = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"out": out.detach(), "rows": rows.grad, "probs": probs.grad, **found}
 
 

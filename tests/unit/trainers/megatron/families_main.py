@@ -99,7 +99,21 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
             ]
             answer["count"] = answer.get("count", 0) + len(source.parts)
     answer["speaks"] = speaks()
+    answer["copied"] = copied(model.stage)
     return answer
+
+
+def copied(stage) -> list:
+    """Layers whose experts are multiplied from a copy of their weights."""
+    from slime_core.trainers.megatron.experts import GroupedExperts, stacked
+
+    found = []
+    for name, module in stage.named_modules():
+        if isinstance(module, GroupedExperts):
+            for linear in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, linear).weight for expert in module.local_experts]
+                found += [f"{name}.{linear}"] if stacked(weights).data_ptr() != weights[0].data_ptr() else []
+    return found
 
 
 def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:

@@ -1,6 +1,6 @@
 """Ranks of one layout: each setting of the tests of invariance, cut into micro-batches of several sizes, verified.
 
-    python invariance_main.py MODEL OUT.json WORLD '{"tensor_model_parallel_size": 2}'
+    python invariance_main.py MODEL OUT.json WORLD '{"tensor_model_parallel_size": 2}' SETTING ...
 
 Rank 0 writes the errors against the slow way in float64, and the gradients' norm, by setting and size.
 """
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 SIZES = (17, 40, 10_000)
 
 
-def main(rank: int, model: str, out: Path, world: int, flags: dict) -> None:
+def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list) -> None:
     """One rank."""
     torch.set_num_threads(1)
     with cpu_redirect():
@@ -43,9 +43,9 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict) -> None:
         meeting = str(out.with_suffix(".meet"))
         worker = Worker(first, load_plugins(first), ModelFolder.open(model), rank, world, "cpu", meeting)
         found = {}
-        for case, settings in splits.SETTINGS.items():
+        for case in cases:
             for size in SIZES:
-                worker.begin(config(max_tokens_per_gpu=size, **settings))
+                worker.begin(config(max_tokens_per_gpu=size, **splits.SETTINGS[case]))
                 batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
                 answer = verify(worker, batch)
                 found[f"{case}-{size}"] = {
@@ -58,6 +58,6 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict) -> None:
 
 
 if __name__ == "__main__":
-    folder, answer, count, table = sys.argv[1:]
-    arguments = (folder, Path(answer), int(count), json.loads(table))
+    folder, answer, count, table, *names = sys.argv[1:]
+    arguments = (folder, Path(answer), int(count), json.loads(table), names)
     torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")

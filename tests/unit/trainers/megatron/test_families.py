@@ -40,5 +40,6 @@ def test_log_probs_gradients_and_weights_are_those_of_transformers(models, layou
             assert max(found["log_probs"], found["entropy"], found["loss"]) < VALUES, where
             assert 0 < found["gradients"] < GRADIENTS, where
             assert found["gathered"] == [], where
+            assert found["copied"] == [] or not flags.get("use_distributed_optimizer", True), where
             if rank == 0:
                 assert found["count"] > 20, where

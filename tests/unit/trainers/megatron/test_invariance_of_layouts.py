@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from family_models import GROUPED, TENSOR, mixture
 from invariance_main import SIZES
 from splits import SETTINGS
 
@@ -15,29 +16,49 @@ from slime_core.testing import tiny_model
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-invariance")]
 
 HERE = Path(__file__).parent
-LAYOUTS = {
-    "data": {},
-    "tensor": {"tensor_model_parallel_size": 2},
-    "pipeline": {"pipeline_model_parallel_size": 2},
-    "context": {"context_parallel_size": 2},
+CASES = {"dense": tuple(SETTINGS), "experts": ("clip",)}
+LAYOUTS = {  # model, flags
+    "data": ("dense", {}),
+    "tensor": ("dense", TENSOR),
+    "pipeline": ("dense", {"pipeline_model_parallel_size": 2}),
+    "context": ("dense", {"context_parallel_size": 2}),
+    "experts": ("experts", {"expert_model_parallel_size": 2}),
+    "experts, grouped": ("experts", GROUPED | {"expert_model_parallel_size": 2}),
+    "halves of experts, grouped": ("experts", GROUPED | {"expert_tensor_parallel_size": 2}),
+    "tensor and experts, grouped": (
+        "experts",
+        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
+def models(tmp_path_factory):
+    """A dense model and a mixture of experts."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_model(root / "dense", tied=True)
+    mixture(root / "experts")
+    return root
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_cut_on_two_ranks_agrees_with_the_slow_way(folder, tmp_path, layout):
-    out = tmp_path / "answer.json"
-    command = [sys.executable, "invariance_main.py", str(folder), str(out), "2", json.dumps(LAYOUTS[layout])]
+def test_every_cut_on_two_ranks_agrees_with_the_slow_way(models, tmp_path, layout):
+    out, (model, flags) = tmp_path / "answer.json", LAYOUTS[layout]
+    command = [
+        sys.executable,
+        "invariance_main.py",
+        str(models / model),
+        str(out),
+        "2",
+        json.dumps(flags),
+        *CASES[model],
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
-    assert len(found) == len(SETTINGS) * len(SIZES)
-    for case in SETTINGS:
+    assert len(found) == len(CASES[model]) * len(SIZES)
+    for case in CASES[model]:
         counts = [found[f"{case}-{size}"]["micro_batches"] for size in SIZES]
         assert counts[0] > counts[2] >= 1, counts
         for size in SIZES:
