@@ -18,7 +18,7 @@ from served_run import TABLES, Driver, Work, is_settled
 
 from slime_core.testing.audit import audit
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the server too
 
 ON_CPU = Path(__file__).parents[1] / "e2e" / "megatron_on_cpu"
 TOKEN = "SLIME_SGLANG_TOKEN"
