@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ADDRESS = "cluster.ray_address"
 LOOPBACK = "127.0.0.1"
 PROBE = 10.0  # seconds in which a head must take a connection
+STARTS = 3  # tries to start a cluster of our own
 KEPT = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are ours before and after Ray has started."""
 
@@ -91,13 +92,11 @@ def _init(address: str, plan: Plan) -> None:
     common: dict[str, Any] = {"namespace": "slime", "log_to_driver": False, "logging_level": "warning"}
     try:
         if address == LOCAL:
-            wanted = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
-            cores = max(wanted, len(os.sched_getaffinity(0)))
-            ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
+            _own(plan, common)
         else:
             _probe(address)
             ray.init(address, **common)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray has no class of its own for most of what can go wrong here
         raise ConfigError(
             f"no Ray cluster can be joined at {address}",
             code="CFG17",
@@ -105,6 +104,20 @@ def _init(address: str, plan: Plan) -> None:
             why=" ".join(str(error).split())[:600],
             fix="ray status --address HOST:PORT   shows whether it runs; --ray-address local starts one of its own",
         ) from error
+
+
+def _own(plan: Plan, common: dict[str, Any]) -> None:
+    """Start one; Ray gives its parts 30 seconds to come up, which a busy machine may need more than once."""
+    wanted = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
+    cores = max(wanted, len(os.sched_getaffinity(0)))
+    for left in range(STARTS)[::-1]:
+        try:
+            ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
+            return
+        except Exception:
+            ray.shutdown()
+            if not left:
+                raise
 
 
 def _probe(address: str) -> None:
@@ -189,11 +202,13 @@ def machines(*, free: bool = False) -> dict[str, dict[str, float]]:
     from ray._private.state import available_resources_per_node
 
     now = available_resources_per_node() if free else {}
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for node in ray.nodes():
         if node["Alive"]:
             resources = now.get(node["NodeID"], {}) if free else node["Resources"]
-            found[node["NodeName"]] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
+            name = str(node["NodeName"])
+            name = f"{name}#{node['NodeID'][:6]}" if name in found else name  # two nodes of one machine
+            found[name] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
     return found
 
 
