@@ -20,6 +20,7 @@ from slime_core.buffer.segments import Place, Segments
 from slime_core.errors import StorageError
 
 SAMPLE_ID = re.compile(r"(?P<stage>.+)/(?P<position>\d+)-(?P<rollout>\d+)(\.\d+)?")
+TORCH_DIST = ".metadata"  # the index of a torch_dist folder has this name
 LEFT = re.compile(r"(^\.|\.tmp$|^tmp|^corrupt-)")
 
 
@@ -204,7 +205,7 @@ def _json_lines(path: Path, found: Audit) -> Iterator[dict[str, Any]]:
 
 
 def _leftovers(run_dir: Path, found: Audit) -> None:
-    names = [p.relative_to(run_dir) for p in run_dir.rglob("*") if LEFT.search(p.name)]
+    names = [p.relative_to(run_dir) for p in run_dir.rglob("*") if LEFT.search(p.name) and p.name != TORCH_DIST]
     if names:
         found.wrong.append(f"left lying about: {[str(name) for name in names[:10]]}")
 
