@@ -1,7 +1,7 @@
 """Trainer ranks meet in a process group: gloo for the CPU and NCCL for GPUs.
 
-    on one machine       at a file that all see, over the loopback
-    on several machines  at tcp://HOST:PORT, which rank 0 has opened, over the network that this address belongs to
+on one machine       at a file that all see, over the loopback
+on several machines  at tcp://HOST:PORT, which rank 0 has opened, over the network that this address belongs to
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Passes:
     """What a backend says of its passes. ``drop`` forgets gradients, ``pack`` answers a batch's micro-batches.
 
-    Where there are several ranks, ``drop`` must not wait for the device: a collective there may wait for ranks that wait
-    for this one, whose error would never be told.
+    Where there are several ranks, ``drop`` must not wait for the device: a collective there may wait for ranks that
+    wait for this one, whose error would never be told.
 
     ``share`` ranks hold each sequence together, ``keys`` are lines of settings that make passes smaller, beside those
     of [train].

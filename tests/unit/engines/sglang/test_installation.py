@@ -4,7 +4,6 @@ import json
 import os
 import select
 import sys
-from pathlib import Path
 
 import pytest
 
