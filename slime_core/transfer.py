@@ -68,7 +68,7 @@ class WeightRoute:
     dtype: str  # of the engine's tensors: "float32" or "bfloat16"
     folder: str = ""  # disk: where folders v-VERSION are put
     buffer_bytes: int = 512 << 20  # tensor, nccl: of one bucket
-    device: str = ""  # tensor: uuid of the GPU that trainer and engine share
+    copies: tuple[int, ...] = ()  # tensor: trainer ranks beside 0 whose GPUs servers share: each holds a copy
     address: str = ""  # nccl: HOST:PORT of the rendezvous
     world: int = 0  # nccl: ranks of all servers, and one of the trainer, which is rank 0
     group: str = ""  # nccl: name of the process group

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,6 +139,7 @@ class Part:
     version: str = ""  # of SGLang
     torch: str = ""  # version in the servers' environment; empty: not known
     installation: Installation | None = None  # that starts them
+    places: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # server -> trainer ranks on its GPUs
 
 
 def attached(config: Config) -> list[Part]:
@@ -164,6 +165,7 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
     placed = topology(config, gpus=_gpus(config))
     how = commands(config, installation, placed)
     shared = secrets.token_urlsafe(32)
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     return [
         Part(
             role=role,
@@ -186,6 +188,7 @@ async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) ->
             version=installation.version,
             torch=installation.torch,
             installation=installation,
+            places=placed.beside(world) if role == POLICY and config.cluster.colocate else {},
         )
         for role in (POLICY, *placed.roles)
     ]
@@ -283,7 +286,7 @@ async def _engine(
         shared=config.cluster.colocate and part.servers[0].owned and not frozen,
         buffer_bytes=rollout.update_weight_buffer_size,
         timeout=rollout.rollout_start_timeout,
-        gpu=_gpu,
+        places=part.places,
         torch=part.torch,
     )
     if not frozen:
@@ -383,12 +386,3 @@ def _gpus(config: Config) -> int | None:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _gpu() -> str:
-    """The GPU of the trainer in this process."""
-    import torch
-
-    from slime_core.weights.transports.tensor import uuid
-
-    return uuid(torch.cuda.current_device())

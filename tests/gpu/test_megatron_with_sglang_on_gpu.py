@@ -68,7 +68,7 @@ ONE = ["--colocate"]
 TWO = ["--actor-num-gpus-per-node", "2", "--colocate"]
 LAYOUTS = {  # GPUs, flags, transport that carries the weights
     "one": (1, ONE, "tensor"),
-    "tensor_parallel": (2, [*TWO, "--tensor-model-parallel-size", "2", "--rollout-num-gpus", "1"], "tensor"),
+    "tensor_parallel": (2, [*TWO, "--tensor-model-parallel-size", "2"], "tensor"),  # a server a GPU
     "pipeline": (2, [*TWO, "--pipeline-model-parallel-size", "2", "--rollout-num-gpus-per-engine", "2"], "tensor"),
     "other_gpu": (2, ["--no-colocate", "--rollout-num-gpus", "1"], "nccl"),
 }

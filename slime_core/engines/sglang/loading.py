@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ class Target:
     flush: bool
     ranks: int
     first_rank: int
+    trainers: tuple[int, ...] = ()
 
     @property
     def left(self) -> float:
@@ -101,7 +102,14 @@ class Target:
 
 
 async def load(
-    client: Client, update: WeightUpdate, *, timeout: float, flush: bool, ranks: int = 1, first_rank: int = 1
+    client: Client,
+    update: WeightUpdate,
+    *,
+    timeout: float,
+    flush: bool,
+    ranks: int = 1,
+    first_rank: int = 1,
+    trainers: Sequence[int] = (),
 ) -> None:
     """Bring an update that ``publish`` started into one server, and have it stamp ``client.version_text(version)``.
 
@@ -112,13 +120,14 @@ async def load(
         flush: drop the cache that the old weights made; refused by a server that still runs requests.
         ranks: tensor-parallel ranks of the server.
         first_rank: nccl: number of the server's first rank in the group; the trainer is 0, servers follow one another.
+        trainers: tensor: the trainer's rank on the GPU of each rank; empty: all read the memory of rank 0.
 
     Raises:
         EngineError: ENG86 the server refuses, or the update is damaged or broke off; ENG83 another version is stamped.
             The server may hold a part of the update: fence it.
         ServerFault: it does not answer.
     """
-    to = Target(client, update, time.monotonic() + timeout, flush, ranks, first_rank)
+    to = Target(client, update, time.monotonic() + timeout, flush, ranks, first_rank, tuple(trainers))
     if update.transport == "disk":
         await _from_disk(to)
     elif update.transport == "tensor":
@@ -139,10 +148,12 @@ async def _from_disk(to: Target) -> None:
 
 
 async def _from_tensor(to: Target) -> None:
-    buckets = to.update.handle["buckets"]
-    for number, bucket in enumerate(buckets, 1):
-        body = {"serialized_named_tensors": [bucket["handle"]] * to.ranks, "load_format": "flattened_bucket"}
-        await to.post("/update_weights_from_tensor", body, last=number == len(buckets))
+    buckets, copies = to.update.handle["buckets"], to.update.handle.get("copies", {})
+    near = [copies.get(str(trainer), buckets) for trainer in to.trainers] or [buckets] * to.ranks
+    for number in range(len(buckets)):
+        handles = [each[number]["handle"] for each in near]
+        body = {"serialized_named_tensors": handles, "load_format": "flattened_bucket"}
+        await to.post("/update_weights_from_tensor", body, last=number == len(buckets) - 1)
 
 
 async def _from_group(to: Target) -> None:

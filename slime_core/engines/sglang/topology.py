@@ -97,6 +97,19 @@ class Topology:
         """Names of the frozen models, in order."""
         return tuple(dict.fromkeys(group.role for group in self.groups if group.frozen))
 
+    def beside(self, world: int) -> dict[int, tuple[int, ...]]:
+        """Of each of the policy's servers, by number, the trainer rank on each of its GPUs; rank n has GPU n.
+
+        For a GPU without a rank, the first rank on another GPU of the server. Empty where a server has none at all.
+        """
+        found = {}
+        for server in (server for group in self.of(POLICY) for server in group.servers):
+            near = [gpu for gpu in server.gpus if gpu < world]
+            if server.gpus and not near:
+                return {}
+            found[server.number] = tuple(gpu if gpu < world else near[0] for gpu in server.gpus)
+        return found
+
     @property
     def servers(self) -> tuple[ServerPlace, ...]:
         """Of all groups; numbers count from 0 over them."""

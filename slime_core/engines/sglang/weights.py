@@ -44,8 +44,15 @@ class Ways:
     buffer_bytes: int = 512 << 20
     host: str = "127.0.0.1"  # where the trainer listens for servers that join its process group
     timeout: float = 600.0
-    gpu: Callable[[], str] = field(default=lambda: "")  # uuid of the GPU that is shared
+    places: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {0: (0,)})
+    """Of each server the trainer rank on the GPU of each of its ranks; empty: some share no GPU with the trainer."""
     torch: str = ""  # version in the servers' environment; empty: not known
+
+    @property
+    def unmapped(self) -> str:
+        """Why servers cannot map memory of the trainer; empty where they can."""
+        lonely = self.device == "cuda" and self.shared and not self.places
+        return why_unmapped(self.torch) or ("a server has no GPU that a trainer rank has" if lonely else "")
 
     @property
     def transport(self) -> Transport:
@@ -54,16 +61,17 @@ class Ways:
         Raises:
             EngineError: ENG86 the installation lacks it, or its torch opens no handles of ours.
         """
-        maps: Transport = "disk" if why_unmapped(self.torch) else "tensor"
+        maps: Transport = "disk" if self.unmapped else "tensor"
         auto: Transport = "disk" if self.device == "cpu" else maps if self.shared else "nccl"
         found: Transport = auto if self.wanted == "auto" else self.wanted
-        if found == "tensor" and (why := why_unmapped(self.torch)):
+        if found == "tensor" and (why := self.unmapped):
             raise EngineError(
                 "weights cannot go by tensor",
                 code="ENG86",
                 where="rollout.update_weight_transport",
                 why=why,
-                fix="--update-weight-transport disk   or the same torch in both environments",
+                fix="--update-weight-transport disk   or the same torch in both environments, and servers on the "
+                "trainer's GPUs",
             )
         if NEEDS[found] not in self.features:
             raise EngineError(
@@ -85,7 +93,7 @@ class Weights:
 
     def __init__(self, ways: Ways, note: Callable[[str], None] = lambda text: None) -> None:
         self._ways, self._note = ways, note
-        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (why := why_unmapped(ways.torch)):
+        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (why := ways.unmapped):
             note(f"weights go through a folder (disk) and not from memory to memory: {why}")
         self._choice: Choice | None = None
         self._silent = False  # nothing can be compared
@@ -110,7 +118,8 @@ class Weights:
         if found.transport == "disk":
             return replace(found, folder=str(ways.folder))
         if found.transport == "tensor":
-            return replace(found, device=ways.gpu())
+            ranks = {rank for lane in lanes for rank in ways.places.get(lane.number, ())}
+            return replace(found, copies=tuple(sorted(ranks - {0})))
         members, world = {}, 1
         for lane in lanes:
             members[lane.key] = world
@@ -129,6 +138,7 @@ class Weights:
                 flush=flush,
                 ranks=lane.tp,
                 first_rank=self._members.get(lane.key, 1),
+                trainers=self._ways.places.get(lane.number, ()),
             )
         except EngineError:
             self._group = ""  # of no use any more

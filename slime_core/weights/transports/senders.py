@@ -55,16 +55,21 @@ class Senders:
         """
         update = WeightUpdate(version=version, epoch=0, transport=route.transport)
         tensors = stream(sources)
+        parts = [part for source in sources for part in source.parts]
+        if (rank == 0 or route.copies) and route.transport not in self.made:
+            self.made[route.transport] = self._open(route)
         try:
             if rank == 0:
-                if route.transport not in self.made:
-                    self.made[route.transport] = self._open(route)
-                parts = [part for source in sources for part in source.parts]
                 sent = self.made[route.transport].send(parts, tensors, version, route)
                 update.handle, update.fingerprints = sent
         finally:
             for _ in tensors:
                 pass
+        if route.copies:
+            sender: Any = self.made[route.transport]
+            copies = sender.spread(parts, route, rank)
+            if rank == 0:
+                update.handle["copies"] = copies
         return update
 
     def drop(self) -> None:

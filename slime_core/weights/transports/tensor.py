@@ -1,6 +1,7 @@
 """CUDA IPC: tensors in a staging buffer of this process, which SGLang's ranks on the same machine read and copy.
 
     float32 masters --cast kernels--> Staging (one buffer, kept) == handle ==> SGLang: views of it -> load_weights
+                                         `--broadcast--> copies on other ranks, for servers on their GPUs
 
 What SGLang takes is a pickle, read by an unpickler of its own that allows listed names only. That is SGLang's format
 and not ours: the bytes are written here, opcode by opcode, with no pickle module and without importing SGLang, whose
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from slime_core.errors import TrainerError
 from slime_core.weights.transports.buckets import Bucket, Staging, Stream, Tally, lay_out
@@ -48,6 +50,8 @@ class TensorSender:
         self._laid: tuple[object, ...] = ()  # what the buckets are of
         self._told: list[dict[str, Any]] = []  # of each bucket, the same at every update
         self._names: list[str] = []  # of shared memory, on a CPU
+        self._spread: tuple[tuple[int, ...], Any] = (), None  # ranks with a copy, and their group
+        self._everyone: list[Any] = []  # what each rank has told, while the buffers stay
 
     def send(
         self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
@@ -57,25 +61,60 @@ class TensorSender:
         Raises:
             TrainerError: TRN96 the memory does not hold the buffer.
         """
-        laid = (route.dtype, *((part.name, part.shape) for part in parts))
-        if self._staging is None or self._laid != laid:  # laying out is a few milliseconds that updates need not wait
+        staging = self._lay(parts, route)
+        staging.fill(tensors)
+        self._lend()
+        tally = Tally(route)
+        tally.add_all(staging.views)
+        return {"buckets": list(self._told)}, tally.finish()
+
+    def spread(self, parts: list[Part], route: WeightRoute, rank: int) -> dict[str, list[dict[str, Any]]]:
+        """Copy rank 0's buffer to the ranks of ``route.copies``; their buckets by rank. A collective of all ranks.
+
+        Raises:
+            TrainerError: TRN96 a rank's memory does not hold the buffer.
+        """
+        ranks = (0, *route.copies)
+        if ranks != self._spread[0]:
+            every = len(ranks) == dist.get_world_size()
+            self._spread = ranks, dist.group.WORLD if every else dist.new_group(list(ranks))
+            self._everyone = []
+        if rank not in ranks:
+            if self._laid != (laid := _laid(parts, route)):
+                self._laid, self._everyone = laid, []  # as on the ranks with a buffer, so that all tell or none
+        else:
+            for flat in self._lay(parts, route).flats:
+                dist.broadcast(flat, 0, group=self._spread[1])
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if rank:
+                self._lend()
+        if not self._everyone:
+            self._everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(self._everyone, self._told)
+        return {str(number): self._everyone[number] for number in route.copies}
+
+    def _lay(self, parts: list[Part], route: WeightRoute) -> Staging:
+        """The buffer of these parts; laying it out is a few milliseconds that a next update need not wait."""
+        laid = _laid(parts, route)
+        if self._staging is None or self._laid != laid:
             self.drop()
             buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
             self._staging, self._laid = Staging(buckets, self._allocate), laid
             pairs = zip(buckets, self._staging.flats, strict=True)
             self._told = [bucket.described() | {"handle": payload(bucket, flat)} for bucket, flat in pairs]
-        self._staging.fill(tensors)
-        if self._names:
+        return self._staging
+
+    def _lend(self) -> None:
+        """On a CPU, count the readers that each take one off the users of shared memory."""
+        if self._names and self._staging is not None:
             for flat in self._staging.flats:
                 for _ in range(READERS):
                     flat.untyped_storage()._shared_incref()
-        tally = Tally(route)
-        tally.add_all(self._staging.views)
-        return {"buckets": list(self._told)}, tally.finish()
 
     def drop(self) -> None:
         """Give the buffer's memory back; no update may be under way."""
-        self._staging, self._told = None, []
+        self._staging, self._told, self._everyone = None, [], []
         for name in self._names:
             Path(f"/dev/shm{name}").unlink(missing_ok=True)
         self._names = []
@@ -98,6 +137,11 @@ class TensorSender:
                 fix="give the engine less memory (sglang.mem_fraction_static), or set "
                 "rollout.update_weight_transport=disk",
             ) from error
+
+
+def _laid(parts: Sequence[Part], route: WeightRoute) -> tuple[object, ...]:
+    """What a buffer is of: as long as it stays the same, so does the buffer."""
+    return (route.dtype, *((part.name, part.shape) for part in parts))
 
 
 def uuid(device: torch.device | int) -> str:

@@ -35,7 +35,16 @@ def run(folder, out, thread, rank, world):
     if rank == 0:
         views = worker.publisher._senders.made["tensor"]._staging.views
         save_file({name: view.clone() for name, view in views.items()}, str(out / "staged.safetensors"))
-    answers = {"disk": update.handle, "error": error, "tensor": staged.handle and len(staged.handle["buckets"])}
+    spread = WeightRoute(transport="tensor", dtype="bfloat16", copies=tuple(range(1, world)))
+    copies = [(thread.call(worker.publish, version, spread).handle or {}).get("copies") for version in (7, 8)]
+    views = worker.publisher._senders.made["tensor"]._staging.views
+    save_file({name: view.clone() for name, view in views.items()}, str(out / f"copy-{rank}.safetensors"))
+    answers = {
+        "copies": copies,
+        "disk": update.handle,
+        "error": error,
+        "tensor": staged.handle and len(staged.handle["buckets"]),
+    }
     (out / f"answers-{rank}.json").write_text(json.dumps(answers))
 
 

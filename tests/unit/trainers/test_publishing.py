@@ -123,6 +123,22 @@ def test_two_ranks_publish_whole_tensors_and_rank_0_answers(two):
 
 
 @pytest.mark.integration
+def test_every_rank_that_shares_its_gpu_with_a_server_holds_a_copy_and_rank_0_tells_where(two):
+    folder, out = two
+    original = load_file(str(folder / "model.safetensors"))
+    for rank in range(2):
+        found = load_file(str(out / f"copy-{rank}.safetensors"))
+        assert found.keys() == original.keys()
+        assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in found.items())
+    told, nothing = (json.loads((out / f"answers-{rank}.json").read_text())["copies"] for rank in range(2))
+    assert nothing == [None, None]
+    assert told[0] == told[1], "the buffers stay where they are"
+    (bucket,) = told[0]["1"]
+    assert sorted(bucket["names"]) == sorted(original)
+    assert bucket["handle"]
+
+
+@pytest.mark.integration
 def test_a_rank_0_that_cannot_write_leaves_no_other_rank_waiting(two):
     _, out = two
     answers = [json.loads((out / f"answers-{rank}.json").read_text()) for rank in range(2)]

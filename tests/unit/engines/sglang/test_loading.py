@@ -163,6 +163,21 @@ def test_a_server_that_stamps_no_version_is_an_error(tmp_path):
     asyncio.run(unstamped())
 
 
+def test_each_rank_of_a_server_gets_the_handle_of_the_copy_on_its_gpu():
+    async def spread():
+        update = tensor_update()
+        (bucket,) = update.handle["buckets"]
+        update.handle["copies"] = {"1": [{**bucket, "handle": "on 1"}], "2": [{**bucket, "handle": "on 2"}]}
+        async with Updating() as server:
+            await loaded(server, update, ranks=2, trainers=(0, 1))
+            await loaded(server, update, ranks=1, trainers=(2,))
+        assert [call["serialized_named_tensors"] for _, call in server.calls] == [
+            [bucket["handle"], "on 1"], ["on 2"]
+        ]  # fmt: skip
+
+    asyncio.run(spread())
+
+
 def test_handles_go_once_a_rank_inside_the_brackets_of_a_newer_server():
     async def both():
         update = tensor_update()

@@ -1,5 +1,6 @@
 """Which way weights take: by where both sides live, by what the installation can, by the torch of both sides."""
 
+import asyncio
 from importlib.metadata import version
 
 import pytest
@@ -8,6 +9,8 @@ from serving import NEW
 from slime_core.clusters.sglang import check_transport, unused
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.installation import Installation
+from slime_core.engines.sglang.router import Lane
+from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology
 from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
 from slime_core.errors import ConfigError, EngineError
 
@@ -39,6 +42,45 @@ def test_the_transport_follows_from_where_both_sides_live_and_their_torch(
     tmp_path, device, shared, wanted, torch, found
 ):
     assert ways(tmp_path, device=device, shared=shared, wanted=wanted, torch=torch).transport == found
+
+
+def test_a_server_beside_no_trainer_rank_gets_a_folder_and_that_is_said(tmp_path):
+    notes = []
+    apart = ways(tmp_path, device="cuda", places={})
+    assert apart.transport == "disk"
+    Weights(apart, notes.append)
+    assert "no GPU that a trainer rank has" in notes[0]
+    with pytest.raises(EngineError, match="ENG86"):
+        _ = ways(tmp_path, device="cuda", places={}, wanted="tensor").transport
+
+
+def test_a_route_names_the_ranks_beside_the_first_whose_gpus_servers_share(tmp_path):
+    def lane(number):
+        return Lane(client=None, number=number, room=1)
+
+    places = {0: (0, 1), 1: (2, 3), 2: (0,)}
+    weights = Weights(ways(tmp_path, device="cuda", places=places))
+    route = asyncio.run(weights.route("none", [lane(0), lane(1), lane(2)]))
+    assert (route.transport, route.copies) == ("tensor", (1, 2, 3))
+    assert asyncio.run(weights.route("none", [lane(2)])).copies == ()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "found"),
+    [
+        ([(0,), (1,)], 2, {0: (0,), 1: (1,)}),
+        ([(0, 1), (2, 3)], 4, {0: (0, 1), 1: (2, 3)}),
+        ([(0, 1)], 1, {0: (0, 0)}),
+        ([(0, 1), (2, 3)], 3, {0: (0, 1), 1: (2, 2)}),
+        ([(0,), (1,)], 1, {}),
+        ([(), ()], 2, {0: (), 1: ()}),
+    ],
+)
+def test_a_server_reads_from_the_rank_on_its_gpu_or_from_the_nearest_that_it_sees(gpus, world, found):
+    servers = tuple(ServerPlace(number=number, gpus=each) for number, each in enumerate(gpus))
+    group = ServerGroup(name="policy", role="policy", model="m", servers=servers)
+    judge = ServerGroup(name="judge", role="reward", model="j", servers=(ServerPlace(number=9, gpus=(7,)),))
+    assert Topology(groups=(group, judge)).beside(world) == found
 
 
 def test_a_transport_that_the_installation_lacks_is_an_error(tmp_path):
