@@ -37,7 +37,7 @@ def test_numbers_are_those_of_transformers(models, layout, dtype):
     if torch.cuda.device_count() < world:
         pytest.skip(f"not proven: {world} GPUs are needed for the layout {layout}")
     (models / "rendezvous").unlink(missing_ok=True)
-    command = [sys.executable, "families_main.py", str(models), str(world), json.dumps(flags), *names]
+    command = [sys.executable, "families_main.py", str(models), str(world), json.dumps(flags), "all", *names]
     environment = {**os.environ, "DEVICE": "cuda", "DTYPE": dtype, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -131,6 +131,9 @@ def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
 
 
 if __name__ == "__main__":
-    where, count, table, *families = sys.argv[1:]
+    where, count, table, number, *families = sys.argv[1:]  # a rank's number, or all: they are started from here
     arguments = (Path(where), int(count), json.loads(table), families)
-    torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")
+    if number == "all":
+        torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")
+    else:
+        main(int(number), *arguments)

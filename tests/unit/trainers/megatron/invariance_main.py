@@ -1,6 +1,6 @@
 """Ranks of one layout: each setting of the tests of invariance, cut into micro-batches of several sizes, verified.
 
-    python invariance_main.py MODEL OUT.json WORLD '{"tensor_model_parallel_size": 2}' SETTING ...
+    python invariance_main.py RANK MODEL OUT.json WORLD '{"tensor_model_parallel_size": 2}' SETTING ...
 
 Rank 0 writes the errors against the slow way in float64, and the gradients' norm, by setting and size.
 """
@@ -58,6 +58,5 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
 
 
 if __name__ == "__main__":
-    folder, answer, count, table, *names = sys.argv[1:]
-    arguments = (folder, Path(answer), int(count), json.loads(table), names)
-    torch.multiprocessing.start_processes(main, arguments, nprocs=int(count), start_method="spawn")
+    number, folder, answer, count, table, *names = sys.argv[1:]
+    main(int(number), folder, Path(answer), int(count), json.loads(table), names)
