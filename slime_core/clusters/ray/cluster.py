@@ -8,6 +8,7 @@ port of the first.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,24 +55,14 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             report.note(text)
         thread = TorchThread(cluster.cpu_threads)
         stack.callback(thread.close)
-        several = len({seat.bundle for seat in placed.ranks}) > 1
-        if config.rollout.debug_rollout_only:
-            trainer: Any = IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
-        else:
-            ranks = RankTrainer(
-                config,
-                plugins,
-                world=len(placed.ranks),
-                device=cluster.device,
-                cpu_threads=cluster.cpu_threads,
-                run_dir=run_dir,
-                epoch=epoch,
-                start=lambda number, child: found.start(placed.ranks[number], child),
-                address=found.machines[0].address if several else "",
-            )
-            trainer = await stack.enter_async_context(ranks)
+        ranks, engines = (
+            _trainer(config, plugins, placed, found, run_dir, epoch),
+            _engines(config, placed, found, run_dir, epoch, thread, stack),
+        )
+        await _all(stack, *ranks, *engines)
         absent = config.rollout.debug_train_only
-        engine = AbsentEngine() if absent else await _engines(config, placed, found, run_dir, epoch, thread, stack)
+        engine: Any = AbsentEngine() if absent else engines[0] if len(engines) == 1 else EngineSet(engines)
+        trainer: Any = ranks[0] if ranks else IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
         roles: dict[str, Engine] = {}
         if (teacher := teacher_of(config)) and not absent:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
@@ -88,15 +79,35 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
         )
 
 
-async def _engines(
+def _trainer(
+    config: Config, plugins: Plugins, placed: Plan, found: Hosts, run_dir: Path, epoch: int
+) -> list[RankTrainer]:
+    """The ranks, each in its seat; none where nothing trains."""
+    if not placed.ranks:
+        return []
+    several = len({seat.bundle for seat in placed.ranks}) > 1
+    ranks = RankTrainer(
+        config,
+        plugins,
+        world=len(placed.ranks),
+        device=config.cluster.device,
+        cpu_threads=config.cluster.cpu_threads,
+        run_dir=run_dir,
+        epoch=epoch,
+        start=lambda number, child: found.start(placed.ranks[number], child),
+        address=found.machines[0].address if several else "",
+    )
+    return [ranks]
+
+
+def _engines(
     config: Config, placed: Plan, found: Hosts, run_dir: Path, epoch: int, thread: TorchThread, stack: AsyncExitStack
-) -> Any:
-    """Embedded engines, each in its seat; several are one."""
+) -> list[EngineProcess]:
+    """Embedded engines, each in its seat."""
     sender = Sender(thread)
     stack.callback(sender.close)
-    engines: list[EngineProcess] = []
-    for number, _ in enumerate(placed.engines):
-        engine = EngineProcess(
+    return [
+        EngineProcess(
             config,
             run_dir=run_dir,
             epoch=epoch,
@@ -105,8 +116,20 @@ async def _engines(
             start=lambda number, child: found.start(placed.engines[number], child),
             sender=sender,
         )
-        engines.append(await stack.enter_async_context(engine))
-    return engines[0] if len(engines) == 1 else EngineSet(engines)
+        for number in range(len(placed.engines))
+    ]
+
+
+async def _all(stack: AsyncExitStack, *parts: RankTrainer | EngineProcess) -> None:
+    """Start them side by side; the first that fails ends the start of the others."""
+    starts = [asyncio.ensure_future(stack.enter_async_context(part)) for part in parts]
+    try:
+        await asyncio.gather(*starts)
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        raise
 
 
 def _told(name: str, placed: Plan, found: Hosts) -> list[str]:
