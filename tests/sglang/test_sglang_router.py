@@ -135,7 +135,7 @@ def test_requests_of_a_router_that_is_killed_are_answered_once_by_the_next(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.nightly  # it starts three servers; test_kill_and_recover and the gateway's own tests are shorter
+@pytest.mark.nightly  # it takes more than a minute
 def test_a_killed_server_leaves_the_router_and_comes_back(
     server: RawServer, start_server: StartServer, installation: Installation, served_model: Path, tmp_path: Path
 ) -> None:
