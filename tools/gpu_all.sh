@@ -2,10 +2,10 @@
 # Everything that only GPUs can tell, in numbered stages of less than ten minutes each, the most wanted first: one call
 # a stage. Machines with one GPU and with two have stages of their own; on two, benchmarks have a GPU each.
 #   tools/gpu_all.sh check           seconds: whether all packages are there, at their places
-#   tools/gpu_all.sh one 1           Megatron: every family's numbers beside a whole run that learns; MFU at 8k tokens
+#   tools/gpu_all.sh one 1           every test side by side: Megatron's families, a whole run that learns, SGLang's; then MFU at 8k
 #   tools/gpu_all.sh one 2           rollout against raw; weight update by tensor and disk, and with offload
 #   tools/gpu_all.sh one 3           MFU at 16k tokens; update with prefill in CUDA graphs; gaps between steps
-#   tools/gpu_all.sh one 4           SGLang's contract, transports, canary, whole colocated runs
+#   tools/gpu_all.sh one 4           SGLang's contract, transports, canary, whole colocated runs, alone
 #   tools/gpu_all.sh one 5           other tests of Megatron; gaps with FSDP; deterministic rollout
 #   tools/gpu_all.sh two 1           rollout on the first; MFU at 8k and 16k on the second
 #   tools/gpu_all.sh two 2           on both: Megatron's layouts of two; runs with SGLang that learn, three layouts
@@ -62,7 +62,7 @@ run() {
 
 stage() {
     case $1 in
-    "one 1") (megatron functional) & (megatron learn); wait; megatron step ;;
+    "one 1") (megatron functional) & (megatron learn) & (sglang functional) & wait; megatron step ;;
     "one 2") sglang rollout sync ;;
     "one 3") megatron long; sglang sync-graphs; megatron gaps ;;
     "one 4") sglang functional ;;

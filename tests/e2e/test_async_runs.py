@@ -4,7 +4,6 @@ Everything is real: a small model, the FSDP trainer, the ledger, the command lin
 driver, kills a child where a test asks it to.
 """
 
-import asyncio
 import json
 import os
 import select
@@ -14,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import steps_of
 
 from slime_cli.main import main
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.report import RunDir
 from slime_core.testing import tiny_model
 
@@ -100,20 +99,7 @@ def _resume(path):
 
 
 def _steps(run, steps=STEPS):
-    """The samples of every step, as the ledger has them; nothing is lost and nothing is left."""
-
-    async def read():
-        ledger = SqliteLedger(run)
-        try:
-            found = [await ledger.samples(await ledger.composition(version)) for version in range(1, steps + 1)]
-            return found, dict(await ledger.counts())
-        finally:
-            await ledger.close()
-
-    found, counts = asyncio.run(read())
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    assert counts["issued"] == counts["trained"] + dropped + counts["pending"]
-    return found, counts
+    return steps_of(run, steps)
 
 
 def _metrics(run):

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded import steps_of
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.config.load import load_config
 from slime_core.plugins import load_plugins
 from slime_core.report import Report
@@ -59,18 +59,11 @@ def _run(work, name, *flags, steps=STEPS, batch=2):
             plugins.close()
     lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     metrics = [line["metrics"] for line in lines if line.get("kind") == "step"]
-    return asyncio.run(_samples(work / name, steps)), metrics
+    return _samples(work / name, steps), metrics
 
 
-async def _samples(run: Path, steps: int):
-    ledger = SqliteLedger(run)
-    try:
-        found = [await ledger.samples(await ledger.composition(version)) for version in range(1, steps + 1)]
-        counts = dict(await ledger.counts())
-    finally:
-        await ledger.close()
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    assert counts["issued"] == counts["trained"] + dropped
+def _samples(run: Path, steps: int):
+    found, counts = steps_of(run, steps)
     assert counts["pending"] == 0
     return found
 

@@ -3,7 +3,6 @@
 Everything is real: Ray's own processes, a small model, the FSDP trainer, the ledger, the command line.
 """
 
-import asyncio
 import json
 import os
 import shutil
@@ -17,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from recorded import steps_of
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.testing import tiny_model
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
@@ -128,20 +127,9 @@ def run(work, forked_slime):
 
 
 def steps(path):
-    """The samples of every step, as the ledger has them, and its counts; nothing is lost."""
-
-    async def read():
-        ledger = SqliteLedger(path)
-        try:
-            found = [await ledger.samples(await ledger.composition(version)) for version in range(1, STEPS + 1)]
-            return [[sample.to_dict() for sample in step] for step in found], dict(await ledger.counts())
-        finally:
-            await ledger.close()
-
-    found, counts = asyncio.run(read())
-    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-    assert counts["issued"] == counts["trained"] + dropped + counts["pending"]
-    return found, counts
+    """The samples of every step and the counts, as the ledger has them."""
+    found, counts = steps_of(path, STEPS)
+    return [[sample.to_dict() for sample in step] for step in found], counts
 
 
 def weights(path):
