@@ -140,6 +140,9 @@ def measure(args: argparse.Namespace) -> None:
     """One backend in this process: a line of JSON after each round that counts."""
     step = plain_step(args) if args.worker == "plain" else worker_step(args)
     wait = (lambda: None) if args.smoke else torch.cuda.synchronize
+    if args.profile:
+        profile(args, step)
+        return
     seconds: list[float] = []
     for number in range(args.warm_up + args.rounds):
         wait()
@@ -150,6 +153,21 @@ def measure(args: argparse.Namespace) -> None:
         if number >= args.warm_up:
             memory = 0.0 if args.smoke else torch.cuda.max_memory_allocated() / 2**30
             print(json.dumps({"seconds": seconds[args.warm_up :], "memory": memory}), flush=True)
+
+
+def profile(args: argparse.Namespace, step: Any) -> None:
+    """Where a step's time goes, by kernel and by operator, into files of ``args.profile``."""
+    from torch.profiler import ProfilerActivity
+
+    for _ in range(args.warm_up):
+        step()
+    activities = [ProfilerActivity.CPU, *([] if args.smoke else [ProfilerActivity.CUDA])]
+    with torch.profiler.profile(activities=activities) as found:
+        step()
+    args.profile.mkdir(parents=True, exist_ok=True)
+    for order in ("self_cpu_time_total", *([] if args.smoke else ["self_device_time_total"])):
+        table = found.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=90)
+        (args.profile / f"{args.worker}-{order}.txt").write_text(table)
 
 
 def work(folder: Path, length: int, sequences: int) -> float:
@@ -195,6 +213,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--peak", type=float, default=989e12)
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="no times: tables of kernels and operators there"
+    )
     parser.add_argument("--limit", type=float, default=190.0, help="seconds a backend")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU: it proves nothing")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
@@ -227,6 +248,9 @@ def main() -> None:
     print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
     for backend in args.backend:
         found, why = run_backend(backend, args.folder, args.limit)
+        if args.profile:
+            print(f"{backend}: {why[-TAIL:] or f'tables in {args.profile}'}", flush=True)
+            continue
         show(backend, args, found, why, operations, tokens)
         if found is None and "out of memory" in why.lower() and not args.recompute:
             found, why = run_backend(backend, args.folder, args.limit, "--recompute")

@@ -308,6 +308,7 @@ async def _engine(
         context_len=folder.context_len if frozen else context_len(config, folder),
         features=features,
         epoch=epoch,
+        eos=folder.eos_token_ids,
         # a decode server goes on with what another has computed of a prompt: with new weights it must begin anew
         pause_mode="abort" if paired else rollout.pause_generation_mode,
         scores=not paired,

@@ -93,6 +93,20 @@ async def engine_stamps_the_version_it_serves(case: EngineCase) -> None:
         assert done.finish == "length", done.finish
 
 
+async def engine_ends_at_a_stop_token_that_is_the_last_allowed(case: EngineCase) -> None:
+    """A response that has its end is whole, also where there was no room for one more token."""
+    await case.engine.load(case.update(1))
+    drawn = (await case.engine.generate(case.request("a"))).tokens
+    for count in range(1, len(drawn) + 1):
+        if drawn[count - 1] in drawn[: count - 1]:
+            continue
+        params = replace(case.params(count), stop_token_ids=(drawn[count - 1],), ignore_eos=count % 2 == 0)
+        done = await case.engine.generate(case.request("a", params=params))
+        assert done.tokens == drawn[: len(done.tokens)], "a stop token changed what was drawn before it"
+        if len(done.tokens) == count:  # without ignore_eos it may end sooner
+            assert done.finish == "stop", f"ended by {done.finish} at stop token {count} of {count} allowed"
+
+
 async def engine_repeats_itself_for_the_same_seed(case: EngineCase) -> None:
     """Draws are a function of the seed and the position: alone or among others, once or twice.
 
@@ -274,6 +288,7 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
 ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     engine_refuses_to_generate_before_its_first_load,
     engine_stamps_the_version_it_serves,
+    engine_ends_at_a_stop_token_that_is_the_last_allowed,
     engine_repeats_itself_for_the_same_seed,
     engine_keeps_partial_tokens_of_an_abort,
     engine_computes_nothing_while_paused,

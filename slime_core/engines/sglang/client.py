@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,12 +76,13 @@ class Client(Calls):
         retries: int,
         epoch: int,
         tokenizer: Callable[[], Any] | None = None,
+        eos: Collection[int] = (),
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
         self._vocab_size, self._context_len = vocab_size, context_len
         self.features = features  # of the installation
         self._epoch = epoch
-        self._tokenizer_of = tokenizer
+        self._tokenizer_of, self._eos = tokenizer, eos
         self._tokenizer: Any = None
 
     def version_text(self, version: int) -> str:
@@ -111,7 +112,7 @@ class Client(Calls):
             answer = await self._asked(body, request, end=end, cap=_cap(limit))
             self._own(answer, flight)
             done = wire.completion(answer, self._expected(request, limit, low, high))
-            return self._came(stops.cut(done, request, self._decode(), tokenizer=self._texts), flight, 0)
+            return self._came(self._cut(done, request), flight, 0)
 
         with self._flying(flight):
             if not await self._seated(flight):
@@ -287,7 +288,7 @@ class Client(Calls):
                         answer = pieces.add(self._event(data, flight), where)
                         final = answer["meta_info"].get("finish_reason") is not None
                         done = wire.completion(answer, self._expected(request, limit, low, high), final=final)
-                        done = stops.cut(done, request, self._decode(), tokenizer=self._texts)
+                        done = self._cut(done, request)
                         if final:
                             yield self._came(done, flight, seen)
                             return
@@ -373,8 +374,9 @@ class Client(Calls):
     def _texts(self) -> bool:
         return bodies.NO_TOKENIZER not in self.features
 
-    def _decode(self) -> stops.Decode | None:
-        return None if self._tokenizer_of is None else self._text
+    def _cut(self, done: Completion, request: GenerateRequest) -> Completion:
+        decode = None if self._tokenizer_of is None else self._text
+        return stops.cut(done, request, decode, tokenizer=self._texts, eos=self._eos)
 
     def _text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:

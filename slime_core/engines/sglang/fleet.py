@@ -45,6 +45,7 @@ class Settings:
     context_len: int
     features: frozenset[str]  # of the installation
     epoch: int = 0
+    eos: tuple[int, ...] = ()  # ids that end a response
     pause_mode: ServerMode = "retract"  # of requests that run while weights change
     deterministic: bool = False
     memory_saver: bool = False
@@ -304,6 +305,7 @@ class Fleet:
             "timeout": settings.timeout,
             "retries": settings.retries,
             "epoch": settings.epoch,
+            "eos": settings.eos,
             "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
         }
 

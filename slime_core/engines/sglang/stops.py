@@ -1,16 +1,17 @@
 """A completion of SGLang's in, the same out, ended where the embedded engine would have ended it.
 
 SGLang's stop strings see new tokens alone, and its ``ignore_eos`` turns stop token ids off. What was drawn after the
-end is dropped: a rule that looks at earlier tokens alone may be applied late.
+end is dropped: a rule that looks at earlier tokens alone may be applied late. Where the last token that was allowed is
+the one that ends the response, SGLang before 0.5.23 says ``length``; it is a ``stop``, or whole answers count as cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime_core.types import Completion, GenerateRequest
+    from slime_core.types import Completion, GenerateRequest, SamplingParams
 
 TOKENS_A_CHARACTER, MARGIN = 4, 8
 """How far stop strings look back, as in the embedded engine."""
@@ -24,9 +25,11 @@ def needs_text(request: GenerateRequest, *, tokenizer: bool) -> bool:
     return bool(request.params.stop) and (request.kept > 0 or not tokenizer)
 
 
-def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, tokenizer: bool) -> Completion:
+def cut(
+    done: Completion, request: GenerateRequest, decode: Decode | None, *, tokenizer: bool, eos: Collection[int] = ()
+) -> Completion:
     """End a completion (in place) at a stop token id in spite of ``ignore_eos``, and at a stop string that begins in
-    the kept tokens, or anywhere where the server has no ``tokenizer``.
+    the kept tokens, or anywhere where the server has no ``tokenizer``; ``eos`` are the ids that end any response.
 
     ``decode`` is there where `needs_text` says so.
     """
@@ -35,8 +38,12 @@ def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, to
     if p.ignore_eos and p.stop_token_ids:
         ends = set(p.stop_token_ids)
         end = next((i + 1 for i, token in enumerate(done.tokens) if token in ends), end)
-        if end < len(done.tokens) or (end and done.tokens[-1] in ends):
+        if end < len(done.tokens):
             done.finish = "stop"
+    if done.tokens and done.finish == "length" and _ends(done, p, decode, () if p.ignore_eos else eos):
+        done.finish = "stop"
+        if p.stop and decode is not None:
+            done.text = _text(done, p.stop, decode)
     if done.tokens and needs_text(request, tokenizer=tokenizer):
         assert decode is not None
         reach = TOKENS_A_CHARACTER * max(map(len, p.stop)) + MARGIN
@@ -51,6 +58,16 @@ def cut(done: Completion, request: GenerateRequest, decode: Decode | None, *, to
     elif decode is not None and done.finish == "stop" and end and done.tokens[-1] in p.stop_token_ids:
         done.text = _text(done, p.stop, decode)  # SGLang leaves that token's text out, special or not
     return done
+
+
+def _ends(done: Completion, p: SamplingParams, decode: Decode | None, eos: Collection[int]) -> bool:
+    """Whether the last token ends the response: a stop id, or the end of a stop string."""
+    if done.tokens[-1] in p.stop_token_ids or done.tokens[-1] in eos:
+        return True
+    if decode is None or not p.stop:
+        return False
+    text = decode(done.tokens[-(TOKENS_A_CHARACTER * max(map(len, p.stop)) + MARGIN) :], False)
+    return any(stop in text for stop in p.stop)
 
 
 def first_stop(before: Sequence[int], tokens: Sequence[int], stops: Sequence[str], decode: Decode) -> int:

@@ -85,7 +85,7 @@ class Parking:
     def _room(self, name: str, storages: list[torch.UntypedStorage]) -> list[torch.Tensor]:
         """Buffers on the host, those of the last time where they fit: pinned memory is slow to get."""
         sizes = [storage.nbytes() for storage in storages]
-        if [host.nbytes for host in self._host.get(name, [])] != sizes:
+        if name not in self._host or [host.nbytes for host in self._host[name]] != sizes:
             pinned = bool(storages) and storages[0].device.type == "cuda"
             self._host[name] = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in sizes]
         return self._host[name]

@@ -63,6 +63,22 @@ def test_stop_token_ids_count_in_spite_of_ignore_eos():
     assert (len(last.tokens), last.finish) == (3, "stop")
 
 
+@pytest.mark.parametrize(
+    ("words", "finish"),
+    [
+        ({}, "stop"),
+        ({"ignore_eos": True}, "length"),
+        ({"ignore_eos": True, "stop_token_ids": (26,)}, "stop"),
+        ({"stop": ("bz",), "ignore_eos": True}, "stop"),
+        ({"stop": ("zb",), "ignore_eos": True}, "length"),
+    ],
+)
+def test_the_last_token_that_is_allowed_may_end_the_response(words, finish):
+    """SGLang 0.5.12 says `length` there; a response with its end is no cut one."""
+    done = stops.cut(completed(spelled("abz")), request(**words), letters, tokenizer=True, eos=(26,))
+    assert (letters(done.tokens, False), done.finish) == ("abz", finish)
+
+
 def test_the_text_keeps_the_token_that_a_stop_token_id_named():
     """SGLang leaves it out; the embedded engine decodes it like any other."""
     done = completed(spelled("abz"), "stop")
