@@ -51,6 +51,18 @@ class ClusterSection(Section):
     ray_placement_timeout: float = Field(
         60.0, gt=0, description="Seconds to wait for processors and GPUs that others' work on the Ray cluster holds."
     )
+    max_restarts: int = Field(
+        -1,
+        ge=-1,
+        description="How often a run goes on by itself after a process, server or machine of it was lost or hung; -1: 3 "
+        "on a Ray cluster, 0 elsewhere.",
+    )
+    hang_timeout: float = Field(
+        1800.0,
+        ge=0,
+        description="Seconds that a trainer call, or an engine with requests, may take without a sign of progress; then "
+        "the run says who waits for whom and ends. 0: for ever.",
+    )
 
 
 class DataSection(Section):
@@ -274,6 +286,9 @@ class TrainSection(Section):
     global_batch_size: int = Field(0, ge=0, description="Rollouts an optimizer step; 0 follows num_steps_per_rollout.")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="Tokens of a packed micro-batch.")
     gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward pass.")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="Compile what layers do between products: auto does on GPUs, from 50M parameters on."
+    )
     logprob_chunk_tokens: int = Field(
         0, ge=0, description="Rows of [tokens, vocab] logits alive at once; 0: what 512 MiB hold, 64 MiB on a CPU."
     )

@@ -3,7 +3,8 @@
 Sequences of about the same length, which packs keep side by side, are one batched call. Inside such a call a shorter
 one is filled up to the longest; causality hides the filling, so no mask is needed for it either. A prompt that several
 sequences share is one segment of the pack; its keys and values are read by each of them. On a GPU in half precision
-everything is one varlen flash call.
+short sequences are one varlen flash call; long ones are batched as elsewhere, since torch then takes cuDNN's kernels,
+which need 0.6 of the time there.
 
 :func:`segment_attention` is registered with transformers' `AttentionInterface`; the boundaries travel to it as the
 keyword argument ``segments`` of the model's forward.
@@ -20,9 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from slime_core.trainers.compiling import whole
+
 NAME = "slime_segments"
 FILLING = 0.125  # of a batched call's rows, at most
 ROWS = 2048  # of a run on a CPU: what is made of them stays in its caches, and calls do not add up
+LONG = 1024  # tokens of a mean sequence from which a call each costs nothing on a GPU
 SHORT = 128  # tokens up to which plain products beat the flash kernel on a CPU
 
 
@@ -80,6 +84,7 @@ class Segments:
 
     cu_seqlens: torch.Tensor  # int32, on the model's device: of the sequences, shared prompts counted in each
     longest: int
+    long: bool  # enough, on average, for a call of their own on a GPU
     gather: torch.Tensor | None  # rows of all sequences end to end, where prompts are shared
     last: torch.Tensor | None  # with ``gather``: for each row of the pack a place where it lies
     runs: tuple[Run, ...]
@@ -105,7 +110,8 @@ class Segments:
             places[flat] = np.arange(len(flat))
             gather, last = torch.as_tensor(flat, device=device), torch.as_tensor(places, device=device)
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return cls(torch.as_tensor(cu, device=device), max(lengths, default=0), gather, last, runs)
+        long = sum(lengths) >= LONG * len(lengths) > 0
+        return cls(torch.as_tensor(cu, device=device), max(lengths, default=0), long, gather, last, runs)
 
 
 def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
@@ -170,8 +176,11 @@ def segment_attention(
     if segments is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
         raise TypeError(f"{type(module).__name__} needs more than causal attention in segments: {odd or 'a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if half and (sliding_window is not None or not segments.long):
         return _varlen(q, k, v, segments, scaling, sliding_window)[None], None
+    if len(segments.runs) == 1 and segments.runs[0].rows is None:  # all rows as they lie
+        return _attend(q, k, v, segments.runs[0], scaling, sliding_window).reshape(1, *q.shape), None
     out = torch.empty_like(q)
     for run in segments.runs:
         run.put(_attend(q, k, v, run, scaling, sliding_window), out)
@@ -274,4 +283,4 @@ def register() -> None:
     """Make :func:`segment_attention` known to transformers, with no mask; calling again changes nothing."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, segment_attention)
+    AttentionInterface.register(NAME, whole(segment_attention))

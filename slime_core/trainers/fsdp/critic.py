@@ -41,6 +41,7 @@ class Critic:
         self.path = str(train.critic_load)
         self.device = device
         self.model: ValueModel = build_values(self.path, folder, seed, device, train.logprob_chunk_tokens)
+        self.model.choose_compiling(train.compile)
         shard(self.model, mesh, dtype, exact=(self.model.score,))
         self.learner = Learner(self.model, policy.rank, policy.world)
         if not self.path:

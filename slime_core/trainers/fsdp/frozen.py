@@ -65,6 +65,7 @@ class Frozen:
             self.teacher = None
             teacher = Policy(folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens)
             teacher.try_model()
+            teacher.choose_compiling(train.compile)
             for parameter in teacher.parameters():  # tried in float32, kept in the dtype it computes in
                 parameter.data = parameter.data.to(self._dtype)
                 parameter.requires_grad_(False)

@@ -8,6 +8,8 @@ the model's own logits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algo.fused_loss import BlockLoss, linear_loss
 from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
+from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.fsdp.attention import NAME, Segments, register, take
 from slime_core.trainers.fsdp.fused import fuse
 
@@ -48,21 +51,32 @@ class Policy(nn.Module):
         self.linear_head = False
         self.recompute = False  # gradient checkpointing
         self.fused = False
+        self.compiled = False
+        self._made: dict[Callable[..., Any], Compiled] = {}
         for layer in layers(hf):
             self._choose_forward(layer)
 
     def _choose_forward(self, layer: nn.Module) -> None:
-        """Let the layer's forward follow ``fused`` and ``recompute``."""
+        """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
         own, fused = layer.forward, fuse(layer, self.hf.config)
+        function = getattr(own, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
                 return fused(*args, recompute=self.recompute, **kwargs)
+            run: Callable[..., Any] = own
+            if self.compiled and function is not None:
+                run = partial(self._made.setdefault(function, Compiled(function)), layer)
             if self.recompute and torch.is_grad_enabled():
-                return checkpoint(own, *args, use_reentrant=False, **kwargs)
-            return own(*args, **kwargs)
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return run(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
+
+    def choose_compiling(self, choice: Choice) -> None:
+        """Follow ``train.compile``; before the model is sharded."""
+        parameters = list(self.hf.parameters())
+        self.compiled = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
 
     def try_model(self) -> None:
         """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""

@@ -66,6 +66,7 @@ class Worker:
             model.to(self.device).eval().requires_grad_(True), chunk=config.train.logprob_chunk_tokens
         )
         self.policy.try_model()
+        self.policy.choose_compiling(config.train.compile)
         shard(self.policy, self.mesh, self.dtype)
         self.actor = Learner(self.policy, rank, world)
         self.frozen = Frozen(folder, self.mesh, self.dtype, self.device)

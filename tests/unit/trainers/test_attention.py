@@ -96,6 +96,15 @@ def test_neighbours_of_about_the_same_length_attend_in_one_call():
     assert [run.gather is None for run in runs] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "prefix", "wanted"),
+    [([1024], [-1], True), ([1023], [-1], False), ([2000, 48], [-1, -1], True), ([1000, 100, 100], [-1, 0, 0], True)],
+)
+def test_the_mean_length_of_sequences_says_which_kernel_takes_them(lengths, prefix, wanted):
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    assert Segments.of(cu, np.array(prefix), "cpu").long is wanted
+
+
 def test_equal_sequences_as_they_lie_are_not_copied():
     (run,) = Segments.of([0, 4, 8, 12], [-1] * 3, "cpu").runs
     x = torch.randn(12, 2, 3)

@@ -10,6 +10,7 @@ import trainer_bench as made
 import transformers
 
 from slime_core.testing.models import char_tokenizer
+from slime_core.trainers.compiling import Compiled
 from slime_core.trainers.fsdp.policy import Policy
 
 pytestmark = pytest.mark.unit
@@ -115,6 +116,31 @@ def test_fused_layers_have_the_modules_own_gradient(bench, family, recompute):
     for name, gradient in own[1].items():
         error = float((fused[1][name] - gradient).abs().max() / gradient.abs().max())
         assert error < 2e-5, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("backend", "recompute"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),  # its C++ takes a minute to build
+    ],
+)
+def test_compiled_layers_have_the_modules_own_gradient(bench, backend, recompute):
+    one, batch = bench(max_tokens_per_gpu=80, gradient_checkpointing=recompute, compile="on"), made.batch_of()
+    policy = one.worker.policy
+    assert policy.compiled
+    policy.fused = False  # which comes first on a CPU
+    function = type(policy.hf.model.layers[0]).forward
+    policy._made[function] = Compiled(function, backend=backend)
+    compiled = one.gradient(batch)
+    (known,) = policy._made.values()  # of all layers
+    assert known.works
+    policy.compiled = False
+    own = one.gradient(batch)
+    assert compiled[0] == pytest.approx(own[0], rel=1e-5, abs=1e-6)
+    for name, gradient in own[1].items():
+        assert float((compiled[1][name] - gradient).abs().max() / gradient.abs().max()) < 2e-5, name
 
 
 def test_a_layer_that_computes_otherwise_is_not_fused(bench):

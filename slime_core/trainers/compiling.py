@@ -1,0 +1,66 @@
+"""Functions in, the same compiled by torch.compile out, where that pays; a compiler that fails is told once, and left.
+
+On a GPU a layer's norms, rotations, activations and residuals are some fifty small kernels that wait for memory; fused
+they are a handful. Results differ by rounding: what is fused is not rounded to bfloat16 in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+log = logging.getLogger(__name__)
+
+Choice = Literal["auto", "on", "off"]
+F = TypeVar("F", bound=Callable[..., Any])
+LARGE = 50_000_000  # parameters from which a step takes longer than what compiling could save in a short run
+
+
+def pays(choice: Choice, device: torch.device, parameters: int) -> bool:
+    """Whether ``train.compile`` means yes on this device for a model of so many parameters."""
+    if choice != "auto":
+        return choice == "on"
+    return device.type == "cuda" and parameters >= LARGE and find_spec("triton") is not None
+
+
+class Compiled:
+    """A function that is compiled at its first call for each kind of arguments, or ``plain`` once that has failed.
+
+    What the function itself raises passes through.
+
+    Example: norm = Compiled(rms_norm); norm(x, weight)
+    """
+
+    def __init__(self, plain: Callable[..., Any], **options: Any) -> None:
+        self.plain = plain
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there
+        self._made: Callable[..., Any] | None = torch.compile(plain, **options)
+
+    @property
+    def works(self) -> bool:
+        """Whether compiling has not failed."""
+        return self._made is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._made is None:
+            return self.plain(*args, **kwargs)
+        try:
+            return self._made(*args, **kwargs)
+        except TorchDynamoException as error:
+            self._made = None
+            log.warning(
+                "%s is not compiled, and slower: %s", self.plain.__qualname__, " ".join(str(error).split())[:300]
+            )
+            return self.plain(*args, **kwargs)
+
+
+def whole(function: F) -> F:
+    """A function that compiled callers call as it is: it is never looked into."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled

@@ -1,0 +1,48 @@
+"""What compiles functions where that pays, and goes on without where it fails."""
+
+import logging
+
+import pytest
+import torch
+
+from slime_core.trainers.compiling import LARGE, Compiled, pays
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "parameters", "wanted"),
+    [("on", "cpu", 1, True), ("off", "cuda", LARGE, False), ("auto", "cpu", LARGE, False), ("auto", "cuda", 1, False)],
+)
+def test_what_the_setting_means(choice, device, parameters, wanted):
+    assert pays(choice, torch.device(device), parameters) is wanted
+
+
+def test_a_compiler_that_fails_is_told_once_and_the_plain_function_goes_on(caplog):
+    calls = []
+
+    def broken(graph, inputs):
+        calls.append(graph)
+        raise OSError("no compiler here")
+
+    def twice(x):
+        return x + x
+
+    one = Compiled(twice, backend=broken)
+    with caplog.at_level(logging.WARNING):
+        assert [float(one(torch.tensor(float(n)))) for n in (1, 2)] == [2.0, 4.0]
+    assert not one.works
+    assert len(calls) == 1
+    (told,) = [record.message for record in caplog.records if record.name.startswith("slime")]
+    assert "twice is not compiled" in told
+    assert "no compiler here" in told
+
+
+def test_what_the_function_itself_raises_passes_through():
+    def wrong(x):
+        raise ValueError(f"a shape of {tuple(x.shape)}")
+
+    one = Compiled(wrong, backend="eager")
+    with pytest.raises(ValueError, match="a shape of"):
+        one(torch.ones(2))
+    assert one.works
