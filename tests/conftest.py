@@ -1,10 +1,11 @@
 """Fixtures for every room: the command line as a process, plugins installed into a folder, small model folders.
 
 And what the suite does as a whole: tests that start SGLang's server (marker `sglang`) come first and run in one worker;
-tests that share what a module's fixture made run in one worker; what cannot be proven on this machine is named at the
-end, a line "not proven: TEST (why)" each.
+tests that share what a module's fixture made run in one worker; a test whose event loop ends with an open connection
+fails; what cannot be proven on this machine is named at the end, a line "not proven: TEST (why)" each.
 """
 
+import asyncio.selector_events
 import functools
 import json
 import os
@@ -96,6 +97,41 @@ def pytest_runtest_setup(item):
     """Leave out what this machine cannot prove; it is named at the end."""
     if item.get_closest_marker("sglang") and not find_sglang()[0]:
         pytest.skip(f"{UNPROVEN}: {find_sglang()[1]}")
+
+
+UNCLOSED = []  # connections that were open when their event loop closed
+
+
+def watch_connections(close):
+    """``close`` of an event loop; what is still connected then is noted, and closed lest another test meets it."""
+
+    @functools.wraps(close)
+    def closing(loop):
+        if not loop.is_running() and not loop.is_closed():
+            for transport in [each for each in loop._transports.values() if each._sock is not None]:
+                ends = " -> ".join(str(transport.get_extra_info(name)) for name in ("sockname", "peername"))
+                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}")
+                transport._call_connection_lost(None)
+        close(loop)
+
+    return closing
+
+
+asyncio.selector_events.BaseSelectorEventLoop.close = watch_connections(
+    asyncio.selector_events.BaseSelectorEventLoop.close
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Blame the test that left connections open: Python warns of them much later, in whichever test collects them."""
+    try:
+        return (yield)
+    finally:
+        left, UNCLOSED[:] = [*UNCLOSED], []
+        if left:
+            said = "\n  ".join(["an event loop was closed before these connections were:", *left])
+            pytest.fail(said, pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -21,6 +21,7 @@ from slime_core.errors import SlimeError
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
+PARTING_SECONDS = 1.0  # how long an answer may take to be read when the door closes
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -43,6 +44,7 @@ class Door:
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._stopped: asyncio.Task[bool]  # the wait for it
         self.served: Counter[int] = Counter()  # answers by HTTP status
         self._thread = threading.Thread(target=self._run, name="slime-door", daemon=True)
         self._thread.start()
@@ -65,23 +67,26 @@ class Door:
             self._loop.close()
 
     async def _serve(self) -> None:
-        writers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = self._loop.create_task(self._talk(reader, writer))
-            writers[task] = writer
-            task.add_done_callback(lambda done: writers.pop(done).close())
-
-        server = await asyncio.start_server(connected, sock=self._socket, limit=MAX_HEAD)
-        await self._stop.wait()
-        here = asyncio.current_task()
-        while left := asyncio.all_tasks() - {here}:
-            leaving = dict(writers)
-            for task in leaving:
-                task.cancel()
-            await asyncio.wait(left)  # asyncio's own, of a caller just let in, end by themselves
-            await asyncio.gather(*(writer.wait_closed() for writer in leaving.values()), return_exceptions=True)
+        self._stopped = self._loop.create_task(self._stop.wait())
+        server = await asyncio.start_server(self._meet, sock=self._socket, limit=MAX_HEAD)
+        await self._stopped
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left)  # asyncio's own, of callers just let in, begin the last meetings
         server.close()  # last: asyncio forgets the socket of a caller whom it lets in to a closed server
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A caller, until the connection is gone: the loop may not end before."""
+        talk = self._loop.create_task(self._talk(reader, writer))
+        await asyncio.wait({talk, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        talk.cancel()
+        writer.close()
+        gone = self._loop.create_task(writer.wait_closed())
+        await asyncio.wait({gone, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({gone}, timeout=PARTING_SECONDS)
+        writer.transport.abort()  # of one who does not read
+        with suppress(OSError):
+            await gone
+        await asyncio.wait({talk})
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):

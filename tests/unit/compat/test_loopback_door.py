@@ -3,10 +3,12 @@
 import asyncio
 import json
 import socket
+import threading
 from contextlib import suppress
 
 import pytest
 
+from slime_core.compat.door import Door
 from slime_core.compat.http import HttpError, get, post
 from slime_core.compat.session import Session
 from slime_core.config.schema import Config
@@ -290,3 +292,57 @@ def test_a_door_that_closes_hangs_up_on_everyone(connect):
                 caller.settimeout(5)
                 with suppress(ConnectionResetError):
                     assert caller.recv(1) == b""
+
+
+def test_a_door_that_closes_in_the_moment_of_an_answer_takes_leave_of_its_caller():
+    """It must not end between the answer's last byte and the end of the connection."""
+    request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def run():
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def handle(payload):
+            asked.set()
+            await answer.wait()
+            return payload
+
+        door, held = Door(handle, asyncio.get_running_loop()), threading.Barrier(2, timeout=30)
+        caller = socket.create_connection(("127.0.0.1", door.port))
+        caller.sendall(request)
+        await asyncio.wait_for(asked.wait(), 30)
+        door._loop.call_soon_threadsafe(lambda: (held.wait(), held.wait()))
+        await asyncio.to_thread(held.wait)  # what comes until the second wait the door meets in one pass
+        answer.set()
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # what waits for the answer has been told
+        door._loop.call_soon_threadsafe(door._stop.set)
+        await asyncio.to_thread(held.wait)
+        door.close()
+        return door, caller
+
+    door, caller = asyncio.run(run())
+    with caller:
+        assert door._loop.is_closed()
+        assert b" 200 OK" in caller.makefile("rb").read()
+
+
+def test_a_door_that_closes_cuts_off_a_caller_who_does_not_read(monkeypatch):
+    monkeypatch.setattr("slime_core.compat.door.PARTING_SECONDS", 0.05)
+    request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def run():
+        async def handle(payload):
+            return "x" * (32 << 20)  # more than the system keeps for a caller
+
+        door = Door(handle, asyncio.get_running_loop())
+        caller = socket.create_connection(("127.0.0.1", door.port))
+        caller.sendall(request)
+        await asyncio.to_thread(caller.recv, 1, socket.MSG_PEEK)
+        door.close()
+        return door, caller
+
+    door, caller = asyncio.run(run())
+    with caller:
+        assert not door._thread.is_alive()
+        assert door._loop.is_closed()
