@@ -13,7 +13,7 @@ import torch
 
 from slime_core.trainers import checks
 from slime_core.trainers.fsdp.policy import Policy
-from slime_core.trainers.fsdp.sharding import own_part, shard
+from slime_core.trainers.fsdp.sharding import local, own_part, shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,9 +95,9 @@ class Frozen:
         """
         checks.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move all weights."""
-        if self.reference is not None:
-            self.reference = {name: tensor.to(device) for name, tensor in self.reference.items()}
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's shards of all weights."""
+        found = list(self.reference.values()) if self.reference is not None else []
         if self.teacher is not None:
-            self.teacher.to(device)
+            found += [local(parameter.detach()) for parameter in self.teacher.parameters()]
+        return found

@@ -80,9 +80,6 @@ class Learner:
         self.optimizer.steps = steps
         self.optimizer.moment1, self.optimizer.moment2 = moment1, moment2
 
-    def to(self, device: torch.device | str, what: set[str]) -> None:
-        """Move what ``release`` and ``reacquire`` name: ``parameters``, ``optimizer``."""
-        if "optimizer" in what:
-            self.optimizer.to(device)
-        if "parameters" in what:
-            self.module.to(device)
+    def states(self) -> list[torch.Tensor]:
+        """What AdamW remembers, in shards."""
+        return [*self.optimizer.moment1.values(), *self.optimizer.moment2.values()]

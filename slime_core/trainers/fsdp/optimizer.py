@@ -56,11 +56,6 @@ class AdamW:
             )
         self.steps += 1
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the moments."""
-        self.moment1 = {name: tensor.to(device) for name, tensor in self.moment1.items()}
-        self.moment2 = {name: tensor.to(device) for name, tensor in self.moment2.items()}
-
 
 @torch.no_grad()
 def global_norm(grads: Mapping[str, torch.Tensor], world: int) -> float:

@@ -21,9 +21,10 @@ from slime_core.trainers.fsdp.learner import Learner
 from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.publishing import Publisher
-from slime_core.trainers.fsdp.sharding import full, join, reshard, shard
+from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
 from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.pack import pack
+from slime_core.trainers.parking import Parking
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
@@ -32,6 +33,8 @@ from slime_core.trainers.staging import Staging
 from slime_core.trainers.steps import Guard, Outcome, summary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
@@ -73,6 +76,7 @@ class Worker:
         self.critic: Critic | None = None
         self.staging = Staging(self.device)
         self.publisher = Publisher(self)
+        self.parking = Parking(self._tensors)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -100,6 +104,11 @@ class Worker:
         self.stage, self.loss, self.steps = stage, self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
         self.policy.chunk, self.policy.recompute = train.logprob_chunk_tokens, train.gradient_checkpointing
+        with self.parking.present():
+            self._begin_models(stage, needs)
+
+    def _begin_models(self, stage: Config, needs: frozenset[Role]) -> None:
+        train = stage.train
         self._begin_critic(train, needs)
         schedule = Schedule(
             peak=train.lr,
@@ -310,45 +319,49 @@ class Worker:
         return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
-        saving.save(self, path)
+        with self.parking.present():
+            saving.save(self, path)
 
     def fingerprint(self) -> str:
         known = dict(self.parameters())
         if self.critic is not None:
             known |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
-        return fingerprint(known, self.world)
+        with self.parking.present():
+            return fingerprint(known, self.world)
 
     def restore(self, path: Path) -> None:
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) before restore(path)")
-        saving.restore(self, path)
+        with self.parking.present():
+            saving.restore(self, path)
         self._barrier()
 
     def export(self, path: Path) -> None:
-        whole = self.whole()
+        with self.parking.present():
+            whole = self.whole()
         if self.rank == 0:
             files.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
         self._barrier()
 
     def release(self, what: set[str]) -> None:
+        self.staging.before_change()
         self._forget()
         if "parameters" in what:
             self.publisher.drop()
         if self.device.type != "cpu":
-            self._move("cpu", what)
+            self.parking.leave(what)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reacquire(self, what: set[str]) -> None:
-        if self.device.type != "cpu":
-            self._move(self.device, what)
+        self.parking.back(what)
 
-    def _move(self, device: torch.device | str, what: set[str]) -> None:
-        self.staging.before_change()
-        for learner in self._learners():
-            learner.to(device, what)
-        if "parameters" in what:
-            self.frozen.to(device)
+    def _tensors(self, what: str) -> Iterable[torch.Tensor]:
+        """What a name of `release` stands for, this rank's shards of it; gradients are forgotten instead."""
+        if what == "parameters":
+            mine = [local(p.detach()) for learner in self._learners() for p in learner.parameters().values()]
+            return [*mine, *self.frozen.tensors()]
+        return [tensor for learner in self._learners() for tensor in learner.states()] if what == "optimizer" else []
 
     def _barrier(self) -> None:
         if self.world > 1:

@@ -24,7 +24,6 @@ from slime_core.trainers.megatron.frozen import Frozen
 from slime_core.trainers.megatron.learner import Learner
 from slime_core.trainers.megatron.model import Model, build_model
 from slime_core.trainers.megatron.others import Run
-from slime_core.trainers.megatron.parking import Parking
 from slime_core.trainers.megatron.passes import speaks, totals
 from slime_core.trainers.megatron.places import check_shapes
 from slime_core.trainers.megatron.settings import Settings, build, settings
@@ -32,6 +31,7 @@ from slime_core.trainers.megatron.smaller import smaller
 from slime_core.trainers.megatron.state import start
 from slime_core.trainers.megatron.verify import verify
 from slime_core.trainers.pack import pack
+from slime_core.trainers.parking import Parking
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums

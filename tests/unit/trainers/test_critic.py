@@ -121,6 +121,33 @@ def test_a_new_head_is_zero_and_the_layers_are_the_policys(ppo):
     assert all(torch.equal(mine[name], policy[name]) for name in set(mine) & set(policy))
 
 
+def test_what_leaves_the_device_takes_no_memory_there_and_comes_back_as_it_was(ppo, tmp_path):
+    everything, ends = {"parameters", "optimizer", "gradients"}, []
+    for leaves in (False, True):
+        one = ppo(kl_loss_coef=0.1)
+        batch, worker = judged(one, made.batch_of()), one.worker
+        found = one.call("score", batch, frozenset({"policy", "reference"}))
+        batch.columns |= {name: found[name]["log_probs"] for name in ("policy", "reference")}
+        one.call("step", batch)
+        before = worker.fingerprint()
+        if leaves:
+            held = [*worker._tensors("parameters"), *worker._tensors("optimizer")]
+            worker.parking.leave(everything)  # as `release` does beside an engine on the same GPU
+            assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
+            assert worker.fingerprint() == before, "a call that reads the state finds it"
+            worker.save(tmp_path / "saved")
+            worker.staging.writing.result()
+            assert worker.parking.away == everything
+            worker.parking.back(everything)
+        assert worker.fingerprint() == before
+        one.call("step", batch)
+        ends.append(
+            (worker.fingerprint(), one.call("score", batch, frozenset({"reference"}))["reference"]["log_probs"])
+        )
+    assert ends[0][0] == ends[1][0]
+    np.testing.assert_array_equal(ends[0][1], ends[1][1])
+
+
 def test_a_step_trains_both_and_reports_the_critics_figures(ppo):
     one = ppo(num_steps_per_rollout=2, critic_lr_warmup_iters=4, clip_grad=0.01)
     batch = judged(one, made.batch_of())

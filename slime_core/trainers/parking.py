@@ -1,7 +1,7 @@
 """Memory that a rank gives away and takes back: storages are emptied and filled again, every view of them stays.
 
-megatron-core's gradient and parameter buffers, its optimizer's shards and the model's parameters are views of each
-other, so no tensor is moved: its bytes go to the host, its storage becomes empty, and later both come back.
+Parameters, their shards and buffers of megatron-core's or FSDP2's are views of each other, so no tensor is moved: its
+bytes go to page-locked memory of the host, its storage becomes empty, and later both come back. That memory is kept.
 """
 
 from __future__ import annotations
