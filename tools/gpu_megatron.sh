@@ -30,7 +30,7 @@ step() {  # NAME SECONDS COMMAND...
 tests() {  # NAME SECONDS ARGUMENTS...
     local name=$1 seconds=$2
     shift 2
-    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -q -rA --durations=6 "$@"
+    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -v --durations=6 "$@"
 }
 others() {  # test files of Megatron beside those that have a part of their own
     ls tests/gpu/test_*.py | grep -E 'megatron|expert|offload' |

@@ -56,7 +56,7 @@ PY
 tests() {  # NAME SECONDS FILE...
     local name=$1 seconds=$2
     shift 2
-    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -q -rA --durations=8 "$@"
+    step "$name" "$seconds" python3 -m pytest -m gpu -p no:cacheprovider -v --durations=8 "$@"
 }
 
 functional() {

@@ -54,7 +54,7 @@ WARMUP = [
     *("--lr-warmup-iters", "20", "--init-weights", "random", "--rollout-slots", "256", "--save-interval", "0"),
     *("--num-rollout", "20" if CPU else "200", "--skip-eval-before-train"),
 ]
-STEPS = 3 if CPU else 24
+STEPS = 3 if CPU else 40
 LEARN = [
     *('data.tasks=[{name = "arithmetic"}]', "--num-rollout", str(STEPS), "--rollout-batch-size", "32"),
     *("--n-samples-per-prompt", "8", "--num-steps-per-rollout", "2", "--lr", "3e-4", "--lr-warmup-iters", "6"),
