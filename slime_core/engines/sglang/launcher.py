@@ -146,6 +146,7 @@ class Supervisor:
         user = getpass.getuser()
         env = dict(os.environ)  # new names go last: setproctitle finds nothing where the first one is set anew
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
+        env.setdefault("SGL_FORCE_SHUTDOWN", "1")  # else one refused request, which SGLang never forgets, keeps it
         env["TMPDIR"] = self.folder
         return env
 
