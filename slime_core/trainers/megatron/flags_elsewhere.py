@@ -25,7 +25,6 @@ ONLY = (
     _only("attention_dropout", float, "a policy has no dropout: its log-probs must be those of the engine", 0),
     _only("hidden_dropout", float, "a policy has no dropout: its log-probs must be those of the engine", 0),
     _only("attention_softmax_in_fp32", bool, "attention's softmax is always in float32", True),
-    _only("attention_backend", str, "packs need slime's own core attention: varlen flash on a GPU", "auto", "flash"),
     _only("calculate_per_token_loss", bool, "losses are summed, and divided once by the whole step's count", True),
     _only("variable_seq_lengths", bool, "packs have different lengths", True),
     _only("optimizer", str, "the keys of [train] are Adam's", "adam"),

@@ -69,6 +69,12 @@ MEMORY = (
 )
 
 NUMERICS = (
+    _sets(
+        "attention_backend",
+        str,
+        "On GPUs: varlen flash for all packs, or cuDNN for long sequences where it is faster.",
+        choices=("auto", "flash"),
+    ),
     _sets("deterministic_mode", bool, "Kernels that repeat bit for bit."),
     _sets("disable_bf16_reduced_precision_matmul", bool, "bfloat16 products are summed in float32."),
     _sets("fp32_residual_connection", bool, "Residuals in float32; not with Transformer Engine."),

@@ -58,6 +58,8 @@ class Learner:
         self.optimizer = None  # its memory first
         with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
             self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+        for one in _each(self.optimizer):
+            _fuse(one.optimizer)
         for one in self._offloaded():
             offloading.page_lock(one)
         self.schedule, self.clip_grad, self.weight_decay = schedule, train.clip_grad, train.weight_decay
@@ -86,7 +88,7 @@ class Learner:
         return float(self.optimizer.get_grad_norm())
 
     def update(self, norm: float) -> float:
-        """Clip and step, and forget the gradients; after :meth:`ready`. The answer is the learning rate."""
+        """Clip and step; after :meth:`ready`. The gradients are of no more use. The answer is the learning rate."""
         rate = self.rate
         if self.clip_grad > 0:
             for one in _each(self.optimizer):
@@ -99,7 +101,6 @@ class Learner:
             offloading.hand_over(one)
         self.optimizer.step_with_ready_grads()
         self.steps += 1
-        self.forget()
         return rate
 
     def _offloaded(self) -> list[Any]:
@@ -138,6 +139,12 @@ class Learner:
 def _finalize(model: Any, tokens: Any, **kwargs: Any) -> None:
     """Reduce gradients over ranks and divide them by nothing: weights are those of the whole step."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def _fuse(inner: Any) -> None:
+    """One kernel for all of Adam, where it is torch's: step by step it reads and writes its states several times."""
+    for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
+        group["fused"], group["foreach"] = True, False
 
 
 def _each(optimizer: Any) -> Iterable[Any]:

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as concentration,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 
+from slime_core.trainers.compiling import Choice, pays
+from slime_core.trainers.megatron.accumulating import provide
 from slime_core.trainers.megatron.passes import Passes
-from slime_core.trainers.megatron.rotary import PackRotary
+from slime_core.trainers.megatron.rotary import PackRotary, turns
 from slime_core.trainers.megatron.settings import Settings, build
 from slime_core.trainers.megatron.spec import block_spec
 from slime_core.trainers.megatron.tensors import Tensors, stored
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from slime_core.weights.bridge import Bridge
     from slime_core.weights.folder import ModelFolder
 
+ENTRIES = 64  # forms of a compiled function that are kept, before it is run step by step
+
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """GPTModel over packs. ``vocab`` is the number of real ids: rows of the vocabulary beyond are filling.
@@ -42,6 +49,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """
 
     def __init__(self, config: TransformerConfig, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
+        provide()
         super().__init__(config=config, transformer_layer_spec=block_spec(config, bridge), **kwargs)
         self.vocab = vocab
         if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
@@ -52,7 +60,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         mla = bool(config.multi_latent_attention)
         owners: list[Any] = [layer.self_attention for layer in self.decoder.layers] if mla else [self]
         for owner in owners:
-            owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb, middle=not mla)
+            owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
 
     def forward(self, pack: Pack) -> torch.Tensor:
         """Hidden states [T, 1, h] of this stage; with sequence parallelism this rank's rows of them."""
@@ -61,13 +69,22 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             assert pack.tokens is not None
             assert pack.positions is not None
             decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
-        rotary = None if self.config.multi_latent_attention else self.rotary_pos_emb(pack)
-        if isinstance(rotary, tuple):
-            rotary = rotary[0]
-        hidden: torch.Tensor = self.decoder(
-            hidden_states=decoder_input, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=pack
-        )
+        if not self.config.multi_latent_attention:  # its layers turn by themselves; else core attention does
+            made = self.rotary_pos_emb(pack)
+            angles = made[0] if isinstance(made, tuple) else made
+            pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
+        hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
         return hidden
+
+    def choose_compiling(self, choice: Choice) -> None:
+        """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
+        parameters = list(self.parameters())
+        wanted = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
+        if wanted:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, ENTRIES)
+        for module in self.modules():
+            if hasattr(module, "compiled"):
+                module.compiled = wanted
 
     def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
         """The rows that predict this rank's response tokens, [R, h], from the last stage's hidden states."""
@@ -140,6 +157,7 @@ def build_model(made: Settings, bridge: Bridge, folder: ModelFolder, device: tor
         post_process=parallel_state.is_pipeline_last_stage(),
         **made.model,
     ).to(device)
+    stage.choose_compiling(made.compile)
     model = Model(stage, Tensors([stage], bridge, folder.config, multiple=made.vocabulary_multiple), device)
     model.fill(stored(folder, seed))
     return model

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._dynamo import maybe_mark_dynamic
+
+from slime_core.trainers.compiling import Compiled
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -22,6 +25,7 @@ class Norm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.compiled = False  # `PackedGPT.choose_compiling`
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = None
         if config.normalization == "LayerNorm":
@@ -37,9 +41,23 @@ class Norm(nn.Module):
             return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(dtype)
         if x.dtype == dtype == torch.float32:
             return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(dtype)
+        if not self.compiled:
+            return rms_norm(x, self.weight, self.eps)
+        rows = x.flatten(0, -2)
+        maybe_mark_dynamic(rows, 0)  # packs differ in length; the width is the model's
+        found: torch.Tensor = RMS_NORM(rows, self.weight, self.eps)
+        return found.view(x.shape)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in the weight's dtype (arXiv:1910.07467)."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(weight.dtype)
+
+
+RMS_NORM = Compiled(rms_norm)
+"""`rms_norm` in few kernels, which keeps its input alone for the backward pass and no float32 copies of it."""
 
 
 def wide_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:

@@ -34,7 +34,8 @@ class Pack(PackedSeqParams):
     it is given, and hands queries, keys and values on as [T, 1, heads, d].
 
     ``tokens`` and ``positions`` [T] are this rank's; ``spans`` holds (first, last + 1) of its query rows and the rows
-    that they see of all ranks' keys, one rank's after the other's. ``longest`` bounds positions.
+    that they see of all ranks' keys, one rank's after the other's. ``longest`` bounds positions. ``lengths`` are those
+    of the spans where each sees its own rows alone, and empty where one is cut or sees others too.
     """
 
     qkv_format: str = "sbhd"
@@ -42,6 +43,10 @@ class Pack(PackedSeqParams):
     positions: torch.Tensor | None = None
     longest: int = 0
     spans: tuple[tuple[int, int, torch.Tensor], ...] = ()
+    lengths: tuple[int, ...] = ()
+    turn: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # cos, sin of each row's angles [T, 1, d], once a model has it
+    )
     cu_q: torch.Tensor | None = None  # int32: boundaries of spans in this rank's rows
     cu_k: torch.Tensor | None = None  # int32: boundaries of what they see in ``keys``
     keys: torch.Tensor | None = None  # rows of gathered keys, span after span; None where that is all of them in order
@@ -87,6 +92,7 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
         positions=put(positions[mine]),
         longest=int(positions.max(initial=0)) + 1,
         spans=tuple((a, b, put(place[rows])) for (a, b), rows in zip(spans, seen)),
+        lengths=tuple(counts) if whole and counts == [b - a for a, b in spans] else (),
         cu_q=put(np.concatenate([[0], np.cumsum([b - a for a, b in spans])]), np.int32),
         cu_k=put(np.concatenate([[0], np.cumsum(counts)]), np.int32),
         keys=None if whole else put(keys),

@@ -1,4 +1,7 @@
-"""Rotary embeddings by position: what megatron-core gives for positions 0, 1, 2, ... dealt to the rows of a pack."""
+"""Rotary embeddings by position: what megatron-core gives for positions 0, 1, 2, ... dealt to the rows of a pack.
+
+angles of positions --rows of the pack--> cosines and sines, once a pack --`CoreAttention`--> queries and keys, turned
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from slime_core.trainers.compiling import Compiled
 
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.packing import Pack
@@ -20,20 +25,53 @@ class PackRotary(nn.Module):
     length. So the rows are right in a recomputation too, when other packs have passed meanwhile.
     """
 
-    def __init__(self, inner: Any, *, middle: bool) -> None:
-        """``middle``: rows are [T, 1, 1, d] for queries [T, 1, heads, d], else [T, 1, d] for [T, heads, d]."""
+    def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner, self.middle = inner, middle
+        self.inner = inner
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, pack: Pack) -> Pack:
         """See the class."""
         return pack
 
     def forward(self, pack: Pack, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Angles of each row of the pack; with yarn and its magnitude beside."""
+        """Angles of each row of the pack, [T, 1, d]; with yarn and its magnitude beside."""
         with torch.no_grad():
             made = self.inner(-(-pack.longest // STEP) * STEP, packed_seq=True)
         table, *rest = made if isinstance(made, tuple) else (made,)
         rows = table.to(pack.positions.device)[pack.positions]  # type: ignore[union-attr]
-        rows = rows if self.middle else rows.squeeze(1)
+        rows = rows.squeeze(1)
         return (rows, *rest) if rest else rows
+
+
+@torch.no_grad()
+def turns(angles: torch.Tensor, magnitude: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of angles, times a magnitude, as megatron-core rounds them."""
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+
+def turn(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [T, heads, d], the first numbers of each head rotated (RoFormer, arXiv:2104.09864).
+
+    Args:
+        cos, sin: [T, 1, r], r <= d
+        interleaved: neighbours are a pair, else the same places of both halves
+    """
+    return _turned(q, cos, sin, interleaved), _turned(k, cos, sin, interleaved)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    width = cos.shape[-1]
+    turning = x[..., :width]
+    if interleaved:
+        across = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turning = turning * cos + across * sin
+    return turning if width == x.shape[-1] else torch.cat((turning, x[..., width:]), dim=-1)
+
+
+TURN = Compiled(turn)
+"""`turn` in few kernels."""

@@ -24,6 +24,7 @@ from slime_core.trainers.megatron.missing import IMPLIED, OFFLOAD, installed, mi
 if TYPE_CHECKING:
     from slime_core.config.problems import Origins
     from slime_core.config.schema import TrainSection
+    from slime_core.trainers.compiling import Choice
     from slime_core.weights.bridge import Bridge, Sizes
 
 VOCABULARY_MULTIPLE = 128
@@ -71,6 +72,7 @@ class Settings:
     ddp: Mapping[str, Any]  # fields of DistributedDataParallelConfig
     optimizer: Mapping[str, Any]  # fields of OptimizerConfig
     vocabulary_multiple: int  # rows of the vocabulary are filled up to one
+    compile: Choice = "auto"  # train.compile
     notices: tuple[str, ...] = ()
 
 
@@ -133,6 +135,7 @@ def settings(
         ddp=_ordered(_ddp_defaults() | asked.ddp),
         optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
+        compile=train.compile,
         notices=(*asked.notices, *notices, *unused(asked)),
     )
 
@@ -189,7 +192,7 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
         "add_bias_linear": False,
         "bias_dropout_fusion": gpu,
         "bias_activation_fusion": gpu,
-        "gradient_accumulation_fusion": gpu and installed("fused_weight_gradient_mlp_cuda"),
+        "gradient_accumulation_fusion": gpu,  # `accumulating` has it where Apex is not
         "transformer_impl": "transformer_engine" if engine else "local",
         "deallocate_pipeline_outputs": gpu,
         "moe_token_dispatcher_type": "alltoall",  # dense pipelines too: allgather wants equal lengths

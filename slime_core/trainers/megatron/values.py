@@ -88,6 +88,7 @@ def build_values(path: str, policy: ModelFolder, mine: Model, made: Settings, ru
         post_process=parallel_state.is_pipeline_last_stage(),
         **made.model,
     ).to(run.device)
+    stage.choose_compiling(made.compile)
     multiple, entries = made.vocabulary_multiple, _entries(bridge, folder)
     tensors = Tensors([stage], bridge, folder.config, multiple=multiple, entries=entries)
     model = Model(stage, tensors, run.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime_core.algo.logprobs import LOGITS, blocks
+from slime_core.algo.logprobs import LOGITS, blocks, linear_log_probs
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +50,9 @@ def log_probs(
         temperature: [R], or None for 1
         chunk: rows whose logits are there at a time, at most; 0 is as many as `logprobs.LOGITS` bytes hold
     """
+    if part.ranks == 1:
+        weight = weight if part.vocab >= len(weight) else weight[: part.vocab]
+        return linear_log_probs(hidden, weight, target, temperature=temperature, chunk=chunk)
     found: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, temperature, part, chunk)
     return found
 

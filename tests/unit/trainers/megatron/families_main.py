@@ -2,7 +2,7 @@
 
     python families_main.py ROOT WORLD '{"tensor_model_parallel_size": 2}' FAMILY ...
 
-DEVICE (cpu) and DTYPE (float32) are variables of the environment; GPUs are taken in the order of ranks.
+DEVICE (cpu), DTYPE (float32) and COMPILE (auto) are variables of the environment; GPUs are taken in the order of ranks.
 Writes ROOT/answers-RANK.json: the family's worst relative errors.
 """
 
@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from cpu import cpu_redirect
-from family_models import loss, packs
+from family_models import WITHIN, loss, packs
 
 DEVICE, DTYPE = os.environ.get("DEVICE", "cpu"), os.environ.get("DTYPE", "float32")
 
@@ -61,8 +61,10 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 
     folder = Folder(root / name / "model")
     bridge = BRIDGES[folder.config.model_type]
-    train = load_config(None, ["--dtype", DTYPE]).train
-    made = settings(bridge, folder.config, flags, train, world, DEVICE)
+    train = load_config(None, ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto")]).train
+    table = {name: value for name, value in flags.items() if name not in WITHIN}
+    made = settings(bridge, folder.config, table, train, world, DEVICE)
+    made = replace(made, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}})
     model = build_model(made, bridge, folder, torch.device(DEVICE))
     learner = Learner(model.stage)
     learner.wrap(build(made))
@@ -124,7 +126,7 @@ def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
         from slime_core.trainers.megatron.state import start
 
         meet(rank, world, DEVICE, root / "rendezvous")
-        start(Layout.of(flags, world), 0)
+        start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN}, world), 0)
         answers = {name: check(name, root, world, flags) for name in names}
     (root / f"answers-{rank}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()

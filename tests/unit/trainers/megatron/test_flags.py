@@ -177,7 +177,7 @@ def test_names_and_types_load_no_torch_and_no_megatron():
         pytest.param({"recompute_granularity": "ful"}, "CFG03", "out of range", "did you mean 'full'", id="choice"),
         pytest.param({"recompute_modules": ["mlp", "x"]}, "CFG03", "out of range", "core_attn", id="choice-of-many"),
         pytest.param({"hidden_dropout": 0.1}, "CFG04", "hidden_dropout = 0.1", "it may be 0", id="dropout"),
-        pytest.param({"attention_backend": "unfused"}, "CFG04", "unfused", '"auto", "flash"', id="unfused"),
+        pytest.param({"attention_backend": "unfused"}, "CFG03", "unfused", '"auto", "flash"', id="unfused"),
         pytest.param({"optimizer": "sgd"}, "CFG04", "sgd", "adam", id="sgd"),
         pytest.param({"micro_batch_size": 1}, "CFG04", "--micro-batch-size", "--max-tokens-per-gpu", id="micro"),
         pytest.param({"train_iters": 5}, "CFG04", "--train-iters", "--num-rollout", id="iters"),
