@@ -50,11 +50,13 @@ class Zygote:
         assert ended["left"] == [], f"processes {ended['left']} outlived `slime {' '.join(words)}`"
         return subprocess.CompletedProcess(words, ended["code"], out.read_text(), err.read_text())
 
-    def together(self, folder: Path, commands: Sequence[Sequence[object]], *, path: Sequence[object] = ()) -> None:
+    def together(
+        self, folder: Path, commands: Sequence[Sequence[object]], *, path: Sequence[object] = (), **env: str
+    ) -> None:
         """Run scripts at the same time, each ``[file, *args]`` in a process of its own; all must end well."""
         log = folder / "scripts.txt"
         words = [[str(word) for word in command] for command in commands]
-        ended = self.ask(scripts=words, log=str(log), path=[str(place) for place in path], hung=240)
+        ended = self.ask(scripts=words, log=str(log), env=env, path=[str(place) for place in path], hung=240)
         assert (ended["code"], ended["left"]) == (0, []), log.read_text()
 
     def _read(self) -> Any:

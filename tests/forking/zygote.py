@@ -1,11 +1,13 @@
-"""A process that has imported torch and the command line, never ran either, and forks one child a request.
+"""A process that has imported torch, Megatron and the command line, never ran any, and forks one child a request.
 
     {"args": [...], "cwd": "...", "log": "...", "env": {...}, "path": [...], "out": "...", "hung": 60,
      "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
-    {"scripts": [["rank.py", "0"], ["rank.py", "1"]], "log": "...", "path": [...], "hung": 240}
+    {"scripts": [["rank.py", "0"], ["rank.py", "1"]], "log": "...", "env": {...}, "path": [...], "hung": 240}
     -> {"code": -9, "seconds": 0.8, "left": []}
 
-The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports. Its stderr is
+The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports, and four more where
+it trains by Megatron. Without a GPU nothing is compiled (15 seconds for Megatron's functions), unless ``env`` has
+TORCH_COMPILE_DISABLE=0. Its stderr is
 ``log``, its stdout too where ``out`` names no other file; ``env`` and ``path`` are variables and folders to import
 from beside those of this process. ``seconds`` kills it then, after ``hung`` seconds it hangs, ``names`` gets how often
 it came to each failpoint. ``scripts`` run at the same time, each in a process of its own; the code is 1 where one
@@ -14,19 +16,26 @@ fails.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import traceback
+import warnings
 from collections import Counter
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["NO_COLOR"] = "1"
+GPU = Path("/dev/nvidiactl").exists()
+if not GPU:
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 
 class Recorder:
@@ -56,6 +65,27 @@ def import_all() -> None:
     import slime_core.trainers.fsdp
 
     del torch, transformers, modeling_llama, modeling_qwen2, modeling_qwen3, slime_cli, slime_core
+    if not GPU:  # what it looks for there at import may not be forked
+        import_megatron()
+
+
+def import_megatron() -> None:
+    """All of the Megatron trainer, where megatron-core is installed."""
+    with suppress(ImportError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("megatron.core.optimizer")
+        trainer = import_module("slime_core.trainers.megatron")
+        for module in pkgutil.iter_modules(trainer.__path__, f"{trainer.__name__}."):
+            import_module(module.name)
+
+
+def take(request: dict[str, Any]) -> None:
+    """In the fork: the environment of a request."""
+    import torch._dynamo
+
+    os.environ.update(request.get("env", {}))
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # read when it was imported
+    sys.path[:0] = request.get("path", [])
 
 
 def child(request: dict[str, Any]) -> None:
@@ -64,8 +94,7 @@ def child(request: dict[str, Any]) -> None:
     from slime_core import failpoints
 
     os.chdir(request["cwd"])
-    os.environ.update(request.get("env", {}))
-    sys.path[:0] = request.get("path", [])
+    take(request)
     recorder = Recorder()
     failpoints.arm(request.get("failpoint", ""))
     if request.get("names"):
@@ -85,7 +114,7 @@ def child(request: dict[str, Any]) -> None:
 
 def scripts(request: dict[str, Any]) -> None:
     """In the fork: a fork of it for each script."""
-    sys.path[:0] = request.get("path", [])
+    take(request)
     codes = []
     for pid in [fork_script(words) for words in request["scripts"]]:
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -115,6 +144,7 @@ def serve() -> None:
     import_all()
     from slime_core.testing.chaos import HUNG_SECONDS, Kill, run_child
 
+    gc.freeze()  # a child's collections leave alone what it shares with this process
     print(json.dumps({"threads": len(os.listdir("/proc/self/task"))}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
