@@ -93,7 +93,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         scale = self.scale or 1 / math.sqrt(q.shape[-1])
         half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
         if half and not self._each(q, v, pack):
-            out = _varlen(q, k, v, pack, scale)
+            assert pack.cu_q is not None
+            assert pack.cu_k is not None
+            out = varlen(q, k, v, pack.keys, pack.cu_q, pack.cu_k, pack.most_q, pack.most_k, scale)
         elif pack.lengths:
             out = by_sequence(q, k, v, pack.lengths, scale, fill=half)
         else:
@@ -145,19 +147,28 @@ def by_sequence(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: Pack, scale: float) -> torch.Tensor:
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    most_q: int,
+    most_k: int,
+    scale: float,
+) -> torch.Tensor:
+    """All spans in one flash call: q [T, heads, d], k and v with heads or fewer; the rest as a `Pack` has it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if pack.keys is not None:
-        k, v = k.index_select(0, pack.keys), v.index_select(0, pack.keys)
+    if keys is not None:
+        k, v = k.index_select(0, keys), v.index_select(0, keys)
     if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     width, whole = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // EIGHTS) * EIGHTS
     q, k, v = (x if x.shape[-1] == whole else pad(x, (0, whole - x.shape[-1])) for x in (q, k, v))
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    assert pack.cu_q is not None
-    assert pack.cu_k is not None
-    out = varlen_attn(q, k, v, pack.cu_q, pack.cu_k, pack.most_q, pack.most_k, scale=scale, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu_q, cu_k, most_q, most_k, scale=scale, window_size=(-1, 0))
     assert isinstance(out, torch.Tensor)
     return out[..., :width]
 
