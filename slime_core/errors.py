@@ -8,10 +8,12 @@
     |- TrainerError           6    also RuntimeError   TRN..
     |- StorageError           7    also OSError        STO..
     |- SandboxError           8    also RuntimeError   SBX..
+    |- Hung                   9    also TimeoutError   HNG125
     `- Preempted             75    stopped in order; `slime run --resume` goes on
 
 Plugin and user code raises plain Python errors; the boundary that called it turns them into one of these and says
-where they came from. A SlimeError stays itself through pickle, so that workers can hand it to the driver.
+where they came from. One with ``lost`` came from a process, server or machine that is gone, so the same work may
+succeed elsewhere, or later. A SlimeError stays itself through pickle, so that workers can hand it to the driver.
 """
 
 from __future__ import annotations
@@ -31,21 +33,24 @@ class SlimeError(Exception):
     exit_code = 1
     default_code = "SLM00"
 
-    def __init__(self, what: str, *, code: str = "", where: str = "", why: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, code: str = "", where: str = "", why: str = "", fix: str = "", lost: bool = False
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.code = code or self.default_code
         self.where = where
         self.why = why
         self.fix = fix
+        self.lost = lost
 
     def __reduce__(self) -> tuple[Callable[..., SlimeError], tuple[type[SlimeError], dict[str, Any]]]:
-        return _rebuild, (type(self), self.as_dict())
+        return _rebuild, (type(self), {**self.as_dict(), "lost": self.lost})
 
     def __str__(self) -> str:
         return " | ".join(part for part in (f"{self.code} {self.what}", self.where, self.why, self.fix) if part)
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """The five parts, with stable keys (what `--json` prints)."""
         return {"what": self.what, "code": self.code, "where": self.where, "why": self.why, "fix": self.fix}
 
@@ -57,7 +62,7 @@ class SlimeError(Exception):
         return "\n".join([*lines, f"  (exit {self.exit_code})"])
 
 
-def _rebuild(kind: type[SlimeError], parts: dict[str, str]) -> SlimeError:
+def _rebuild(kind: type[SlimeError], parts: dict[str, Any]) -> SlimeError:
     return kind(**parts)
 
 
@@ -108,6 +113,13 @@ class SandboxError(SlimeError, RuntimeError):
 
     exit_code = 8
     default_code = "SBX00"
+
+
+class Hung(SlimeError, TimeoutError):
+    """A part of the run did nothing for longer than ``cluster.hang_timeout``, and the run was ended."""
+
+    exit_code = 9
+    default_code = "HNG125"
 
 
 class Preempted(SlimeError):

@@ -52,14 +52,17 @@ class Clock:
     """Wall seconds by part of a step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    phase: Callable[[str], None] = lambda name: None  # told which part is under way
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the block's time to ``name``."""
         start = time.monotonic()
+        self.phase(name)
         try:
             yield
         finally:
+            self.phase("")
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
@@ -116,7 +119,7 @@ async def run_stage(
     async with stage.collector as collector:
         await evaluate_if_due(stage.evaluator, collector, progress)
         while progress.step < rollout.num_rollout:
-            clock, version = Clock(progress.seconds()), progress.version
+            clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
                 recorded = positions(await parts.ledger.composition(version + 1))
                 groups = await progress.stop.unless(collector.take(rollout.rollout_batch_size, recorded))

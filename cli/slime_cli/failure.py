@@ -10,13 +10,15 @@ import tempfile
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slime_core.errors import ConfigError, Preempted, SlimeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slime_core.report.rundir import RunDir
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -36,6 +38,8 @@ class Session:
     interrupted: bool = False  # it was Ctrl-C that asked the run to stop
     run_dir: RunDir | None = None  # once a run has one, tracebacks go there
     secrets: frozenset[str] = frozenset()
+    past: Any = None  # `restarts.Past`, in a `slime run`
+    on_hang: Callable[[SlimeError], None] | None = None  # told of a part that hangs, before the run is ended for it
 
 
 def report_failure(error: BaseException, session: Session) -> int:

@@ -104,6 +104,7 @@ def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
     if given.recipe is None:
         given.recipe = str(path / "config.toml")
         brought = _of_servers(path) | _from_environment(RunDir(path).read_info().get("references"))
+        brought |= session.past.secrets if session.past else {}  # of the process that this one was
     given.overrides[:0] = [Word(key, (_plain(key, value),), f"{key} of run.json") for key, value in brought.items()]
     loaded = load_words(given, session, quiet=brought)
     loaded = replace(loaded, secrets=loaded.secrets | set(brought.values()))

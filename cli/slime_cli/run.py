@@ -17,6 +17,7 @@ import click
 from slime_cli.failure import Session, Terminated, say
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
+from slime_cli.summary import Seen, say_end
 from slime_cli.words import PASSING
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from slime_cli.settings import Settings
     from slime_core.report import Report, RunDir
     from slime_core.stopping import Stop
-    from slime_core.types import StepReport
 
 EPILOG = """\b
 Every key of the config is a flag, and section.key=VALUE works too:
@@ -64,10 +64,13 @@ def command(
     """Train. RECIPE is a TOML file, or PLUGIN/NAME; without one, the default recipe of the named plugin."""
     session.verbose = session.verbose or verbose
     limit = None if stop_after is None else stop_after - process_age()
+    from slime_cli.restarts import Command, Restarts, past
     from slime_cli.servers import check_servers
     from slime_cli.trainers import check_trainer
 
     check_flags(resume, forced, dry_run)
+    before = session.past = past()
+    again = Command(session, forced=forced, stop_after=stop_after, verify_step=verify_step or 0, as_json=as_json)
     with Signals() as signals:
         settings, old = settings_of(words, run_dir, resume, session)
         try:
@@ -81,7 +84,9 @@ def command(
             check_trainer(settings)
             check_servers(settings)
             run = Run(settings=settings, session=session, signals=signals, limit=limit, verify_step=verify_step or 0)
-            answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=resume == "auto")
+            auto = resume == "auto" or before.number > 0  # it may have ended before its first sample
+            with Restarts(session, before, settings, again):
+                answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=auto)
         finally:
             settings.plugins.close()
     with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads
@@ -239,7 +244,7 @@ class Run:
             seconds = time.monotonic() - started
         run_dir.end("finished", {"version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None
-        _say_end(run_dir, version, seconds, seen, final)
+        say_end(run_dir, version, seconds, seen, final)
         return {
             "run_dir": str(run_dir.path),
             "version": version,
@@ -275,28 +280,6 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-class Seen:
-    """Remembers the first and the last step, for the summary."""
-
-    def __init__(self) -> None:
-        self.first: StepReport | None = None
-        self.last: StepReport | None = None
-
-    def start(self, run_dir: Path, config: Any) -> None:
-        """Nothing to open."""
-
-    def write(self, report: StepReport) -> None:
-        """Keep it, unless it is an evaluation's."""
-        if any(key.startswith("eval/") for key in report.metrics):
-            return
-        if self.first is None or self.first.stage != report.stage:
-            self.first = report
-        self.last = report
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 @contextmanager
 def reporting(
     settings: Settings,
@@ -324,6 +307,9 @@ def reporting(
     )
     try:
         report.start()
+        report.on_hang = session.on_hang
+        if session.past is not None:
+            session.past.tell(report, going.version if going else 0)
         yield report, seen
     except BaseException as error:
         reached = seen.last.version if seen.last else going.version if going else 0
@@ -378,17 +364,3 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
         "pid": os.getpid(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Path | None) -> None:
-    from slime_core.report.live import duration
-
-    line = f"done: {version} steps in {duration(seconds)}"
-    if seen.first is not None and seen.last is not None and "reward/mean" in seen.last.metrics:
-        first = seen.first.metrics.get("reward/mean")
-        if first is not None and seen.last.step > 0:
-            line += f", {seen.last.stage} reward {first:.3f} -> {seen.last.metrics['reward/mean']:.3f}"
-    say(line)
-    if final is not None:
-        say(f"model {final}")
-    say(f"look  slime show {run_dir.path}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime_core.clusters.looking import Look, look
 from slime_core.clusters.parent import end_of
 from slime_core.clusters.wire import Frame, decode, receive_frame, send_frame
 
@@ -41,6 +42,7 @@ class Channel(Protocol):
 
     pid: int
     log: str  # where its output goes, as a person finds it
+    node: str  # the machine it is on
 
     async def write(self, frame: Frame) -> None:
         """Send a frame; it may be written to several channels.
@@ -74,6 +76,10 @@ class Channel(Protocol):
         """Append to its log."""
         ...
 
+    async def look(self) -> Look:
+        """What it does: its state, and where its threads are."""
+        ...
+
     async def close(self) -> None:
         """Hang up: a child that waits for calls ends by itself."""
         ...
@@ -92,7 +98,7 @@ class ProcessChannel:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.pid, self.log = process.pid, str(log)
+        self.pid, self.log, self.node = process.pid, str(log), socket.gethostname()
         self._process, self._path = process, log
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -160,6 +166,10 @@ class ProcessChannel:
         """See `Channel`."""
         with self._path.open("a") as log:
             log.write(text)
+
+    async def look(self) -> Look:
+        """See `Channel`."""
+        return await look(self.pid, self._path)
 
     async def close(self) -> None:
         """See `Channel`."""

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slime_core.clusters.looking import show_stacks
 from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive, send
 from slime_core.errors import EngineError, SlimeError
@@ -136,6 +137,7 @@ def main() -> None:
     """Serve until the driver is gone."""
     calls, *more, parent = map(int, sys.argv[1:])
     die_with(parent)
+    show_stacks()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to the log, as all output
     logging.getLogger("slime_core").setLevel(logging.INFO)
     try:

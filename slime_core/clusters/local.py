@@ -15,6 +15,7 @@ from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.backends import trainer_class
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
+from slime_core.clusters.hangs import Watch, watching
 from slime_core.clusters.machine import engine_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
@@ -46,7 +47,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         report.note(notice)
     cluster, dtype = config.cluster, config.train.dtype
     report.note(f"{cluster.device}, {dtype}, {cluster.cpu_threads} threads, {world} trainer rank(s)")
-    async with AsyncExitStack() as stack:
+    async with watching(config, report) as watch, AsyncExitStack() as stack:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
         engine: Any = None
@@ -60,7 +61,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             if gives_memory(config, engine):
                 await engine.pause("retract")
                 await engine.release({"kv", "weights"})
-        trainer = await _trainer(config, plugins, report, folder, thread, stack)
+        trainer = await _trainer(config, plugins, report, folder, thread, stack, watch)
         turns: Any
         if engine is not None:
             turns = Republish(server_turns(config, engine, trainer), trainer, engine)
@@ -69,6 +70,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             engine, turns = AbsentEngine(), FreeTurns()
         elif engine_apart(config):
             apart = EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread)
+            watch.add(apart)
             engine, turns = await stack.enter_async_context(apart), FreeTurns()
             report.note(f"the engine has a process of its own, {apart.pid}, and runs ahead of training")
         else:
@@ -77,7 +79,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
-        ledger = SqliteLedger(run_dir, config.report.ledger_dir)
+        ledger = watch.ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
         yield Parts(
             engines=engine,
@@ -97,6 +99,7 @@ async def _trainer(
     folder: ModelFolder,
     thread: TorchThread,
     stack: AsyncExitStack,
+    watch: Watch,
 ) -> Trainer:
     """In this process where there is one rank, else ranks in processes of their own."""
     run_dir, epoch = report.run_dir.path, report.run_dir.epoch
@@ -117,6 +120,7 @@ async def _trainer(
         run_dir=run_dir,
         epoch=epoch,
     )
+    watch.add(ranks)
     return await stack.enter_async_context(ranks)
 
 

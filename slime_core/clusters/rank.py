@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.clusters.looking import show_stacks
 from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.config.schema import Config
@@ -35,6 +36,7 @@ FRAMES = 3  # innermost frames of an exception's trace in its error; the log has
 def main() -> None:
     """Serve calls until the driver closes the socket."""
     die_with(int(sys.argv[2]))
+    show_stacks()
     sock = socket.socket(fileno=int(sys.argv[1]))
     thread: TorchThread | None = None
     try:

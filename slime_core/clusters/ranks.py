@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
 from slime_core.clusters.channel import Channel, Child, Start, start_here
+from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import encode
 from slime_core.durable import FileMark
 from slime_core.errors import SlimeError, TrainerError
@@ -31,6 +32,8 @@ RANK = "slime_core.clusters.rank"
 GRACE = 5.0  # seconds in which ranks that were told to end must be gone before they are killed
 CAUSE = 2.0  # seconds in which the other ranks may say what they know, once one has failed
 POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
+BEGIN = "its start"
+START = 900.0  # seconds that it may take, whatever a later call may
 GONE = "closed its connection"
 RESUME = "what was finished is in the ledger: slime run --resume RUN_DIR"
 
@@ -62,6 +65,8 @@ class RankTrainer:
         self._start, self._address = start, address
         self._ranks: list[Channel] = []
         self._ended: SlimeError | None = None  # why no rank answers any more
+        self._asked, self._since = "", 0.0  # the call under way, and when it began
+        self._answered: set[int] = set()  # ranks that have answered it
         self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the streams
 
     async def __aenter__(self) -> Self:
@@ -101,11 +106,11 @@ class RankTrainer:
             }
             with suppress(ConnectionError):  # the answer that does not come says more
                 await rank.write(encode(hello))
-        place, *_ = await self._replies("its start")
+        place, *_ = await self._replies(BEGIN)
         for rank in self._ranks:
             with suppress(ConnectionError):
                 await rank.write(encode({"rendezvous": place}))
-        await self._replies("its start")
+        await self._replies(BEGIN)
 
     def _seen_by(self, _: int) -> Path:
         """The run directory, as a rank's machine names it."""
@@ -122,6 +127,20 @@ class RankTrainer:
             if not await rank.ended(max(0.0, end - time.monotonic())):
                 await rank.kill()
         self._rendezvous.unlink(missing_ok=True)
+
+    def members(self) -> list[Member]:
+        """See `hangs.Watched`."""
+        patience = START if self._asked == BEGIN else 0.0
+        return [
+            Member(
+                name=f"rank {number}",
+                channel=rank,
+                doing="" if number in self._answered else self._asked,
+                since=self._since,
+                patience=patience,
+            )
+            for number, rank in enumerate(self._ranks)
+        ]
 
     async def _all(self, method: str, *args: Any) -> Any:
         """Rank 0's answer, when all have answered."""
@@ -140,6 +159,7 @@ class RankTrainer:
                     where=self._ended.where,
                     why=str(self._ended),
                     fix=RESUME,
+                    lost=self._ended.lost,
                 ) from self._ended
             frame = encode({"method": method, "args": list(args)})
             for rank in self._ranks:
@@ -153,6 +173,7 @@ class RankTrainer:
         A rank that dies makes its peers fail: the one that died is the cause, whoever told first.
         """
         told: list[tuple[int, SlimeError]] = []
+        self._asked, self._since, self._answered = phase, time.monotonic(), set()
         waiting = [asyncio.create_task(self._reply(number, told)) for number in range(self._world)]
         _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
@@ -160,6 +181,7 @@ class RankTrainer:
         for task in pending:
             task.cancel()
         found = await asyncio.gather(*waiting, return_exceptions=True)
+        self._asked = ""
         if not told:
             return [task.result() for task in waiting]
         number, error = next((one for one in told if one[1].code == "TRN105"), told[0])
@@ -179,6 +201,7 @@ class RankTrainer:
         rank = self._ranks[number]
         try:
             answer = await rank.read()
+            self._answered.add(number)
         except ConnectionError as gone:
             error: SlimeError = TrainerError(
                 f"trainer rank {number}, process {rank.pid}, {await rank.ended(CAUSE) or GONE}",
@@ -186,6 +209,7 @@ class RankTrainer:
                 where=rank.log,
                 why=await rank.tail() or "its log is empty",
                 fix=RESUME,
+                lost=True,
             )
             told.append((number, error))
             raise error from gone

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -24,6 +25,7 @@ import numpy as np
 
 from slime_core import errors
 from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start
+from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import Frame, encode
 from slime_core.errors import EngineError, SlimeError
 from slime_core.protocols import Ability, PauseMode
@@ -101,6 +103,8 @@ class EngineProcess:
         self._loading = asyncio.Lock()
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._heard = 0.0  # when it last answered, or was first asked
+        self._paused = False  # requests wait because they were told to
         self._lost = ""  # why no call can be answered any more
         self._dead: EngineError | None = None  # that says it with the end of the log
         self._channel: Channel | None = None
@@ -196,9 +200,11 @@ class EngineProcess:
     async def pause(self, mode: PauseMode) -> None:
         """See `protocols.Engine`."""
         await self._call("pause", mode)
+        self._paused = True
 
     async def resume(self) -> None:
         """See `protocols.Engine`."""
+        self._paused, self._heard = False, time.monotonic()
         await self._call("resume")
 
     async def release(self, what: set[str]) -> None:
@@ -237,6 +243,7 @@ class EngineProcess:
             raise self._dead or EngineError(self._lost, code="ENG84")
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._heard = self._heard if self._waiting else time.monotonic()
         self._waiting[number] = future
         try:
             await self._write(encode({"number": number, "method": method, "args": list(args)}))
@@ -261,7 +268,16 @@ class EngineProcess:
             self._lost = why
             self._fail(self._dead)
 
+    def members(self) -> list[Member]:
+        """See `hangs.Watched`."""
+        if self._channel is None:
+            return []
+        calls = len(self._waiting)
+        doing = f"{calls} call{'s' * (calls != 1)}" if calls and not self._paused else ""
+        return [Member(name=f"engine {self._number}", channel=self._channel, doing=doing, since=self._heard)]
+
     def _settle(self, answer: dict[str, Any]) -> None:
+        self._heard = time.monotonic()
         self._note(answer["state"])
         future = self._waiting.get(answer["number"])
         if future is None or future.done():
@@ -286,6 +302,7 @@ class EngineProcess:
             where=channel.log,
             why=await channel.tail() or "its log is empty",
             fix="what was finished is in the ledger: slime run --resume RUN_DIR",
+            lost=True,
         )
 
     async def _obituary(self, channel: Channel) -> str:

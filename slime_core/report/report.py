@@ -21,6 +21,7 @@ from slime_core.report.sinks import JsonlSink, evaluation_report
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.errors import SlimeError
     from slime_core.protocols import Sink
     from slime_core.report.rundir import RunDir
     from slime_core.types import Group, StepReport
@@ -57,6 +58,22 @@ class Report:
         self._last: StepReport | None = None
         self._alarms = Alarms()
         self._mark = time.monotonic()
+        self.doing: tuple[str, float] = ("", self._mark)  # the phase that is under way, and since when (monotonic)
+        self.on_hang: Callable[[SlimeError], None] | None = None
+
+    @property
+    def version(self) -> int:
+        """Completed steps, as far as was reported."""
+        return self._last.version if self._last is not None else 0
+
+    def phase(self, name: str) -> None:
+        """What the run does from here on; empty: nothing that has a name."""
+        self.doing = (name, time.monotonic())
+
+    def hung(self, error: SlimeError) -> None:
+        """A part of the run hangs, and the run is about to be ended."""
+        if self.on_hang is not None:
+            self.on_hang(error)
 
     def start(self) -> None:
         """Write ``config.toml``, start the trackers and the live line."""
@@ -99,6 +116,11 @@ class Report:
         """A sentence for people: to the terminal and to ``log/run.log``."""
         self._log(text)
         self._guard("live", lambda: self._live.note(text))
+
+    def restarted(self, version: int, number: int, of: int, cause: str) -> None:
+        """The run goes on from ``version`` by itself, after an end that was its ``number``-th of ``of`` allowed."""
+        self._guard("metrics.jsonl", lambda: self._jsonl.restart(version, number, of, cause))
+        self.note(f"RESTART {number} of {of}, from version {version}, after: {cause}")
 
     def add(self, sink: Sink) -> None:
         """Add a tracker before :meth:`start`."""

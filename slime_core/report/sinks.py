@@ -4,6 +4,7 @@ A line of ``metrics.jsonl`` is one of
 
     {"kind": "step", "version": 1, "stage": "main", "step": 0, "of": 40, "metrics": {...}, "seconds": {...}}
     {"kind": "eval", "version": 0, "name": "heldout", "metrics": {...}, "seconds": {...}}
+    {"kind": "restart", "version": 3, "number": 1, "of": 3, "cause": "TRN105 trainer rank 1, ..."}
 
 with its metrics sorted by name. All wall times are under ``seconds``, or end in ``_seconds``, memory of a
 device that changed hands in ``_bytes``; the rest is a function of the seed.
@@ -58,6 +59,10 @@ class JsonlSink:
                 "seconds": _numbers(seconds),
             }
         )
+
+    def restart(self, version: int, number: int, of: int, cause: str) -> None:
+        """The run went on by itself from ``version``."""
+        self._line({"kind": "restart", "version": version, "number": number, "of": of, "cause": cause})
 
     def close(self) -> None:
         """Close the file."""

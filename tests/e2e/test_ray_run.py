@@ -266,7 +266,7 @@ def test_a_part_that_is_killed_ends_the_run_with_its_cause_and_a_resumed_one_los
     address, env = cluster
     name = f"killed-{words.rpartition('.')[2].rpartition(':')[2]}"
     (work / "kill").write_text(f"8 {words}")
-    flags = ("--actor-num-gpus-per-node", 2, "--cluster", "ray", "--ray-address", address)
+    flags = ("--actor-num-gpus-per-node", 2, "--cluster", "ray", "--ray-address", address, "--max-restarts", 0)
     done, path = run(name, *flags, **env)
     assert not (work / "kill").exists()
     assert done.returncode in (code, 6 if words == "ray::Host" else code), done.stderr

@@ -9,6 +9,7 @@ its machine or alone, takes its children with it; each of their channels says so
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from slime_core.clusters.channel import Child, ProcessChannel
+from slime_core.clusters.looking import Look, state_of
 from slime_core.clusters.wire import Frame, decode
 
 LARGE = 64 << 10
@@ -34,12 +36,16 @@ class Host:
     def __init__(self) -> None:
         self._children: list[Relayed] = []
 
-    async def where(self) -> tuple[str, str, list[str]]:
-        """Name and address of this machine, and the GPUs that Ray gave this actor."""
+    async def where(self) -> tuple[str, str, list[str], int]:
+        """Name and address of this machine, the GPUs that Ray gave this actor, and its process id."""
         import socket
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return socket.gethostname(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
+        return socket.gethostname(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus], os.getpid()
+
+    async def look(self) -> Look:
+        """What this process does; it answers, so nothing keeps it."""
+        return Look(pid=os.getpid(), state=state_of(os.getpid()), why="it answers")
 
     async def start(self, module: str, log: str, env: dict[str, str], folder: str) -> tuple[int, int]:
         """Start a child; its number here, and its process id."""
@@ -62,7 +68,7 @@ class Host:
         return await self._children[number].frames()
 
     async def ask(self, number: int, method: str, *args: Any) -> Any:
-        """``ended``, ``kill``, ``tail``, ``note`` or ``close`` of a child's `Channel`."""
+        """``ended``, ``kill``, ``tail``, ``note``, ``look`` or ``close`` of a child's `Channel`."""
         return await getattr(self._children[number].channel, method)(*args)
 
 
@@ -99,7 +105,7 @@ class RayChannel:
     """
 
     def __init__(self, host: Any, machine: str, number: int, pid: int, log: Path) -> None:
-        self.pid, self.log = pid, f"{machine}:{log}"
+        self.pid, self.log, self.node = pid, f"{machine}:{log}", machine
         self._host, self._machine, self._number = host, machine, number
         self._lost = ""
         self._come: deque[Parts] = deque()
@@ -159,6 +165,11 @@ class RayChannel:
     async def note(self, text: str) -> None:
         """See `Channel`."""
         await self._try("note", text)
+
+    async def look(self) -> Look:
+        """See `Channel`."""
+        found: Look = await self._ask(self._host.ask.remote(self._number, "look"))
+        return found
 
     async def close(self) -> None:
         """See `Channel`."""

@@ -17,6 +17,7 @@ from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
 from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.hangs import watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.ray.joining import Hosts, hosts, joined
@@ -48,7 +49,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
     for notice in folder.notices:
         report.note(notice)
     placed = plan(config)
-    async with AsyncExitStack() as stack:
+    async with watching(config, report) as watch, AsyncExitStack() as stack:
         name = stack.enter_context(joined(config, placed))
         found = await stack.enter_async_context(hosts(config, placed))
         for text in _told(name, placed, found):
@@ -59,14 +60,18 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             _trainer(config, plugins, placed, found, run_dir, epoch),
             _engines(config, placed, found, run_dir, epoch, thread, stack),
         )
-        await _all(stack, *ranks, *engines)
+        processes: list[RankTrainer | EngineProcess] = [*ranks, *engines]
+        watch.add(found)
+        for part in processes:
+            watch.add(part)
+        await _all(stack, *processes)
         absent = config.rollout.debug_train_only
         engine: Any = AbsentEngine() if absent else engines[0] if len(engines) == 1 else EngineSet(engines)
         trainer: Any = ranks[0] if ranks else IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
         roles: dict[str, Engine] = {}
         if (teacher := teacher_of(config)) and not absent:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
-        ledger = SqliteLedger(run_dir, config.report.ledger_dir)
+        ledger = watch.ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
         yield Parts(
             engines=engine,

@@ -22,6 +22,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_core.clusters.channel import Channel, Child
+from slime_core.clusters.hangs import Member
+from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
@@ -46,6 +48,21 @@ class Machine:
     name: str
     address: str
     gpus: Sequence[str]  # CUDA's numbers of the bundle's
+    pid: int = 0
+
+    @property
+    def node(self) -> str:
+        """See `hangs.Asked`."""
+        return self.name
+
+    async def look(self) -> Look:
+        """See `hangs.Asked`."""
+        found: Look = await self.host.look.remote()
+        return found
+
+    async def kill(self) -> None:
+        """See `hangs.Asked`; calls that wait for it end then."""
+        ray.kill(self.host)
 
 
 class Hosts:
@@ -53,6 +70,10 @@ class Hosts:
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.machines = machines
+
+    def members(self) -> list[Member]:
+        """See `hangs.Watched`."""
+        return [Member(name=f"host {number}", channel=machine) for number, machine in enumerate(self.machines)]
 
     async def start(self, seat: Seat, child: Child) -> Channel:
         """Start a child in its seat, with the GPUs of that seat alone, where it has any.

@@ -347,6 +347,7 @@ class Gateway:
                 why=self.process.tail(),
                 fix="--rollout-router builtin, or see its log; what was finished is in the ledger: "
                 "slime run --resume RUN_DIR",
+                lost=True,
             )
         )
         return False

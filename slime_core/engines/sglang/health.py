@@ -261,6 +261,7 @@ class Watch:
                 where=str(server.log or server.address.url),
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
                 fix="see the log's end; what was finished is in the ledger: slime run --resume RUN_DIR",
+                lost=True,
             )
         )
 

@@ -47,10 +47,18 @@ class ServerFault(EngineError):
 
 
 def fault(
-    what: str, code: str, where: str, *, again: bool = False, running: bool = False, wait: float = 0.0, **parts: str
+    what: str,
+    code: str,
+    where: str,
+    *,
+    why: str = "",
+    fix: str = "",
+    again: bool = False,
+    running: bool = False,
+    wait: float = 0.0,
 ) -> ServerFault:
     """A ServerFault and what is known of asking again."""
-    error = ServerFault(what, code=code, where=where, **parts)
+    error = ServerFault(what, code=code, where=where, why=why, fix=fix)
     error.again, error.running, error.wait = again, running, wait
     return error
 

@@ -1,0 +1,49 @@
+"""The steps of a run in; what is said when it has ended out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.failure import say
+
+if TYPE_CHECKING:
+    from slime_core.report import RunDir
+    from slime_core.types import StepReport
+
+
+class Seen:
+    """Remembers the first and the last step, for the summary."""
+
+    def __init__(self) -> None:
+        self.first: StepReport | None = None
+        self.last: StepReport | None = None
+
+    def start(self, run_dir: Path, config: Any) -> None:
+        """Nothing to open."""
+
+    def write(self, report: StepReport) -> None:
+        """Keep it, unless it is an evaluation's."""
+        if any(key.startswith("eval/") for key in report.metrics):
+            return
+        if self.first is None or self.first.stage != report.stage:
+            self.first = report
+        self.last = report
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Path | None) -> None:
+    """Steps, time, and how the reward went."""
+    from slime_core.report.live import duration
+
+    line = f"done: {version} steps in {duration(seconds)}"
+    if seen.first is not None and seen.last is not None and "reward/mean" in seen.last.metrics:
+        first = seen.first.metrics.get("reward/mean")
+        if first is not None and seen.last.step > 0:
+            line += f", {seen.last.stage} reward {first:.3f} -> {seen.last.metrics['reward/mean']:.3f}"
+    say(line)
+    if final is not None:
+        say(f"model {final}")
+    say(f"look  slime show {run_dir.path}")

@@ -1,0 +1,207 @@
+"""Runs that go on by themselves after a process of theirs was killed or hung: the weights of one that nobody disturbed.
+
+Everything is real: ranks and engines in processes of their own, killed from within a reward, the ledger, the command line.
+"""
+
+import json
+import re
+
+import pytest
+from recorded import steps_of
+
+from slime_core.testing import tiny_model
+
+pytestmark = pytest.mark.system
+
+STEPS, BATCH, SAMPLES = 3, 2, 3
+REWARD = '''
+"""Share of digits. The first line of the file `orders`, "CALL SIGNAL WORDS", is for the first start of the run: at that
+call a process of it gets the signal; the next line is for the next start.
+"""
+import os
+import signal
+from pathlib import Path
+
+ORDERS = Path(__file__).with_name("orders")
+calls, obeyed = [], []
+
+
+def of_this_run(words):
+    parents = {os.getpid()}
+    for entry in sorted(Path("/proc").iterdir(), key=lambda entry: int(entry.name) if entry.name.isdigit() else 0):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
+        except (OSError, ValueError):
+            continue
+        if parent in parents and words in line:
+            return int(entry.name)
+    raise RuntimeError(f"no process of {words}")
+
+
+def reward(args, sample, **kw):
+    calls.append(sample.index)
+    line, _, rest = ORDERS.read_text().partition("\\n")
+    if line and not obeyed and len(calls) == int(line.split()[0]):
+        obeyed.append(line)
+        ORDERS.write_text(rest)
+        _, name, words = line.split(maxsplit=2)
+        os.kill(of_this_run(words), getattr(signal, name))
+    return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
+
+
+def kill_a_rank(args, rollout_id, rollout_data):
+    os.kill(of_this_run("slime_core.clusters.rank"), signal.SIGKILL)
+'''
+RANK, ENGINE = "slime_core.clusters.rank", "slime_core.clusters.engine_process"
+RANKS = ("--actor-num-gpus-per-node", 2)
+AHEAD = ("--no-colocate", "--max-staleness", 1, "--async-schedule", "lockstep")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("restarts")
+    tiny_model(folder / "model", hidden=32)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(5) for b in range(5)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def run(work, forked_slime):
+    """`slime run` in a process of its own; the answer and the run directory. ``orders``: see the reward."""
+
+    def run(name, *flags, orders=(), **env):
+        (work / "orders").write_text("\n".join(orders))
+        given = [
+            *("--hf-checkpoint", work / "model", "--prompt-data", work / "rows.jsonl", "--input-key", "q"),
+            *("--label-key", "a", "--custom-rm-path", f"{work / 'digits.py'}:reward", "--seed", 4),
+            *("--num-rollout", STEPS, "--rollout-batch-size", BATCH, "--n-samples-per-prompt", SAMPLES),
+            *("--rollout-max-response-len", 8, "--lr", "3e-3", "--save-interval", 2, "--dtype", "float32"),
+            *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
+        ]
+        return forked_slime("run", *given, *flags, timeout=280, **env), work / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return {}
+
+
+@pytest.fixture
+def alone(run, undisturbed):
+    """The run directory of the same flags that nobody disturbed."""
+
+    def alone(name, *flags):
+        if name not in undisturbed:
+            done, undisturbed[name] = run(name, *flags)
+            assert done.returncode == 0, done.stderr
+        return undisturbed[name]
+
+    return alone
+
+
+def steps(path):
+    """The samples of every step and the counts, as the ledger has them."""
+    found, counts = steps_of(path, STEPS)
+    return [[sample.to_dict() for sample in step] for step in found], counts
+
+
+def weights(path):
+    return (path / "final" / "model.safetensors").read_bytes()
+
+
+def restarts(path):
+    """The restarts that the figures tell of."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "restart"]
+
+
+def same(path, other):
+    assert steps(path) == steps(other)
+    assert weights(path) == weights(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words", "call", "told"),
+    [
+        pytest.param("ranks", RANKS, RANK, 15, "TRN105 trainer rank 0, process", id="rank"),
+        pytest.param("ahead", AHEAD, ENGINE, 10, "ENG84 the engine's process", id="engine"),
+        pytest.param(
+            *("ranks", RANKS, RANK, 3, "TRN105 trainer rank 0, process"),
+            id="rank-before-a-checkpoint",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_process_that_is_killed_is_no_end(run, alone, name, flags, words, call, told):
+    other = alone(name, *flags)
+    orders = [f"{call} SIGKILL {words}"]
+    done, path = run(f"{name}-{call}", *flags, "--max-restarts", 2, "--json", orders=orders)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["version"] == STEPS
+    assert told in done.stderr
+    assert "RESTART 1 of 2 in 2 s" in done.stderr
+    (row,) = restarts(path)
+    assert (row["number"], row["of"], row["version"]) == (1, 2, 2 if call > 12 else 0)
+    assert row["cause"].startswith(told)
+    assert re.search(r"RESTART 1 of 2, from version \d, after: " + told, (path / "log" / "run.log").read_text())
+    starts = json.loads((path / "run.json").read_text())["starts"]
+    assert [start["status"] for start in starts] == ["failed", "finished"]
+    assert len({start["pid"] for start in starts}) == 1
+    same(path, other)
+
+
+@pytest.mark.nightly
+def test_a_step_that_ends_the_run_twice_is_given_up_with_the_first_cause_first(run, work):
+    """A rank dies before every optimizer step: a third process would end so too, whatever is allowed."""
+    hook = ("--rollout-data-postprocess-path", f"{work / 'digits.py'}:kill_a_rank")
+    done, path = run("twice", *RANKS, *hook, "--max-restarts", 9)
+    assert done.returncode == 6, done.stderr
+    assert done.stderr.count("RESTART") == 2, done.stderr  # of the process that ended, and of the one that began
+    told = re.findall(r"^error TRN105  trainer rank 0, process (\d+), was killed", done.stderr, re.MULTILINE)
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert "step 1 was not finished after the restart either" in done.stderr
+    last = re.search(r"restart 1 ended with TRN105 trainer rank 0, process (\d+), was killed", done.stderr)
+    assert last
+    assert last[1] != told[0]
+    assert [start["status"] for start in json.loads((path / "run.json").read_text())["starts"]] == ["failed", "failed"]
+
+
+def stopped(path, done):
+    """The page of a run of two ranks whose first one was stopped, and what the error says of it."""
+    page = (path / "log" / "hang-0.txt").read_text()
+    first = re.match(
+        r"HANG  (rank 0 \(pid (\d+)\) is stopped \(state T\), for \d+ s in (\w+); rank 1 waits for it in \w+)\n", page
+    )
+    assert first, page
+    assert f"error HNG125  {first[1]}" in done.stderr
+    assert re.search(rf"^rank 0   +{first[2]} +\S+ +T stopped +{first[3]} +\d+ s", page, re.MULTILINE), page
+    assert "it is stopped and cannot say where it is" in page
+    assert re.search(r"^driver +\d+ +\S+ +\S .* (score|train|sync) +\d+ s", page, re.MULTILINE), page
+    assert page.count("most recent call first") >= 4  # threads of rank 1 and of the driver
+    assert "samples: 6 issued, 6 pending, 0 trained" in page
+    assert page.splitlines()[0] in done.stderr
+    return page, first[1]
+
+
+def test_a_rank_that_is_stopped_ends_the_run_with_a_page_that_names_it(run):
+    done, path = run("stopped", *RANKS, "--hang-timeout", 8, orders=[f"3 SIGSTOP {RANK}"])
+    assert done.returncode == 9, done.stderr
+    stopped(path, done)
+    assert json.loads((path / "run.json").read_text())["error"] == "HNG125"
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_without_the_rank_that_was_stopped(run, alone):
+    other = alone("ranks", *RANKS)
+    flags = (*RANKS, "--max-restarts", 1, "--hang-timeout", 12)
+    done, path = run("freed", *flags, orders=[f"3 SIGSTOP {RANK}"])
+    assert done.returncode == 0, done.stderr
+    _, first = stopped(path, done)
+    assert restarts(path)[0]["cause"].startswith(f"HNG125 {first}")
+    same(path, other)
