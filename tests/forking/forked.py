@@ -57,7 +57,7 @@ class Zygote:
         log = folder / "scripts.txt"
         words = [[str(word) for word in command] for command in commands]
         ended = self.ask(scripts=words, log=str(log), env=env, path=[str(place) for place in path], hung=240)
-        assert (ended["code"], ended["left"]) == (0, []), log.read_text()
+        assert (ended["code"], ended["left"]) == (0, []), f"{ended}\n{log.read_text()}"
 
     def _read(self) -> Any:
         assert self._process.stdout is not None

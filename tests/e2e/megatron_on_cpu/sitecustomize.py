@@ -1,7 +1,13 @@
-"""For runs of a test: every torch thread of `slime` takes the CPU for the GPU that megatron-core asks for."""
+"""For runs of a test: every torch thread of `slime` takes the CPU for the GPU that megatron-core asks for.
 
+Nothing is compiled: Megatron's functions take 15 seconds for it, and each test would wait for them.
+"""
+
+import os
 import sys
 from pathlib import Path
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import slime_core.threads as threads
 

@@ -5,6 +5,7 @@ python dist_rank.py RANK MEETING CASES.json         a case: folders, layout, siz
 
 import importlib.util
 import json
+import multiprocessing
 import sys
 import traceback
 from pathlib import Path
@@ -157,6 +158,9 @@ def main():
             if said != "ok":
                 break
         dist.destroy_process_group()
+    for child in multiprocessing.active_children():  # megatron-core's, that wait for files to write
+        child.terminate()
+        child.join()
 
 
 if __name__ == "__main__":

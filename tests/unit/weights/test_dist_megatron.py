@@ -1,9 +1,6 @@
 """The released megatron-core on two CPU ranks: it loads what `slime convert` wrote, and `slime convert` reads what it wrote."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,7 +120,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(place):
+def ranks(place, zygote, tmp_path_factory):
     """What both ranks said of every case."""
     cases = [
         {
@@ -135,14 +132,10 @@ def ranks(place):
         for number, (do, name, layout, metadata) in enumerate(CASES)
     ]  # fmt: skip
     (place / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    commands = [
-        [sys.executable, HERE / "dist_rank.py", str(rank), place / "meeting", place / "cases.json"] for rank in (0, 1)
-    ]
-    running = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
-    errors = [one.communicate(timeout=240)[1] for one in running]
+    commands = [[HERE / "dist_rank.py", rank, place / "meeting", place / "cases.json"] for rank in (0, 1)]
+    zygote.together(tmp_path_factory.mktemp("said"), commands, CUDA_DEVICE_MAX_CONNECTIONS="1")
     said = [[place / f"{n}-{rank}.txt" for rank in (0, 1)] for n in range(len(CASES))]
-    return [[path.read_text() if path.exists() else errors for path in both] for both in said]
+    return [[path.read_text() if path.exists() else "not reached" for path in both] for both in said]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=title)
