@@ -44,7 +44,7 @@ class AdamW:
                 [self.moment1[name] for name in names],
                 [self.moment2[name] for name in names],
                 [],
-                [torch.tensor(float(self.steps), device=device) for _ in names],
+                list(torch.full((len(names),), float(self.steps), device=device).unbind()),  # a copy each would wait
                 fused=True,
                 amsgrad=False,
                 beta1=self.beta1,
