@@ -44,7 +44,8 @@ def scale(chunk: int, overflow: torch.Tensor, lists: Sequence[Any], factor: floa
     given, into = lists
     if any(a is not b for a, b in zip(given, into, strict=True)):
         torch._foreach_copy_(into, given)
-    torch._foreach_mul_(into, factor)
+    if into:  # a rank may have none
+        torch._foreach_mul_(into, factor)
 
 
 def provide() -> None:
