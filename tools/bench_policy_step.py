@@ -8,7 +8,7 @@ The model has the shape of a preset of slime-models (default qwen3-4b); it is dr
 --folder. Each backend has a process of its own, one after the other. "plain" is transformers with sdpa, its layers
 compiled, the loss in chunks of 2048 rows and fused AdamW in bfloat16: what a loop without a framework reaches.
 A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows; one that runs out
-of memory is tried once more with its layers recomputed.
+of memory is tried once more with a few of its layers recomputed, then with more.
 
 MFU = (6 * parameters * tokens + 6 * layers * heads * head_dim * length^2 * sequences) / seconds / peak; the second
 term is causal attention's, the peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
@@ -29,6 +29,7 @@ import torch
 from sglang_place import scratch
 
 PROMPT = 64  # tokens in front of each response
+FEW = (4, 9, 0)  # layers that are recomputed where memory runs out, one after the other; 0 is all
 TAIL = 2500  # characters of what a backend that failed said last
 
 
@@ -89,8 +90,8 @@ def worker_step(args: argparse.Namespace) -> Any:
     given += [] if args.smoke else ["--device", "cuda", "--dtype", "bfloat16"]
     given += ["--lr", "1e-6", "--max-tokens-per-gpu", str(args.length)]
     given += ["--save-interval", "0"]  # a run that saves locks as much host memory as its state has
-    if args.recompute:
-        given.append("--gradient-checkpointing")
+    if args.recompute is not None:
+        given += ["--gradient-checkpointing", "--gradient-checkpointing-layers", str(args.recompute)]
     given += [f"megatron.{one}" for one in args.set] if args.worker == "megatron" else []
     config = resolve_machine(load_config(None, given))
     folder, plugins = ModelFolder.open(args.folder), load_plugins(config)
@@ -112,7 +113,7 @@ def plain_step(args: argparse.Namespace) -> Any:
     device = "cpu" if args.smoke else "cuda"
     model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.bfloat16).to(device)
     model.train()
-    if args.recompute:
+    if args.recompute is not None:
         model.gradient_checkpointing_enable()
     for layer in model.model.layers if not args.smoke else ():
         layer.compile()
@@ -208,7 +209,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=None, help="of the model; default: in memory if it fits")
     parser.add_argument("--length", type=int, default=8192, help="tokens a sequence")
     parser.add_argument("--sequences", type=int, default=4, help="a step")
-    parser.add_argument("--recompute", action="store_true", help="keep layer inputs only")
+    parser.add_argument(
+        "--recompute", type=int, nargs="?", const=0, metavar="N", help="of N layers keep the input only"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of [megatron]")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
@@ -243,7 +246,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     operations, tokens = work(args.folder, args.length, args.sequences), args.length * args.sequences
     machine = f"{'CPU' if args.smoke else torch.cuda.get_device_name()}, torch {torch.__version__}"
-    more = "".join([", layers recomputed" if args.recompute else "", *(f", {one}" for one in args.set)])
+    again = "" if args.recompute is None else f", {args.recompute or 'all'} layers recomputed"
+    more = "".join([again, *(f", {one}" for one in args.set)])
     print(f"{args.preset}, {args.sequences} x {args.length} tokens{more}, {machine}\n")
     print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
     for backend in args.backend:
@@ -252,9 +256,11 @@ def main() -> None:
             print(f"{backend}: {why[-TAIL:] or f'tables in {args.profile}'}", flush=True)
             continue
         show(backend, args, found, why, operations, tokens)
-        if found is None and "out of memory" in why.lower() and not args.recompute:
-            found, why = run_backend(backend, args.folder, args.limit, "--recompute")
-            show(f"{backend}, layers recomputed", args, found, why, operations, tokens)
+        for some in FEW if args.recompute is None else ():
+            if found is not None or "out of memory" not in why.lower():
+                break
+            found, why = run_backend(backend, args.folder, args.limit, "--recompute", str(some))
+            show(f"{backend}, {some or 'all'} layers recomputed", args, found, why, operations, tokens)
 
 
 def show(

@@ -286,6 +286,9 @@ class TrainSection(Section):
     global_batch_size: int = Field(0, ge=0, description="Rollouts an optimizer step; 0 follows num_steps_per_rollout.")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="Tokens of a packed micro-batch.")
     gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward pass.")
+    gradient_checkpointing_layers: int = Field(
+        0, ge=0, description="With it: so many layers alone, of each pipeline stage the first; 0 is all of them."
+    )
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="Compile what layers do between products: auto does on GPUs, from 50M parameters on."
     )

@@ -52,7 +52,7 @@ class Critic:
     def begin(self, train: Any, optimizer_steps: int) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
         self.value_clip = float(train.value_clip)
-        self.model.recompute = train.gradient_checkpointing
+        self.model.choose_recomputing(train)
         self.learner.begin(train, critic.schedule(train, optimizer_steps))
 
     def score(self, batch: Batch, micros: list[MicroBatch]) -> Columns:

@@ -49,25 +49,30 @@ class Policy(nn.Module):
         self.chunk = chunk
         self.packs = False
         self.linear_head = False
-        self.recompute = False  # gradient checkpointing
+        self.recompute = 0  # gradient checkpointing: of so many layers
         self.fused = False
         self.compiled = False
         self._made: dict[Callable[..., Any], Compiled] = {}
-        for layer in layers(hf):
-            self._choose_forward(layer)
+        for number, layer in enumerate(layers(hf)):
+            self._choose_forward(layer, number)
 
-    def _choose_forward(self, layer: nn.Module) -> None:
+    def choose_recomputing(self, train: Any) -> None:
+        """Follow the [train] section's gradient checkpointing."""
+        some = train.gradient_checkpointing_layers or len(layers(self.hf))
+        self.recompute = some if train.gradient_checkpointing else 0
+
+    def _choose_forward(self, layer: nn.Module, number: int) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
         own, fused = layer.forward, fuse(layer, self.hf.config)
         function = getattr(own, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
-                return fused(*args, recompute=self.recompute, **kwargs)
+                return fused(*args, recompute=number < self.recompute, **kwargs)
             run: Callable[..., Any] = own
             if self.compiled and function is not None:
                 run = partial(self._made.setdefault(function, Compiled(function)), layer)
-            if self.recompute and torch.is_grad_enabled():
+            if number < self.recompute and torch.is_grad_enabled():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
             return run(*args, **kwargs)
 

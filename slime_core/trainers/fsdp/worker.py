@@ -103,7 +103,8 @@ class Worker:
         needs = self.plugins.needs(train)
         self.stage, self.loss, self.steps = stage, self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
-        self.policy.chunk, self.policy.recompute = train.logprob_chunk_tokens, train.gradient_checkpointing
+        self.policy.chunk = train.logprob_chunk_tokens
+        self.policy.choose_recomputing(train)
         with self.parking.present():
             self._begin_models(stage, needs)
 
@@ -284,7 +285,7 @@ class Worker:
             where=f"rank {self.rank}, {self.device}",
             drop=self._forget if self.world > 1 else lambda: self.release(set()),
             pack=self._pack,
-            keys=() if self.stage.train.gradient_checkpointing else ("train.gradient_checkpointing=true",),
+            keys=_recompute_more(self.stage.train),
         )
 
     def _temperature(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -366,6 +367,14 @@ class Worker:
     def _barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+
+def _recompute_more(train: Any) -> tuple[str, ...]:
+    """What to set where memory runs out."""
+    if not train.gradient_checkpointing:
+        return ("train.gradient_checkpointing=true",)
+    some = train.gradient_checkpointing_layers
+    return (f"train.gradient_checkpointing_layers=0   (it is {some}; 0 is all)",) if some else ()
 
 
 def _dtype_name(config: Config, device: torch.device) -> str:

@@ -198,7 +198,12 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
         "moe_token_dispatcher_type": "alltoall",  # dense pipelines too: allgather wants equal lengths
     }
     if train.gradient_checkpointing:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        some = train.gradient_checkpointing_layers
+        found |= {
+            "recompute_granularity": "full",
+            "recompute_method": "block" if some else "uniform",
+            "recompute_num_layers": some or 1,
+        }
     if sizes.experts:
         found |= {
             "moe_grouped_gemm": engine or (gpu and grouped and train.dtype == "bfloat16"),

@@ -143,6 +143,28 @@ def test_compiled_layers_have_the_modules_own_gradient(bench, backend, recompute
         assert float((compiled[1][name] - gradient).abs().max() / gradient.abs().max()) < 2e-5, name
 
 
+@pytest.mark.parametrize(("layers", "wanted"), [(0, [2, 2]), (1, [2, 1]), (5, [2, 2])])
+def test_so_many_layers_alone_are_made_again(bench, layers, wanted):
+    one = bench(gradient_checkpointing=True, gradient_checkpointing_layers=layers, max_tokens_per_gpu=10_000)
+    policy, batch = one.worker.policy, made.batch_of()
+    policy.fused, calls = False, [0, 0]
+
+    def count(number):
+        def hook(*_):
+            calls[number] += 1
+
+        return hook
+
+    for number, layer in enumerate(policy.hf.model.layers):
+        layer.mlp.register_forward_pre_hook(count(number))
+    again = one.gradient(batch)
+    assert calls == wanted  # one pack
+    policy.recompute = 0
+    kept = one.gradient(batch)
+    for name, gradient in kept[1].items():
+        assert torch.equal(again[1][name], gradient), name
+
+
 def test_a_layer_that_computes_otherwise_is_not_fused(bench):
     hf = copy.deepcopy(bench().folder.build_model("float32"))
     hf.model.layers[1].mlp.act_fn = torch.nn.Tanh()  # the config still says silu

@@ -288,6 +288,9 @@ def test_latent_attention_takes_its_own_config():
     [
         pytest.param({"recompute_granularity": "full"}, (), ("full", "uniform", 1), id="full"),
         pytest.param({}, ("--gradient-checkpointing",), ("full", "uniform", 1), id="gradient-checkpointing"),
+        pytest.param(
+            {}, ("--gradient-checkpointing", "--gradient-checkpointing-layers", "3"), ("full", "block", 3), id="some"
+        ),
         pytest.param({"recompute_activations": True}, (), ("selective", None, None), id="selective"),
         pytest.param(
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
