@@ -1,10 +1,10 @@
 """Log-probs and entropies from hidden states, the vocabulary split over tensor-parallel ranks, logits never whole.
 
-    hidden [R, h] --chunks of rows--> logits of this rank's ids --max, sums over ranks--> log-prob, entropy [R]
+    hidden [R, h] --blocks of rows--> logits of this rank's ids --softmax of them--> with all ranks': log-prob, entropy
 
-With z the logits over the temperature, m their maximum and s = sum exp(z - m): log-prob = z[target] - m - log s, and
-entropy = m + log s - sum p z. The gradient of z is (onehot - p) for the log-prob and -p (z - m - log s + entropy) for
-the entropy. Logits are made again in the backward pass; sums are in float32.
+With x the logits, i the inverse temperature, m_r their maximum on rank r, s_r = sum exp((x - m_r) i) and t_r = sum
+exp((x - m_r) i) (x - m_r) i there: s = sum exp(d_r) s_r and t = sum exp(d_r) (t_r + d_r s_r), where d_r = (m_r - m) i.
+Log-prob = (x[target] - m) i - log s, entropy = log s - t / s. Logits are made again in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime_core.algo.logprobs import LOGITS, blocks, linear_log_probs
+from slime_core.algo.logprobs import Head, Softmax, add_product, inverse_of, linear_log_probs
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,6 +30,10 @@ class Slice:
     def ranks(self) -> int:
         """Tensor-parallel ranks."""
         return dist.get_world_size(self.group) if self.group is not None else 1
+
+    def real(self, rows: int) -> int:
+        """How many of this rank's rows are ids."""
+        return min(max(self.vocab - self.first, 0), rows)
 
 
 def log_probs(
@@ -51,9 +55,11 @@ def log_probs(
         chunk: rows whose logits are there at a time, at most; 0 is as many as `logprobs.LOGITS` bytes hold
     """
     if part.ranks == 1:
-        weight = weight if part.vocab >= len(weight) else weight[: part.vocab]
+        real = part.real(len(weight))
+        weight = weight if real == len(weight) else weight[:real]
         return linear_log_probs(hidden, weight, target, temperature=temperature, chunk=chunk)
-    found: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, temperature, part, chunk)
+    inverse = inverse_of(temperature, hidden)
+    found: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, inverse, part, chunk)
     return found
 
 
@@ -64,65 +70,65 @@ class _LogProbs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         target: torch.Tensor,
-        temperature: torch.Tensor | None,
+        inverse: torch.Tensor | None,
         part: Slice,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_prob = torch.empty(len(target), dtype=torch.float32, device=hidden.device)
-        entropy, log_sum = torch.empty_like(log_prob), torch.empty_like(log_prob)
-        for rows in _chunks(len(target), weight, chunk):
-            z = _logits(hidden[rows], weight, temperature[rows] if temperature is not None else None, part)
-            top = _reduce(z.max(dim=1).values, part, dist.ReduceOp.MAX)
-            inside, own = _owned(target[rows], len(weight), part)
-            picked = torch.where(inside, z.gather(1, own[:, None])[:, 0], 0.0)
-            exp = (z - top[:, None]).exp_()
-            weighted = torch.where(exp > 0, exp * z, 0.0).sum(1)  # filling has no share, not even inf * 0
-            sums = _reduce(torch.stack([exp.sum(1), weighted, picked]), part)
-            log_sum[rows] = top + sums[0].log()
-            log_prob[rows] = sums[2] - log_sum[rows]
-            entropy[rows] = log_sum[rows] - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, weight, target, temperature, log_sum, entropy)
-        ctx.part, ctx.chunk = part, chunk
-        return log_prob, entropy
+        inside, own = _owned(target, len(weight), part)
+        head = Head(weight[: part.real(len(weight))], None, own, inverse)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        soft = Softmax(*(hidden.new_empty(len(target), dtype=dtype) for _ in range(4)))
+        parts = Head(weight, None, own, inverse).blocks(len(target), chunk)  # the same on all ranks
+        room = head.room(parts[0].stop if parts else 0)
+        for rows in parts:
+            mine = _nothing(soft, rows)
+            if len(head.weight):
+                mine = head.softmax(head.logits(hidden[rows], room), rows)
+            scale = inverse[rows] if inverse is not None else torch.ones_like(mine.peak)
+            for kept, found in zip(soft, _joined(mine, inside[rows], scale, part), strict=True):
+                kept[rows] = found
+        ctx.save_for_backward(hidden, weight, inside, own, inverse, *soft)
+        ctx.part, ctx.parts = part, parts
+        return soft.log_probs, soft.entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_log_prob, d_entropy = grads
-        hidden, weight, target, temperature, log_sum, entropy = ctx.saved_tensors
-        part: Slice = ctx.part
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(len(target), weight, ctx.chunk):
-            scale = temperature[rows] if temperature is not None else None
-            z = _logits(hidden[rows], weight, scale, part)
-            log_p = z - log_sum[rows, None]
-            p = log_p.exp()
-            d_z = torch.where(p > 0, (log_p + entropy[rows, None]) * -d_entropy[rows, None], 0.0).mul_(p)
-            d_z.addcmul_(p, d_log_prob[rows, None], value=-1)
-            inside, own = _owned(target[rows], len(weight), part)
-            d_z.scatter_add_(1, own[:, None], torch.where(inside, d_log_prob[rows], 0.0)[:, None])
-            if scale is not None:
-                d_z.div_(scale[:, None])
-            low = d_z.to(hidden.dtype)
-            d_hidden[rows] = low @ weight
-            d_weight += low.T @ hidden[rows]
+        hidden, weight, inside, own, inverse, *rest = ctx.saved_tensors
+        head = Head(weight[: ctx.part.real(len(weight))], None, own, inverse)
+        d_weight = torch.zeros_like(weight, dtype=rest[0].dtype)
+        d_hidden = torch.empty_like(hidden) if len(head.weight) else torch.zeros_like(hidden)
+        room = head.room(ctx.parts[0].stop if ctx.parts else 0)
+        for rows in ctx.parts if len(head.weight) else ():
+            logits, soft = head.logits(hidden[rows], room), Softmax(*(values[rows] for values in rest))
+            first, mine = logits[:, 0].to(soft.peak.dtype, copy=True), [grad[rows] for grad in grads]
+            head.gradient_(logits, rows, soft, *mine)
+            scale = inverse[rows] if inverse is not None else torch.ones_like(soft.peak)
+            log_p = (first - soft.peak) * scale - soft.total.log()
+            other = -scale * log_p.exp() * (mine[0] + mine[1] * (log_p + soft.entropy))
+            logits[:, 0] = torch.where(
+                inside[rows], logits[:, 0], other.to(logits.dtype)
+            )  # no target of theirs is here
+            torch.mm(logits, head.weight, out=d_hidden[rows])
+            add_product(d_weight[: len(head.weight)], logits.T, hidden[rows], fresh=False)
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(count: int, weight: torch.Tensor, chunk: int) -> list[slice]:
-    budget = LOGITS.get(weight.device.type, LOGITS["other"])
-    return blocks(count, len(weight) * torch.float32.itemsize, budget, chunk)
+def _nothing(like: Softmax, rows: slice) -> Softmax:
+    """Of a rank that has filling alone."""
+    zeros = torch.zeros_like(like.total[rows])
+    return Softmax(zeros, zeros, torch.full_like(zeros, float("-inf")), zeros)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, part: Slice) -> torch.Tensor:
-    """This rank's logits over the temperature, float32; filling is -inf."""
-    z = (hidden @ weight.T).float()
-    if temperature is not None:
-        z.div_(temperature[:, None])
-    real = part.vocab - part.first
-    if real < len(weight):
-        z[:, max(real, 0) :] = float("-inf")
-    return z
+def _joined(mine: Softmax, inside: torch.Tensor, scale: torch.Tensor, part: Slice) -> Softmax:
+    """The softmax over all ranks' logits, of each rank's own; ``inside`` says which targets are this rank's."""
+    peak = _reduce(mine.peak.clone(), part, dist.ReduceOp.MAX)
+    shift = torch.where(mine.total > 0, (mine.peak - peak) * scale, 0.0)
+    log_total = torch.where(mine.total > 0, mine.total.log(), 0.0)
+    total = shift.exp() * mine.total
+    weighted = total * (log_total - mine.entropy + shift)
+    picked = torch.where(inside, mine.log_probs + log_total + shift, 0.0)
+    total, weighted, picked = _reduce(torch.stack([total, weighted, picked]), part)
+    return Softmax(picked - total.log(), total.log() - weighted / total, peak, total)
 
 
 def _owned(target: torch.Tensor, rows: int, part: Slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,6 +139,5 @@ def _owned(target: torch.Tensor, rows: int, part: Slice) -> tuple[torch.Tensor, 
 
 
 def _reduce(values: torch.Tensor, part: Slice, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    if part.ranks > 1:
-        dist.all_reduce(values, op=op, group=part.group)
+    dist.all_reduce(values, op=op, group=part.group)
     return values

@@ -68,10 +68,11 @@ FAMILIES = {
 SPARSE = ("qwen3_moe", "deepseek_v3")
 TENSOR, GROUPED = {"tensor_model_parallel_size": 2}, {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
+HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone
 LAYOUTS = {  # ranks, flags, families
     "one": (1, {}, tuple(FAMILIES)),
     "tensor": (2, TENSOR, tuple(FAMILIES)),
-    "tensor, gradients within products": (2, TENSOR | WITHIN, tuple(FAMILIES)),
+    "tensor, gradients within products": (2, TENSOR | WITHIN | HALVES, tuple(FAMILIES)),
     "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
     "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
     "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
