@@ -5,6 +5,7 @@ Everything is real: ranks and engines in processes of their own, killed from wit
 
 import json
 import re
+import uuid
 
 import pytest
 from recorded import steps_of
@@ -27,15 +28,15 @@ calls, obeyed = [], []
 
 
 def of_this_run(words):
-    parents = {os.getpid()}
+    """The first process of these words that was started by a process of the run, on Ray or not."""
+    mark = f"SLIME_TEST_RUN={os.environ['SLIME_TEST_RUN']}"
     for entry in sorted(Path("/proc").iterdir(), key=lambda entry: int(entry.name) if entry.name.isdigit() else 0):
         try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
-        except (OSError, ValueError):
+            if words in line and mark in (entry / "environ").read_bytes().decode(errors="replace"):
+                return int(entry.name)
+        except OSError:
             continue
-        if parent in parents and words in line:
-            return int(entry.name)
     raise RuntimeError(f"no process of {words}")
 
 
@@ -81,7 +82,7 @@ def run(work, forked_slime):
             *("--rollout-max-response-len", 8, "--lr", "3e-3", "--save-interval", 2, "--dtype", "float32"),
             *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
         ]
-        return forked_slime("run", *given, *flags, timeout=280, **env), work / name
+        return forked_slime("run", *given, *flags, timeout=280, SLIME_TEST_RUN=uuid.uuid4().hex, **env), work / name
 
     return run
 
@@ -92,16 +93,13 @@ def undisturbed():
 
 
 @pytest.fixture
-def alone(run, undisturbed):
-    """The run directory of the same flags that nobody disturbed."""
-
-    def alone(name, *flags):
-        if name not in undisturbed:
-            done, undisturbed[name] = run(name, *flags)
-            assert done.returncode == 0, done.stderr
-        return undisturbed[name]
-
-    return alone
+def other(request, run, undisturbed):
+    """The run directory of the same flags that nobody disturbed; two ranks, unless the test says which."""
+    name, flags = getattr(request, "param", ("ranks", RANKS))
+    if name not in undisturbed:
+        done, undisturbed[name] = run(name, *flags)
+        assert done.returncode == 0, done.stderr
+    return undisturbed[name]
 
 
 def steps(path):
@@ -126,21 +124,21 @@ def same(path, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "words", "call", "told"),
+    ("other", "flags", "words", "call", "told"),
     [
-        pytest.param("ranks", RANKS, RANK, 15, "TRN105 trainer rank 0, process", id="rank"),
-        pytest.param("ahead", AHEAD, ENGINE, 10, "ENG84 the engine's process", id="engine"),
+        pytest.param(("ranks", RANKS), RANKS, RANK, 15, "TRN105 trainer rank 0, process", id="rank"),
+        pytest.param(("ahead", AHEAD), AHEAD, ENGINE, 10, "ENG84 the engine's process", id="engine"),
         pytest.param(
-            *("ranks", RANKS, RANK, 3, "TRN105 trainer rank 0, process"),
+            *(("ranks", RANKS), RANKS, RANK, 3, "TRN105 trainer rank 0, process"),
             id="rank-before-a-checkpoint",
             marks=pytest.mark.nightly,
         ),
     ],
+    indirect=["other"],
 )
-def test_a_process_that_is_killed_is_no_end(run, alone, name, flags, words, call, told):
-    other = alone(name, *flags)
+def test_a_process_that_is_killed_is_no_end(run, other, flags, words, call, told):
     orders = [f"{call} SIGKILL {words}"]
-    done, path = run(f"{name}-{call}", *flags, "--max-restarts", 2, "--json", orders=orders)
+    done, path = run(f"killed-{call}", *flags, "--max-restarts", 2, "--json", orders=orders)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["version"] == STEPS
     assert told in done.stderr
@@ -197,11 +195,45 @@ def test_a_rank_that_is_stopped_ends_the_run_with_a_page_that_names_it(run):
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_without_the_rank_that_was_stopped(run, alone):
-    other = alone("ranks", *RANKS)
+def test_a_run_goes_on_without_the_rank_that_was_stopped(run, other):
     flags = (*RANKS, "--max-restarts", 1, "--hang-timeout", 12)
     done, path = run("freed", *flags, orders=[f"3 SIGSTOP {RANK}"])
     assert done.returncode == 0, done.stderr
     _, first = stopped(path, done)
     assert restarts(path)[0]["cause"].startswith(f"HNG125 {first}")
+    same(path, other)
+
+
+RAY = (*RANKS, "--cluster", "ray", "--ray-address", "local")
+HOST = "ray::Host"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(RANK, "TRN105 trainer rank 0, process", id="rank"),
+        pytest.param(ENGINE, "ENG84 the engine's process", id="engine"),
+        pytest.param(HOST, "(TRN105 trainer rank|ENG84 the engine's process).* was lost with its host on", id="host"),
+    ],
+)
+def test_on_ray_a_part_that_is_killed_is_no_end(run, other, words, told):
+    """`max_restarts` says nothing: on Ray it is 3. The samples and weights are those of one machine."""
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    done, path = run(f"ray-{words[-4:]}", *RAY, orders=[f"15 SIGKILL {words}"])
+    assert done.returncode == 0, done.stderr
+    assert "RESTART 1 of 3 in 2 s" in done.stderr
+    (row,) = restarts(path)
+    assert re.match(told, row["cause"])
+    assert row["version"] == 2
+    same(path, other)
+
+
+@pytest.mark.nightly
+def test_on_ray_a_rank_that_is_stopped_is_named_through_its_host(run, other):
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    done, path = run("ray-stopped", *RAY, "--hang-timeout", 12, orders=[f"3 SIGSTOP {RANK}"])
+    assert done.returncode == 0, done.stderr
+    page, _ = stopped(path, done)
+    assert re.search(r"^host 0 +\d+ +\S+ +\S .*it answers$", page, re.MULTILINE), page
     same(path, other)
