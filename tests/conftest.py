@@ -54,11 +54,20 @@ def find_sglang():
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the tests that wait longest for something outside."""
+    """Start with the tests that wait longest for something outside, end with those that fill any gap between workers."""
     for item in items:
         if SERVED in item.path.parents:
             item.add_marker(pytest.mark.sglang)
-    items.sort(key=lambda item: not item.get_closest_marker("sglang"))
+    items.sort(key=length)
+
+
+def length(item):
+    """How long the tests may be that a worker gets with this one: 0 is the longest."""
+    if item.get_closest_marker("sglang"):
+        return 0
+    if shares(item.path):  # the marks of single tests may not part a module
+        return 1
+    return 2 + bool(item.get_closest_marker("unit"))
 
 
 @pytest.hookimpl(optionalhook=True)

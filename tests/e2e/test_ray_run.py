@@ -244,19 +244,12 @@ def look(args, samples, **kw):
 '''
 
 
+@pytest.mark.nightly  # a minute each; `test_async_runs.py` kills the same parts where there is no cluster
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        pytest.param(
-            "slime_core.clusters.rank",
-            6,
-            ("TRN105", "trainer rank 0, process", "SIGKILL"),
-            id="rank",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "slime_core.clusters.engine_process", 5, ("ENG84", "SIGKILL"), id="engine", marks=pytest.mark.nightly
-        ),
+        pytest.param("slime_core.clusters.rank", 6, ("TRN105", "trainer rank 0, process", "SIGKILL"), id="rank"),
+        pytest.param("slime_core.clusters.engine_process", 5, ("ENG84", "SIGKILL"), id="engine"),
         pytest.param("ray::Host", 5, ("lost with its host",), id="host"),
     ],
 )

@@ -88,7 +88,7 @@ async def _fail(ranks, config, method, *args):
     return first.value, second.value
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "pipeline"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("pipeline", marks=pytest.mark.nightly)])
 def test_memory_that_runs_out_on_one_rank_is_told_with_what_would_help(failing, backend):
     error, later = failing(backend, "memory", "step")
     assert (error.code, error.exit_code) == ("TRN96", 6)
