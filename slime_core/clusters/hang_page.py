@@ -69,7 +69,7 @@ def cause(seen: Sequence[Seen], late: str) -> str:
     stuck = next((one for one in seen if one.look.state in STOPPED), None)
     if stuck is not None:
         return f"{stuck.who} is stopped (state {stuck.look.state}), {stuck.asked}{_waiting(busy, stuck)}"
-    gone = next((one for one in seen if one.look.state in ("", "Z", "X")), None)
+    gone = next((one for one in seen if one.look.state in ("", "Z", "X") and not one.name.startswith("SGLang")), None)
     if gone is not None:
         return f"{gone.who} cannot be asked: {gone.look.told}, {gone.asked}{_waiting(busy, gone)}"
     together = [one for one in busy if collective(one.look.stack)]

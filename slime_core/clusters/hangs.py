@@ -10,14 +10,15 @@ does not run while this process itself stood still (SIGSTOP, a suspended machine
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.clusters.hang_page import Seen, cause, own_stack, render
-from slime_core.clusters.looking import Look
+from slime_core.clusters.looking import Look, state_of
 from slime_core.errors import Hung
 
 if TYPE_CHECKING:
@@ -73,6 +74,49 @@ class Watched(Protocol):
     def members(self) -> Sequence[Member]:
         """All of them, now."""
         ...
+
+
+class Server(Protocol):
+    """An SGLang server of ours; its own watch judges it by its tokens."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Of the process that leads its session; it changes when the server is restarted."""
+        ...
+
+
+class Servers:
+    """SGLang servers as lines of the page: nobody waits for them here, and the cluster's end ends them."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
+
+    def members(self) -> list[Member]:
+        """See `Watched`."""
+        return [Member(name=server.title, channel=ServerLook(server.pid)) for server in self._servers]
+
+
+@dataclass(slots=True, frozen=True)
+class ServerLook:
+    """Implements `Asked` over the process of a server on this machine."""
+
+    pid: int
+    node: str = field(default_factory=socket.gethostname)
+
+    async def look(self) -> Look:
+        """Its state; what SIGUSR1 does there is its own affair."""
+        state = state_of(self.pid) if self.pid else ""
+        return Look(
+            pid=self.pid, state=state, why="its watch judges it by its tokens" if state else "it is not running"
+        )
+
+    async def kill(self) -> None:
+        """The cluster's end does that in order."""
 
 
 class Watch:

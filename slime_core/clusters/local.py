@@ -15,7 +15,7 @@ from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.backends import trainer_class
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
-from slime_core.clusters.hangs import Watch, watching
+from slime_core.clusters.hangs import Servers, Watch, watching
 from slime_core.clusters.machine import engine_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
@@ -58,6 +58,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
 
             served = await stack.enter_async_context(sglang_engines(config, folder, run_dir, epoch, report.note))
             engine, roles = served.engine, served.roles
+            watch.add(Servers([server for server in served.servers if server.owned]))
             if gives_memory(config, engine):
                 await engine.pause("retract")
                 await engine.release({"kv", "weights"})

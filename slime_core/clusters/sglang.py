@@ -53,6 +53,7 @@ class Served:
     engine: SglangEngine  # the policy's
     roles: dict[str, Engine] = field(default_factory=dict)  # frozen models, by role
     logs: tuple[Path, ...] = ()
+    servers: tuple[Server, ...] = ()
 
 
 @asynccontextmanager
@@ -94,7 +95,7 @@ async def sglang_engines(
             note(text)
         policy = served.pop(POLICY)
         logs = tuple(server.log for part in found for server in part.servers if server.log is not None)
-        yield Served(engine=policy, roles=dict(served), logs=logs)
+        yield Served(engine=policy, roles=dict(served), logs=logs, servers=tuple(servers))
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from slime_core.clusters.channel import Child, ProcessChannel
 from slime_core.clusters.hang_page import Seen, cause, render
-from slime_core.clusters.hangs import Member, watching
+from slime_core.clusters.hangs import Member, Servers, watching
 from slime_core.clusters.looking import Look, collective, look, place
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import Hung, TrainerError
@@ -206,6 +206,27 @@ def test_a_phase_of_the_driver_has_a_deadline_too(report):
 
     with pytest.raises(Hung, match=r"driver .* makes no progress, for .* in train"):
         asyncio.run(run())
+
+
+class Server:
+    title = "SGLang server 3"
+
+    def __init__(self, pid):
+        self.pid = pid
+
+
+def test_servers_are_lines_of_the_page_and_are_left_to_their_own_watch(report):
+    async def run():
+        async with watching(config(0.5), report) as watch:
+            watch.add(Servers([Server(os.getpid()), Server(0)]))
+            report.phase("train")
+            await asyncio.Event().wait()
+
+    with pytest.raises(Hung, match="driver"):
+        asyncio.run(run())
+    page = (report.run_dir.log / "hang-0.txt").read_text()
+    assert f"SGLang server 3  {os.getpid()} " in page
+    assert "it is not running" in page
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
