@@ -185,7 +185,7 @@ class Restarts:
         except Terminated:
             fix = f"slime run --resume {run_dir.path}"
             raise Preempted("stopped before it went on (SIGTERM)", why="nothing is lost", fix=fix) from None
-        carried = Past(deaths=deaths, allowed=limit, secrets=unsaved(self._settings, run_dir))
+        carried = Past(deaths=deaths, allowed=limit, secrets=unsaved(self._settings))
         self._command.become(run_dir, carried, version)
 
     def _say(self, error: SlimeError, run_dir: RunDir, number: int, limit: int) -> None:
@@ -209,7 +209,7 @@ def pause(number: int) -> float:
     return float(min(LONGEST, FIRST * 2 ** (number - 1)))
 
 
-def unsaved(settings: Settings, run_dir: RunDir) -> dict[str, str]:
+def unsaved(settings: Settings) -> dict[str, str]:
     """Values of the keys that ``config.toml`` does not have because they are secret."""
     from slime_core.config.dump import redacted
     from slime_core.config.redact import REDACTED, texts_in
