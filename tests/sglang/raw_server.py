@@ -195,3 +195,22 @@ def start(loop: Loop, launch: Launch, model: Path) -> RawServer:
         return server
 
     return RawServer(loop.run(up(), START_TIMEOUT + 20), model, loop)
+
+
+def seen(path: Path | str | None) -> str:
+    """A file's text; nothing where it cannot be read."""
+    try:
+        return Path(path or "").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def temporary(session: int) -> str:
+    """The folder for temporary files of a server's session."""
+    (server,) = [pid for pid in ports.members(session) if seen(f"/proc/{pid}/cmdline").endswith("serve\0")]
+    return seen(f"/proc/{server}/environ").split("\0TMPDIR=")[1].split("\0")[0]
+
+
+def shared(folder: str) -> list[str]:
+    """Files of shared memory that the launcher knows as the server's."""
+    return seen(f"{folder}/shared-memory").splitlines()

@@ -8,9 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from raw_server import START_TIMEOUT, RawServer
+from raw_server import START_TIMEOUT, RawServer, shared, temporary
 from served_engine import EPOCH, assert_holds, begin, computing, load, request, serving, whole
 
+from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.health import Limits
 from slime_core.errors import EngineError
 
@@ -23,9 +24,15 @@ COUNT = 150
 def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_next(
     shared_server: RawServer, other_model: Path, served_model: Path, tmp_path: Path
 ) -> None:
-    """Case 84: all of them, none twice; the new server has the weights of the old, every tensor, before it answers."""
-    server = shared_server
+    """Case 84: all of them, none twice; the new server has the weights of the old, every tensor, before it answers.
+
+    Who died is named, and nothing of the old server is left.
+    """
+    server, session = shared_server, shared_server.server.pid
     notes: list[str] = []
+    folder, scheduler = temporary(session), server.scheduler()
+    files = shared(folder)
+    assert files
 
     async def work() -> None:
         limits = Limits(interval=0.5, start_timeout=START_TIMEOUT)
@@ -35,7 +42,7 @@ def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_
             before = server.server.address
             running = begin(engine, [f"r{number}" for number in range(IN_FLIGHT)], COUNT)
             await computing(server, IN_FLIGHT * 8)
-            os.kill(server.scheduler(), signal.SIGKILL)
+            os.kill(scheduler, signal.SIGKILL)
             late = asyncio.create_task(engine.generate(request("late", 3)))
             done = await asyncio.gather(*running.values())
             assert [each.id for each in done] == list(running)
@@ -52,7 +59,9 @@ def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_
 
     server.loop.run(work(), START_TIMEOUT + 120)
     assert any("restart 1 of 3" in note for note in notes), notes
-    assert any("SIGKILL" in note for note in notes), notes
+    assert any(f"scheduler_0 ({scheduler}) was killed by SIGKILL" in note for note in notes), notes
+    assert ports.members(session) == []
+    assert [path for path in (folder, *files) if os.path.exists(path)] == []
 
 
 def test_a_server_that_hangs_is_caught_by_its_tokens(

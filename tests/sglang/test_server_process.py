@@ -1,46 +1,23 @@
-"""The real server as a process of ours: its token, its port, what is noticed when a part of it dies, what is left."""
+"""The real server as a process of ours: its token, its port, and what is left of it when its driver dies."""
 
 import asyncio
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from raw_server import ENVIRONMENT, START_TIMEOUT, words
+from raw_server import ENVIRONMENT, START_TIMEOUT, seen, shared, temporary, words
 
 from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.http import Transport
-from slime_core.engines.sglang.server import Launch, Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
-
-
-def seen(path):
-    try:
-        return Path(path).read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def named(session, name):
     """Processes of a session by the name that SGLang gave them."""
     return [pid for pid in ports.members(session) if seen(f"/proc/{pid}/cmdline").startswith(name)]
-
-
-def temporary(session):
-    """The folder for temporary files of a server's session."""
-    (server,) = [pid for pid in ports.members(session) if seen(f"/proc/{pid}/cmdline").endswith("serve\0")]
-    return seen(f"/proc/{server}/environ").split("\0TMPDIR=")[1].split("\0")[0]
-
-
-def shared(folder):
-    """Files of shared memory that the launcher knows as the server's."""
-    return seen(f"{folder}/shared-memory").splitlines()
 
 
 async def until(true):
@@ -49,52 +26,19 @@ async def until(true):
             await asyncio.sleep(0.05)
 
 
-async def status(server, path, token):
-    http = Transport(server.address.url, token=token)
-    try:
-        return (await http.ask("GET", path, end=time.monotonic() + 60)).status
-    finally:
-        await http.close()
-
-
-def test_the_token_is_asked_for_and_a_killed_scheduler_is_noticed_and_named(sglang_python, served_model, tmp_path):
-    """Cases 70 (SGLang's server listens on the port that we hold), 73 and 84."""
-
-    async def check():
-        launch = Launch(
-            python=sglang_python, arguments=words(served_model), log=tmp_path / "engine-0.log", env=ENVIRONMENT
-        )
-        server = Server.launch(launch)
-        await server.start()
-        try:
-            await server.ready(START_TIMEOUT)
-            assert server.address.generation == 1  # the first port it was given was its own
-            for path in ("/model_info", "/server_info", "/v1/loads"):
-                assert await status(server, path, server.address.token) == 200
-                assert await status(server, path, "") == 401
-                assert await status(server, path, "wrong") == 401
-            session, folder = server.pid, temporary(server.pid)
-            for pid in ports.members(session):
-                assert server.address.token not in seen(f"/proc/{pid}/cmdline")
-                assert server.address.token not in seen(f"/proc/{pid}/environ")
-            dumped = re.search(r"api_key'?[=:] ?('[^']*')", seen(server.log))  # SGLang writes all its arguments
-            assert dumped is not None
-            assert dumped[1] == "'***'"
-            assert server.address.token not in seen(server.log)
-            await until(lambda: shared(folder))
-            files = shared(folder)
-            (scheduler,) = named(session, "sglang::scheduler")
-            os.kill(scheduler, signal.SIGKILL)
-            async with asyncio.timeout(START_TIMEOUT):
-                how = await server.died()
-            assert f"scheduler_0 ({scheduler}) was killed by SIGKILL" in how
-            assert ports.members(session) == []
-            assert [file for file in files if os.path.exists(file)] == []
-            assert not os.path.exists(folder)
-        finally:
-            await server.stop(grace=0)
-
-    asyncio.run(check())
+def test_the_token_is_asked_for_and_shows_nowhere(server):
+    """Cases 70 (SGLang's server listens on the port that we hold) and 73."""
+    address, log = server.server.address, seen(server.server.log)
+    assert address.generation == 1  # the first port it was given was its own
+    for path in ("/model_info", "/server_info", "/v1/loads"):
+        assert [server.call(path, token=token).status for token in (address.token, "", "wrong")] == [200, 401, 401]
+    for pid in ports.members(server.server.pid):
+        assert address.token not in seen(f"/proc/{pid}/cmdline")
+        assert address.token not in seen(f"/proc/{pid}/environ")
+    dumped = re.search(r"api_key'?[=:] ?('[^']*')", log)  # SGLang writes all its arguments
+    assert dumped is not None
+    assert dumped[1] == "'***'"
+    assert address.token not in log
 
 
 DRIVER = """
