@@ -89,6 +89,23 @@ Start = Callable[[int, Child], Awaitable[Channel]]
 """Starts the child of a number (a rank, an engine) in the place that it is meant for."""
 
 
+async def within(seconds: float, work: Awaitable[Any]) -> Any:
+    """Its answer; None where it fails or takes longer, as anything may whose machine does not answer."""
+    with suppress(Exception):
+        return await asyncio.wait_for(asyncio.ensure_future(work), seconds)
+    return None
+
+
+async def end(channel: Channel, farewell: Frame, grace: float) -> str:
+    """Tell a child to end and see that it does; how it ended, empty where it had to be killed."""
+    await within(grace, channel.write(farewell))
+    await within(grace, channel.close())
+    how: str = await within(2 * grace, channel.ended(grace)) or ""
+    if not how:
+        await within(grace, channel.kill())
+    return how
+
+
 class ProcessChannel:
     """A child on this machine; it dies with the process that started it.
 

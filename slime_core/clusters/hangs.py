@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime_core.clusters.channel import within
 from slime_core.clusters.hang_page import Seen, cause, own_stack, render
 from slime_core.clusters.looking import Look, state_of
 from slime_core.errors import Hung
@@ -172,11 +173,11 @@ class Watch:
         )
         self._report.hung(self.hung)
         task.cancel("hung")
-        await asyncio.gather(*(_within(KILLED, member.channel.kill()) for member in self._members()))
+        await asyncio.gather(*(within(KILLED, member.channel.kill()) for member in self._members()))
 
     async def _look(self) -> list[Seen]:
         members = self._members()
-        looks = await asyncio.gather(*(_within(ASKED, member.channel.look()) for member in members))
+        looks = await asyncio.gather(*(within(ASKED, member.channel.look()) for member in members))
         phase, since = self._report.doing
         now, seen = time.monotonic(), [Seen.driver(phase, since)]
         for member, found in zip(members, looks, strict=True):
@@ -189,7 +190,7 @@ class Watch:
     async def _queues(self) -> str:
         """What waits: requests at engines, samples in the ledger."""
         flying = [f"{m.name} {m.doing}" for m in self._members() if m.name.startswith("engine") and m.doing]
-        counts = await _within(ASKED, self.ledger.counts()) if self.ledger is not None else None
+        counts = await within(ASKED, self.ledger.counts()) if self.ledger is not None else None
         texts = [f"{counts[name]} {name}" for name in ("issued", "pending", "trained")] if counts else ["unknown"]
         return f"in flight: {', '.join(flying) or 'no request'}; samples: {', '.join(texts)}"
 
@@ -212,13 +213,6 @@ class Watch:
         for line in text.splitlines():
             self._report.note(line)
         return path, first
-
-
-async def _within(seconds: float, work: Awaitable[Any]) -> Any:
-    """Its answer; None where it fails or takes too long."""
-    with suppress(Exception):
-        return await asyncio.wait_for(asyncio.ensure_future(work), seconds)
-    return None
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from slime_core import errors
-from slime_core.clusters.channel import Channel, Child, Start, start_here
+from slime_core.clusters.channel import Channel, Child, Start, end, start_here, within
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import encode
 from slime_core.durable import FileMark
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 RANK = "slime_core.clusters.rank"
 GRACE = 5.0  # seconds in which ranks that were told to end must be gone before they are killed
 CAUSE = 2.0  # seconds in which the other ranks may say what they know, once one has failed
+LOOK = 10.0  # seconds in which a rank that does not answer must show that it lives, once another has failed
 POLL = 0.02  # seconds between questions whether ranks have written their files; steps go on between them
 BEGIN = "its start"
 START = 900.0  # seconds that it may take, whatever a later call may
@@ -118,14 +119,7 @@ class RankTrainer:
 
     async def __aexit__(self, *_: object) -> None:
         close = encode({"method": "close"})
-        for rank in self._ranks:
-            with suppress(ConnectionError):
-                await rank.write(close)
-            await rank.close()
-        end = time.monotonic() + GRACE
-        for rank in self._ranks:
-            if not await rank.ended(max(0.0, end - time.monotonic())):
-                await rank.kill()
+        await asyncio.gather(*(end(rank, close, GRACE) for rank in self._ranks))
         self._rendezvous.unlink(missing_ok=True)
 
     def members(self) -> list[Member]:
@@ -178,6 +172,9 @@ class RankTrainer:
         _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             _, pending = await asyncio.wait(waiting, timeout=CAUSE)
+        if pending:
+            await self._lost(waiting, told)
+            pending = {task for task in waiting if not task.done()}
         for task in pending:
             task.cancel()
         found = await asyncio.gather(*waiting, return_exceptions=True)
@@ -196,6 +193,24 @@ class RankTrainer:
             others = ", ".join(str(n) for n, one in enumerate(found) if isinstance(one, asyncio.CancelledError))
             error.why = "\n".join(filter(None, [error.why, f"ranks that waited for it, and were ended: {others}"]))
         raise error
+
+    async def _lost(self, waiting: Sequence[asyncio.Task[Any]], told: list[tuple[int, SlimeError]]) -> None:
+        """Tell of ranks that cannot answer: their peers may know of a machine's loss before this process does."""
+        quiet = [number for number, task in enumerate(waiting) if not task.done()]
+        looks = await asyncio.gather(*(within(LOOK, self._ranks[number].look()) for number in quiet))
+        for number, found in zip(quiet, looks, strict=True):
+            rank = self._ranks[number]
+            if waiting[number].done() or (found is not None and found.state not in ("", "Z", "X")):
+                continue
+            error = TrainerError(
+                f"trainer rank {number}, process {rank.pid}, was lost: {rank.node} does not say that it lives",
+                code="TRN105",
+                where=rank.log,
+                why="\n".join(f"rank {other}: {one.what}" for other, one in told),
+                fix=RESUME,
+                lost=True,
+            )
+            told.append((number, error))
 
     async def _reply(self, number: int, told: list[tuple[int, SlimeError]]) -> Any:
         rank = self._ranks[number]

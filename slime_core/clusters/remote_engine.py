@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from slime_core import errors
-from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start
+from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start, end
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import Frame, encode
 from slime_core.errors import EngineError, SlimeError
@@ -137,10 +137,7 @@ class EngineProcess:
     async def __aexit__(self, *_: object) -> None:
         self._lost = self._lost or CLOSED
         if (channel := self._channel) is not None:
-            with suppress(ConnectionError):
-                await channel.write(encode({"method": "close"}))
-            await channel.close()
-            await self._end(channel)
+            await end(channel, encode({"method": "close"}), GRACE)
         if self._blocks is not None:
             self._blocks.close()
         if self._listener is not None:
@@ -310,10 +307,10 @@ class EngineProcess:
 
     async def _end(self, channel: Channel) -> str:
         """How the process ended; empty where it did not end by itself and was killed."""
-        end = await channel.ended(GRACE)
-        if not end:
+        how = await channel.ended(GRACE)
+        if not how:
             await channel.kill()
-        return end
+        return how
 
 
 def _error_of(answer: dict[str, Any]) -> SlimeError:

@@ -4,8 +4,16 @@ Everything is real: ranks and engines in processes of their own, killed from wit
 """
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import uuid
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from recorded import steps_of
@@ -21,10 +29,11 @@ call a process of it gets the signal; the next line is for the next start.
 """
 import os
 import signal
+from itertools import count
 from pathlib import Path
 
 ORDERS = Path(__file__).with_name("orders")
-calls, obeyed = [], []
+calls, obeyed = count(1), []
 
 
 def of_this_run(words):
@@ -40,14 +49,31 @@ def of_this_run(words):
     raise RuntimeError(f"no process of {words}")
 
 
+def node_of(words):
+    """The raylet of a node other than the head on which a process of these words runs."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
+            environ = (entry / "environ").read_bytes().decode(errors="replace").split("\\0")
+        except OSError:
+            continue
+        mark = next((word for word in environ if word.startswith("SLIME_TEST_NODE=")), "")
+        kind = "raylet" if line.split(" ")[0].endswith("/raylet") else "it" if words in line else ""
+        if mark and kind and not mark.endswith("-head"):
+            found.setdefault(mark, {})[kind] = int(entry.name)
+    return next(kinds["raylet"] for kinds in found.values() if len(kinds) == 2)
+
+
 def reward(args, sample, **kw):
-    calls.append(sample.index)
+    number = next(calls)  # rewards run on several threads
     line, _, rest = ORDERS.read_text().partition("\\n")
-    if line and not obeyed and len(calls) == int(line.split()[0]):
+    if line and not obeyed and number == int(line.split()[0]):
         obeyed.append(line)
         ORDERS.write_text(rest)
         _, name, words = line.split(maxsplit=2)
-        os.kill(of_this_run(words), getattr(signal, name))
+        find, words = (node_of, words[1:]) if words.startswith("@") else (of_this_run, words)
+        os.kill(find(words), getattr(signal, name))
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
 
 
@@ -236,4 +262,62 @@ def test_on_ray_a_rank_that_is_stopped_is_named_through_its_host(run, other):
     assert done.returncode == 0, done.stderr
     page, _ = stopped(path, done)
     assert re.search(r"^host 0 +\d+ +\S+ +\S .*it answers$", page, re.MULTILINE), page
+    same(path, other)
+
+
+@pytest.mark.nightly
+def test_on_ray_a_host_that_is_stopped_is_named_and_the_run_goes_on_without_it(run, other):
+    """Nobody can ask what is behind it; a cluster of the run's own begins again with it."""
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    done, path = run("ray-host-stopped", *RAY, "--hang-timeout", 12, orders=[f"3 SIGSTOP {HOST}"])
+    assert done.returncode == 0, done.stderr
+    page = (path / "log" / "hang-0.txt").read_text()
+    assert re.match(r"HANG  host 0 \(pid \d+( on \S+)?\) cannot be asked: no answer from \S+ in 12 s", page), page
+    assert "HNG125 host 0" in restarts(path)[0]["cause"]
+    same(path, other)
+
+
+@contextmanager
+def node(name, mark, env, *words):
+    """A Ray node of one processor, whose processes bear ``mark`` and its name; all of them end with the block."""
+    told = {**os.environ, **env, "SLIME_TEST_NODE": f"{mark}-{name}"}
+    start = [str(Path(sys.executable).with_name("ray")), "start", "--num-cpus=1", "--block", *words]
+    process = subprocess.Popen(
+        start, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said = ""
+        while "block forever" not in said:  # its last words, when all is there
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield
+    finally:
+        process.stdout.close()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if f"SLIME_TEST_NODE={mark}-{name}".encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+        process.wait(60)
+
+
+@pytest.mark.nightly
+def test_on_ray_a_machine_that_is_lost_is_replaced_by_another(run, other):
+    """Two ranks on two of three nodes; the node of one is killed whole, and the run goes on on the other two."""
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    mark, where = uuid.uuid4().hex, tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")  # names of sockets are short
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2, "RAY_worker_niceness": "0"}
+    quiet = ("--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={where}")
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, where, ignore_errors=True)
+        stack.enter_context(node("head", mark, env, "--head", "--port=0", *quiet))
+        address = (Path(where) / "ray_current_cluster").read_text().strip()
+        for name in ("a", "b"):
+            stack.enter_context(node(name, mark, env, f"--address={address}"))
+        flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", address)
+        done, path = run("ray-node", *flags, orders=[f"15 SIGKILL @{RANK}"], **env)
+        assert done.returncode == 0, done.stderr
+    (row,) = restarts(path)
+    assert re.match("(TRN105 trainer rank|ENG84 the engine's process).* was lost", row["cause"])
+    assert row["version"] == 2
     same(path, other)
