@@ -54,14 +54,14 @@ class ClusterSection(Section):
     max_restarts: int = Field(
         -1,
         ge=-1,
-        description="How often a run goes on by itself after a process, server or machine of it was lost or hung; -1: 3 "
-        "on a Ray cluster, 0 elsewhere.",
+        description="How often a run goes on by itself after a process, server or machine of it was lost or hung; "
+        "-1: 3 on a Ray cluster, 0 elsewhere.",
     )
     hang_timeout: float = Field(
         1800.0,
         ge=0,
-        description="Seconds that a trainer call, or an engine with requests, may take without a sign of progress; then "
-        "the run says who waits for whom and ends. 0: for ever.",
+        description="Seconds that a trainer call, or an engine with requests, may take without a sign of progress; "
+        "then the run says who waits for whom and ends. 0: for ever.",
     )
 
 

@@ -1,5 +1,7 @@
 """Attention within packs on a GPU, by either of its kernels, beside float64 on the same numbers."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ def exact(q, k, v, segments):
     bounds, gather = segments.cu_seqlens.tolist(), segments.gather
     rows = gather if gather is not None else torch.arange(q.shape[2], device=q.device)
     out = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=torch.float64, device=q.device)
-    for first, last in zip(bounds, bounds[1:]):
+    for first, last in itertools.pairwise(bounds):
         mine = rows[first:last]
         a, b, c = (x[0, :, mine].double() for x in (q, k, v))
         b, c = (x.repeat_interleave(HEADS // GROUPS, dim=0) for x in (b, c))

@@ -3,8 +3,8 @@
 Sequences of about the same length, which packs keep side by side, are one batched call. Inside such a call a shorter
 one is filled up to the longest; causality hides the filling, so no mask is needed for it either. A prompt that several
 sequences share is one segment of the pack; its keys and values are read by each of them. On a GPU in half precision
-short sequences are one varlen flash call; long ones are batched as elsewhere, since torch then takes cuDNN's kernels,
-which need 0.6 of the time there.
+short sequences are one varlen flash call; long ones are a call each, for which torch takes cuDNN's kernels where there
+are some.
 
 :func:`segment_attention` is registered with transformers' `AttentionInterface`; the boundaries travel to it as the
 keyword argument ``segments`` of the model's forward.
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from slime_core.trainers.compiling import whole
+from slime_core.trainers.cudnn import filled, has_cudnn
 
 NAME = "slime_segments"
 FILLING = 0.125  # of a batched call's rows, at most
@@ -100,9 +101,11 @@ class Segments:
         ]
         lengths = [len(rows) for rows in sequences]
         shared = len(whole) < len(before)
-        limit = ROWS if torch.device(device).type == "cpu" else sum(lengths)
+        on_cpu, long = torch.device(device).type == "cpu", sum(lengths) >= LONG * len(lengths) > 0
+        limit = ROWS if on_cpu else 0 if long else sum(lengths)
         seen = np.zeros(int(bounds[-1]), dtype=bool)
-        runs = tuple(_run(sequences[a:b], seen, device) for a, b in _neighbours(lengths, limit))
+        fill = long and not on_cpu
+        runs = tuple(_run(sequences[a:b], seen, device, fill) for a, b in _neighbours(lengths, limit))
         gather = last = None
         if shared:
             flat = np.concatenate(sequences)
@@ -110,7 +113,6 @@ class Segments:
             places[flat] = np.arange(len(flat))
             gather, last = torch.as_tensor(flat, device=device), torch.as_tensor(places, device=device)
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        long = sum(lengths) >= LONG * len(lengths) > 0
         return cls(torch.as_tensor(cu, device=device), max(lengths, default=0), long, gather, last, runs)
 
 
@@ -128,9 +130,12 @@ def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
     return [*ranges, (start, len(lengths))] if lengths else []
 
 
-def _run(sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: torch.device | str) -> Run:
+def _run(
+    sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: torch.device | str, fill: bool = False
+) -> Run:
     """One run; rows not yet ``seen`` get their output from it."""
     count, length = len(sequences), max(map(len, sequences))
+    length = filled(length) if fill else length
     flat = np.concatenate(sequences)
     start, stop = int(flat[0]), int(flat[-1]) + 1
     short = length <= SHORT and torch.device(device).type == "cpu"
@@ -138,11 +143,11 @@ def _run(sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: to
     if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all() and not seen[flat].any():
         seen[flat] = True
         return Run(start, stop, count, length, None, None, None, future)
-    filled = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
-    rows, places = np.unique(filled, return_index=True)  # the first place of each row
+    whole_rows = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
+    rows, places = np.unique(whole_rows, return_index=True)  # the first place of each row
     new = ~seen[rows]
     seen[rows] = True
-    gather, out_rows, out_places = (torch.as_tensor(x, device=device) for x in (filled, rows[new], places[new]))
+    gather, out_rows, out_places = (torch.as_tensor(x, device=device) for x in (whole_rows, rows[new], places[new]))
     return Run(start, stop, count, length, gather, out_rows, out_places, future)
 
 
@@ -177,7 +182,7 @@ def segment_attention(
         raise TypeError(f"{type(module).__name__} needs more than causal attention in segments: {odd or 'a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and (sliding_window is not None or not segments.long):
+    if half and (sliding_window is not None or not segments.long or not _cudnn(query)):
         return _varlen(q, k, v, segments, scaling, sliding_window)[None], None
     if len(segments.runs) == 1 and segments.runs[0].rows is None:  # all rows as they lie
         return _attend(q, k, v, segments.runs[0], scaling, sliding_window).reshape(1, *q.shape), None
@@ -185,6 +190,11 @@ def segment_attention(
     for run in segments.runs:
         run.put(_attend(q, k, v, run, scaling, sliding_window), out)
     return out[None], None
+
+
+def _cudnn(query: torch.Tensor) -> bool:
+    """Whether torch takes its kernels; their gradients have not the same bits every time."""
+    return has_cudnn(query.device) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _varlen(

@@ -11,8 +11,6 @@ the time. Elsewhere each span is such a call. It stands where megatron-core's ow
 from __future__ import annotations
 
 import math
-import os
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from slime_core.errors import TrainerError
+from slime_core.trainers.cudnn import filled, has_cudnn
 from slime_core.trainers.megatron.rotary import TURN, turn
 
 if TYPE_CHECKING:
@@ -38,10 +37,6 @@ FULL = 1 << 15
 """Rows times heads of a mean sequence from which a call of its own fills a GPU: 256 tiles of 128 rows for the 132
 processors of a Hopper. Below it one call for all of them wins."""
 WIDEST = 128  # numbers of a head that cuDNN's forward and backward kernels take on every GPU that has them
-CUDNN = 91500  # versions above it are right for lengths that 128 does not divide, and torch prefers those alone
-STEPS, LEAST = 16, 64
-"""cuDNN plans a length at its first call, for some 40 ms: lengths are filled up to one of 16 between powers of two,
-and to a multiple of 64. That is a sixteenth more rows at most."""
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
@@ -111,21 +106,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             return False
         fits = q.shape[-1] == v.shape[-1] <= WIDEST and q.shape[-1] % EIGHTS == 0
         return fits and has_cudnn(q.device) and q.shape[0] * q.shape[1] >= FULL * len(pack.lengths)
-
-
-@cache
-def has_cudnn(device: torch.device) -> bool:
-    """Whether torch's scaled_dot_product_attention goes to cuDNN first: on Hopper and Blackwell, by default."""
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":  # torch's own switch
-        return False
-    known = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return known and (torch.backends.cudnn.version() or 0) > CUDNN and torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def filled(length: int) -> int:
-    """The rows that a sequence is filled up to: see ``STEPS``."""
-    step = max((1 << length.bit_length() - 1) // STEPS, LEAST)
-    return -(-length // step) * step
 
 
 def by_sequence(

@@ -1,5 +1,6 @@
 """Attention over segments against each sequence alone, forward and backward; how sequences are put together."""
 
+import dataclasses
 import itertools
 import math
 
@@ -103,6 +104,27 @@ def test_neighbours_of_about_the_same_length_attend_in_one_call():
 def test_the_mean_length_of_sequences_says_which_kernel_takes_them(lengths, prefix, wanted):
     cu = np.concatenate([[0], np.cumsum(lengths)])
     assert Segments.of(cu, np.array(prefix), "cpu").long is wanted
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_sequences_that_are_filled_up_to_a_planned_length_attend_as_they_are(name, monkeypatch):
+    """On a GPU long ones are, to one of 16 lengths between powers of two."""
+    monkeypatch.setattr(attention, "LONG", 1)
+    lengths, prefix = PACKS[name]
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    rows, seen = list(map(np.asarray, sequences(lengths, prefix))), np.zeros(int(cu[-1]), dtype=bool)
+    runs = tuple(attention._run([one], seen, "cpu", fill=True) for one in rows)
+    assert all(run.length % 64 == 0 and run.length >= len(one) for run, one in zip(runs, rows))
+    segments = dataclasses.replace(Segments.of(cu, np.array(prefix), "cpu"), runs=runs)
+    q, k, v = tensors(int(cu[-1]))
+    out = segment_attention(
+        torch.nn.Identity(), *(x.transpose(0, 1)[None] for x in (q, k, v)), None, segments=segments
+    )
+    wanted = plain(q, k, v, lengths, prefix)
+    torch.testing.assert_close(out[0][0], wanted)
+    back = torch.randn_like(wanted)
+    for mine, other in zip(*(torch.autograd.grad(x, (q, k, v), back, retain_graph=True) for x in (out[0][0], wanted))):
+        torch.testing.assert_close(mine, other)
 
 
 def test_equal_sequences_as_they_lie_are_not_copied():

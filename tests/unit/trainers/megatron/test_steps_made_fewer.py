@@ -12,8 +12,9 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
 
+    from slime_core.trainers.cudnn import LEAST, STEPS, filled
     from slime_core.trainers.megatron import accumulating
-    from slime_core.trainers.megatron.attention import LEAST, STEPS, _by_span, by_sequence, filled
+    from slime_core.trainers.megatron.attention import _by_span, by_sequence
     from slime_core.trainers.megatron.norms import rms_norm
     from slime_core.trainers.megatron.packing import make_pack
     from slime_core.trainers.megatron.rotary import turn, turns
