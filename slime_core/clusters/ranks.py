@@ -197,13 +197,13 @@ class RankTrainer:
     async def _lost(self, waiting: Sequence[asyncio.Task[Any]], told: list[tuple[int, SlimeError]]) -> None:
         """Tell of ranks that cannot answer: their peers may know of a machine's loss before this process does."""
         quiet = [number for number, task in enumerate(waiting) if not task.done()]
-        looks = await asyncio.gather(*(within(LOOK, self._ranks[number].look()) for number in quiet))
-        for number, found in zip(quiet, looks, strict=True):
+        ends = await asyncio.gather(*(within(LOOK, self._ranks[number].ended(0.0)) for number in quiet))
+        for number, how in zip(quiet, ends, strict=True):
             rank = self._ranks[number]
-            if waiting[number].done() or (found is not None and found.state not in ("", "Z", "X")):
+            if waiting[number].done() or how == "":  # it lives
                 continue
             error = TrainerError(
-                f"trainer rank {number}, process {rank.pid}, was lost: {rank.node} does not say that it lives",
+                f"trainer rank {number}, process {rank.pid}, {how or f'was lost: {rank.node} does not answer'}",
                 code="TRN105",
                 where=rank.log,
                 why="\n".join(f"rank {other}: {one.what}" for other, one in told),
