@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
     from slime_core.types import Completion, GenerateRequest, WeightUpdate
 
 
+class Loads:
+    """Tokens that were asked for and have not come, an engine; the least is found in logarithmic time."""
+
+    def __init__(self, count: int) -> None:
+        self.now = [0] * count
+        self._heap = [(0, number) for number in range(count)]  # entries that are no longer true are met and dropped
+
+    def least(self) -> int:
+        """The engine with the fewest, of equals the first."""
+        while self.now[self._heap[0][1]] != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+    def add(self, number: int, cost: int) -> None:
+        """Change one engine's."""
+        self.now[number] += cost
+        heapq.heappush(self._heap, (self.now[number], number))
+        if len(self._heap) > 8 * len(self.now):
+            self._heap = [(load, each) for each, load in enumerate(self.now)]
+            heapq.heapify(self._heap)
+
+
 class EngineSet:
     """Implements `protocols.Engine` over engines that draw by a request's seed alone, so that any of them may answer.
 
@@ -24,7 +47,7 @@ class EngineSet:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = tuple(engines)
-        self._load = [0] * len(self._engines)  # tokens that were asked for and have not come
+        self._loads = Loads(len(self._engines))
         self._where: dict[str, int] = {}
 
     @property
@@ -44,24 +67,23 @@ class EngineSet:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `protocols.Engine`."""
-        number = min(range(len(self._load)), key=self._load.__getitem__)
-        cost = len(request.tokens) + request.params.max_new_tokens
-        self._load[number] += cost
+        number, cost = self._loads.least(), len(request.tokens) + request.params.max_new_tokens
+        self._loads.add(number, cost)
         self._where[request.id] = number
         try:
             return await self._engines[number].generate(request)
         finally:
-            self._load[number] -= cost
+            self._loads.add(number, -cost)
             del self._where[request.id]
 
     async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
         """See `protocols.Engine`."""
-        number = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[number] += len(tokens)
+        number = self._loads.least()
+        self._loads.add(number, len(tokens))
         try:
             return await self._engines[number].score(tokens, start)
         finally:
-            self._load[number] -= len(tokens)
+            self._loads.add(number, -len(tokens))
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """See `protocols.Engine`."""

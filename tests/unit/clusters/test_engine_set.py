@@ -1,12 +1,13 @@
 """Several engines as one: every promise of an engine, work spread by tokens, and no engine left behind."""
 
 import asyncio
+import random
 from contextlib import AsyncExitStack
 
 import pytest
 
 from slime_core.clusters.embedded import embedded_engine
-from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.engine_set import EngineSet, Loads
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
@@ -67,6 +68,20 @@ def test_a_request_goes_where_the_fewest_tokens_are_owed_and_an_abort_finds_it()
         await asyncio.gather(*tasks)
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_the_least_loaded_is_the_one_that_a_search_finds(count):
+    draw, loads, owed = random.Random(count), Loads(count), []
+    for _ in range(2000):
+        if owed and draw.random() < 0.5:
+            number, cost = owed.pop(draw.randrange(len(owed)))
+            loads.add(number, -cost)
+        else:
+            number, cost = loads.least(), draw.choice([0, 1, 1, 7, 300])
+            assert number == min(range(count), key=loads.now.__getitem__)
+            loads.add(number, cost)
+            owed.append((number, cost))
 
 
 def test_an_engine_with_other_weights_than_the_first_is_named_with_its_tensors():
