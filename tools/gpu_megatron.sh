@@ -45,7 +45,7 @@ for part in "${@:-functional}"; do
         learn) tests megatron-learn 330 $LEARN -k one ;;
         learn-two) tests megatron-learn-two 570 $LEARN -k "tensor_parallel or pipeline or other_gpu" ;;
         step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
-        long) step megatron-long 290 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
+        long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         long-recompute) step megatron-long-recompute 200 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --recompute ;;
         gaps) step gaps-megatron 290 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 270 ;;
         gaps-fsdp) step gaps-fsdp 290 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 270 ;;

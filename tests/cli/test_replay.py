@@ -5,7 +5,6 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -126,14 +125,15 @@ def test_people_read_one_sentence_and_tables(small, cli):
     assert done.err.splitlines()[-2:] == ["step 3: done", "step 4: done"]
 
 
-def test_nothing_of_a_run_that_is_going_on_is_changed_and_nothing_is_left(copied, cli):
-    folder = Path(tempfile.gettempdir())
-    before = set(folder.glob("slime-replay-*"))
+def test_nothing_of_a_run_that_is_going_on_is_changed_and_nothing_is_left(copied, cli, tmp_path, monkeypatch):
+    own = tmp_path / "temporary"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     with RunDir.reopen(copied):  # somebody holds it
         state = tree(copied)
         assert cli("replay", copied, "--step", "3").code == 0
         assert tree(copied) == state
-    assert set(folder.glob("slime-replay-*")) == before
+    assert list(own.iterdir()) == []
 
 
 def test_verify_recomputes_the_gradient_too(small, cli):
