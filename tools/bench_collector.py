@@ -2,10 +2,12 @@
 
     python tools/bench_collector.py                        # a ledger that keeps nothing, 10, 100 and 1,000 engines
     python tools/bench_collector.py --ledger durable       # the ledger of a run, in a temporary folder of --folder
+    python tools/bench_collector.py --reward function      # a function by path, which slime's users bring
 
 Everything between a prompt and a group that can be trained on is the product's own: data positions, admission, the
-choice of an engine, generation, checks, a reward function, the ledger's protocol, order. What an engine answers was
-made before; each answer comes after one pass of the event loop. A sample has 32 tokens. The median of --rounds.
+choice of an engine, generation, checks, a plugin's reward (a thread a group; by path a thread a sample), order. What
+an engine answers was made before; each answer comes after one pass of the event loop. A sample has 32 tokens. The
+median of --rounds.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Prompts:
         first, self.position = self.position, self.position + count
         tokens = [2, 11, 3, 13]
         return [
-            Prompt(id=f"main/{p}", position=p, prompt="1+2=", tokens=list(tokens)) for p in range(first, first + count)
+            Prompt(id=f"main/{p}", position=p, prompt="1+2=", label="3", tokens=list(tokens))
+            for p in range(first, first + count)
         ]
 
 
@@ -124,6 +127,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help=f"of {GROUPS} groups of {SAMPLES} samples")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ledger", choices=("none", "durable"), default="none")
+    parser.add_argument("--reward", choices=("hook", "function"), default="hook", help="rm_math's, or one by path")
     parser.add_argument("--folder", default="", help="of the durable ledger; default: a temporary one")
     return parser.parse_args(words)
 
@@ -147,8 +151,9 @@ def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "quick.py").write_text(REWARD)
-        sizes = ["--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES)]
-        reward = ["--custom-rm-path", f"{folder}/quick.py:reward", "--hf-checkpoint", "."]
+        sizes = ["--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES), "--hf-checkpoint", "."]
+        by_path = ["--custom-rm-path", f"{folder}/quick.py:reward"]
+        reward = by_path if args.reward == "function" else ["--plugin", "rm_math"]
         config = load_config(None, [*sizes, *reward, "--rollout-max-response-len", str(TOKENS)])
         plugins = load_plugins(config)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import inspect
 import os
+import queue
 import threading
 import traceback
 import types
@@ -23,6 +24,8 @@ HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.Conte
 
 TO_END = 1.0
 """Seconds that a hook on a thread has to end after its deadline."""
+IDLE = 5.0
+"""Seconds that a thread waits for its next hook before it ends; starting one takes longer than most rewards do."""
 
 
 class Late(Exception):
@@ -47,6 +50,7 @@ class HookThreads:
     def __init__(self, limit: int = 32) -> None:
         self._limit = limit
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._idle = _Idle()
 
     async def run(self, fn: Callable[[], Any], deadline: float | None = None) -> Any:
         """Call ``fn`` on a thread; the deadline in seconds counts from its start. :class:`Carried` holds its error.
@@ -61,8 +65,7 @@ class HookThreads:
             work = _Work(fn, loop)
             context = contextvars.copy_context()
             context.run(HOOK_LOOP.set, loop)
-            thread = threading.Thread(target=context.run, args=(work.run,), name="slime-hook", daemon=True)
-            thread.start()
+            thread = self._idle.start(context, work)
             await wait_for_future(work.future, deadline)
             if not work.future.done():
                 frames = stack_of(thread.ident or 0)
@@ -72,8 +75,62 @@ class HookThreads:
             return work.future.result()
 
 
+class _Idle:
+    """Threads that wait for a hook; one whose hook hangs is none of them, and does not count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[_Thread] = []
+        self._process = os.getpid()
+
+    def start(self, context: contextvars.Context, work: _Work) -> threading.Thread:
+        """The thread that begins with the work now."""
+        with self._lock:
+            if self._process != os.getpid():  # a fork has this object and none of its threads
+                self._process, self._waiting = os.getpid(), []
+            found = self._waiting.pop() if self._waiting else _Thread(self)
+        found.next.put((context, work))
+        if found.ident is None:
+            found.start()
+        return found
+
+    def wait(self, thread: _Thread) -> None:
+        """Its hook has ended."""
+        with self._lock:
+            self._waiting.append(thread)
+
+    def leave(self, thread: _Thread) -> bool:
+        """Whether it may end: nobody has taken it."""
+        with self._lock:
+            if free := thread in self._waiting:
+                self._waiting.remove(thread)
+            return free
+
+
+class _Thread(threading.Thread):
+    """Hooks one after the other, each in the context of its call."""
+
+    def __init__(self, idle: _Idle) -> None:
+        super().__init__(name="slime-hook", daemon=True)
+        self.next: queue.SimpleQueue[tuple[contextvars.Context, _Work]] = queue.SimpleQueue()
+        self._idle = idle
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        while True:
+            try:
+                context, work = self.next.get(timeout=IDLE)
+            except queue.Empty:
+                if self._idle.leave(self):
+                    return
+                continue  # its work is on the way
+            context.run(work.run)
+            del context, work  # what they hold is not kept until the next
+            self._idle.wait(self)
+
+
 class _Work:
-    """One call on a thread of its own, and the future of its answer."""
+    """One call on a thread, and the future of its answer."""
 
     def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.fn, self.loop = fn, loop

@@ -1,0 +1,62 @@
+"""Threads that hooks run on: one after the other where they end, none that is held by one that hangs."""
+
+import asyncio
+import threading
+
+import pytest
+
+from slime_core.plugins import running
+from slime_core.plugins.running import HookThreads, Late
+
+pytestmark = pytest.mark.unit
+
+
+def test_hooks_that_end_share_a_thread_and_each_has_the_context_of_its_call():
+    async def run():
+        threads, seen = HookThreads(), []
+        for number in range(50):
+            seen.append(await threads.run(lambda number=number: (threading.current_thread(), number)))
+        return seen
+
+    seen = asyncio.run(run())
+    assert [number for _, number in seen] == list(range(50))
+    assert len({thread for thread, _ in seen}) <= 2  # the last may still be on its way back
+    assert all(thread.daemon for thread, _ in seen)
+
+
+def test_many_at_once_have_a_thread_each_up_to_the_limit():
+    barrier = threading.Barrier(4)
+
+    async def run():
+        threads = HookThreads(limit=4)
+        return await asyncio.gather(*(threads.run(lambda: barrier.wait(20)) for _ in range(4)))
+
+    assert sorted(asyncio.run(run())) == [0, 1, 2, 3]
+
+
+def test_the_thread_of_a_hook_that_hangs_serves_no_other_until_it_has_ended():
+    release = threading.Event()
+
+    async def run():
+        threads = HookThreads()
+        first = await threads.run(threading.current_thread)
+        with pytest.raises(Late) as late:
+            await threads.run(lambda: release.wait(60), 0.05)
+        assert late.value.stuck
+        others = [await threads.run(threading.current_thread) for _ in range(3)]
+        release.set()
+        return first, others
+
+    first, others = asyncio.run(run())
+    assert first not in others
+
+
+def test_a_thread_without_work_ends(monkeypatch):
+    monkeypatch.setattr(running, "IDLE", 0.01)
+
+    async def run():
+        return await HookThreads().run(threading.current_thread)
+
+    thread = asyncio.run(run())
+    thread.join(20)
+    assert not thread.is_alive()
