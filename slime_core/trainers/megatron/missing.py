@@ -47,6 +47,12 @@ def missing(asked: Values, device: str) -> list[Problem]:
         what = "megatron.fp32_residual_connection cannot be had with Transformer Engine"
         why = "its norms and linear layers take the dtype of their weights alone"
         found.append(_problem("fp32_residual_connection", what, why, "leave fp32_residual_connection out"))
+    parts = asked.transformer.get("recompute_modules") or ()
+    if "layernorm" in parts and not (device == "cuda" and installed("transformer_engine")):
+        what = "megatron.recompute_modules = layernorm needs transformer_engine, which cannot be used here"
+        why = "megatron-core asks it about 8-bit numbers where an output is dropped and made again"
+        fix = "leave layernorm out of recompute_modules; train.compile keeps the input of a norm alone anyway"
+        found.append(_problem("recompute_modules", what, why, fix))
     if asked.ddp.get("overlap_param_gather") and asked.ddp.get("use_distributed_optimizer") is False:
         what = "megatron.overlap_param_gather has nothing to gather"
         why = "without use_distributed_optimizer every rank steps all weights"

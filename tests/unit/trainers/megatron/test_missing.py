@@ -65,3 +65,12 @@ def test_residuals_in_float32_are_refused_where_transformer_engine_computes(monk
     monkeypatch.setattr(missing, "installed", lambda name: name == "transformer_engine")
     assert refused(table, device="cuda").fix == "leave fp32_residual_connection out"
     assert made(table).transformer["fp32_residual_connection"]
+
+
+def test_norms_are_not_made_again_without_transformer_engine(monkeypatch):
+    table = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn"]}
+    assert refused(table, device="cuda").fix.startswith("leave layernorm out of recompute_modules")
+    monkeypatch.setattr(missing, "installed", lambda name: True)
+    assert made(table, device="cuda")
+    monkeypatch.undo()
+    assert made({**table, "recompute_modules": ["core_attn"]}, device="cuda")
