@@ -45,7 +45,7 @@ def test_the_thread_of_a_hook_that_hangs_serves_no_other_until_it_has_ended():
         threads = HookThreads()
         await threads.run(threading.current_thread)
         with pytest.raises(Late) as late:
-            await threads.run(hang, 0.2)
+            await threads.run(hang, 1.0)
         assert late.value.stuck
         others = [await threads.run(threading.current_thread) for _ in range(3)]
         release.set()
