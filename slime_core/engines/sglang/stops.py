@@ -38,7 +38,7 @@ def cut(
     if p.ignore_eos and p.stop_token_ids:
         ends = set(p.stop_token_ids)
         end = next((i + 1 for i, token in enumerate(done.tokens) if token in ends), end)
-        if end < len(done.tokens):
+        if end < len(done.tokens) or (end and done.tokens[-1] in ends):
             done.finish = "stop"
     if done.tokens and done.finish == "length" and _ends(done, p, decode, () if p.ignore_eos else eos):
         done.finish = "stop"

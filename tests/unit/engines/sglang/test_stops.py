@@ -61,6 +61,8 @@ def test_stop_token_ids_count_in_spite_of_ignore_eos():
     assert (letters(done.tokens, False), done.finish) == ("yz", "stop")
     last = stops.cut(completed(spelled("abz")), asked, letters, tokenizer=True)
     assert (len(last.tokens), last.finish) == (3, "stop")
+    ended = stops.cut(completed(spelled("abz"), "abort"), asked, letters, tokenizer=True)
+    assert ended.finish == "stop"  # it is whole: nobody goes on with it
 
 
 @pytest.mark.parametrize(
