@@ -18,7 +18,7 @@ succeed elsewhere, or later. A SlimeError stays itself through pickle, so that w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -64,6 +64,14 @@ class SlimeError(Exception):
 
 def _rebuild(kind: type[SlimeError], parts: dict[str, Any]) -> SlimeError:
     return kind(**parts)
+
+
+def remade(kind: str, parts: Mapping[str, Any], otherwise: type[SlimeError]) -> SlimeError:
+    """The error that another process told by its class's name and its ``as_dict``; ``otherwise`` for another name."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, SlimeError):
+        return found(**parts)
+    return otherwise(**parts)
 
 
 class ConfigError(SlimeError, ValueError):

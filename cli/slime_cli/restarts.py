@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime_cli.failure import Session, Terminated, report_failure, say
-from slime_cli.signals import descendants
-from slime_core import errors
-from slime_core.errors import Preempted, SlimeError
+from slime_cli.signals import kill_descendants
+from slime_core.errors import Hung, Preempted, SlimeError, remade
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings
@@ -112,8 +110,7 @@ def refusal(deaths: Sequence[Death], limit: int) -> str:
 def given_up(deaths: Sequence[Death], reason: str) -> SlimeError:
     """The first cause first, and the last one beside it."""
     first = deaths[0]
-    kind: type[SlimeError] = getattr(errors, first.kind, SlimeError)
-    error = kind(**first.error)
+    error = remade(first.kind, first.error, SlimeError)
     if len(deaths) > 1:
         others = [f"restart {number} ended with {death.told}" for number, death in enumerate(deaths) if number]
         last = f"{deaths[-1].error['where']}: {deaths[-1].error['why']}"
@@ -157,9 +154,7 @@ class Restarts:
         else:
             time.sleep(LEAVE + LONGEST)
         code = report_failure(error, self._session)
-        for child in descendants(os.getpid()):
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
+        kill_descendants()
         os._exit(code)
 
     def after(self, error: SlimeError, run_dir: RunDir) -> None:
@@ -201,7 +196,7 @@ class Restarts:
 
 def mendable(error: SlimeError) -> bool:
     """Whether what failed was lost, rather than wrong: the same work may succeed."""
-    return error.lost or isinstance(error, errors.Hung)
+    return error.lost or isinstance(error, Hung)
 
 
 def pause(number: int) -> float:
@@ -245,9 +240,7 @@ class Command:
 
     def become(self, run_dir: RunDir, carried: Past, version: int) -> NoReturn:
         """End every child, and run the command in place of this program."""
-        for child in descendants(os.getpid()):
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
+        kill_descendants()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

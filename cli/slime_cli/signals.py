@@ -95,9 +95,7 @@ class Signals:
     def _leave(self, number: int) -> None:
         """End this process and everything it started, now."""
         _tell(f"{signal.Signals(number).name} again: ended at once; what was recorded can be resumed")
-        for child in descendants(os.getpid()):
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
+        kill_descendants()
         if self._on_leave is not None:
             status = "interrupted" if number == signal.SIGINT else "terminated"
             last = threading.Thread(target=self._on_leave, args=(status,), daemon=True)
@@ -125,6 +123,13 @@ def descendants(pid: int) -> list[int]:
         found += parents.get(found[at], [])
         at += 1
     return found[1:]
+
+
+def kill_descendants() -> None:
+    """End everything that this process started, now."""
+    for child in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
 
 
 async def drive(work: Coroutine[Any, Any, T]) -> T:

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from slime_core import errors
 from slime_core.buffer.codec import decode, encode, plain_reward
 from slime_core.buffer.turns import decode_turns, encode_turns
-from slime_core.errors import SlimeError, StorageError
+from slime_core.errors import SlimeError, StorageError, remade
 from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import Drop, Group, Prompt, Sample
 
@@ -158,9 +157,7 @@ def pack_error(error: BaseException) -> dict[str, Any]:
 
 def unpack_error(header: Mapping[str, Any]) -> SlimeError:
     """What :func:`pack_error` packed."""
-    kind = getattr(errors, str(header["kind"]), StorageError)
-    known = isinstance(kind, type) and issubclass(kind, SlimeError)
-    return (kind if known else StorageError)(**header["error"])
+    return remade(str(header["kind"]), header["error"], StorageError)
 
 
 def _sample(sample: Sample) -> bytes:

@@ -14,12 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from slime_core import errors
 from slime_core.clusters.channel import Channel, Child, Start, end, start_here, within
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import encode
 from slime_core.durable import FileMark
-from slime_core.errors import SlimeError, TrainerError
+from slime_core.errors import SlimeError, TrainerError, remade
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -229,8 +228,7 @@ class RankTrainer:
             told.append((number, error))
             raise error from gone
         if "error" in answer:
-            kind: type[SlimeError] = getattr(errors, answer["kind"], TrainerError)
-            error = kind(**answer["error"])
+            error = remade(answer["kind"], answer["error"], TrainerError)
             error.where = error.where or rank.log
             told.append((number, error))
             await rank.note(answer["trace"])

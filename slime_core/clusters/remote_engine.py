@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from slime_core import errors
 from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start, end
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import Frame, encode
-from slime_core.errors import EngineError, SlimeError
+from slime_core.errors import EngineError, remade
 from slime_core.protocols import Ability, PauseMode
 from slime_core.weights.shared_memory import Listing, SharedBlock, checksums
 
@@ -227,7 +226,7 @@ class EngineProcess:
             self._lost = await self._obituary(channel)
             raise await self._error(channel, self._lost) from None
         if "error" in answer:
-            raise _error_of(answer)
+            raise remade(answer["kind"], answer["error"], EngineError)
         self._note(answer["state"])
 
     async def _write(self, frame: Frame) -> None:
@@ -280,7 +279,7 @@ class EngineProcess:
         if future is None or future.done():
             return  # its caller has gone
         if "error" in answer:
-            future.set_exception(_error_of(answer))
+            future.set_exception(remade(answer["kind"], answer["error"], EngineError))
         else:
             future.set_result(answer["value"])
 
@@ -311,11 +310,6 @@ class EngineProcess:
         if not how:
             await channel.kill()
         return how
-
-
-def _error_of(answer: dict[str, Any]) -> SlimeError:
-    kind: type[SlimeError] = getattr(errors, answer["kind"], EngineError)
-    return kind(**answer["error"])
 
 
 def _environment(config: Config) -> dict[str, str]:

@@ -76,8 +76,7 @@ class Worker:
             raise Gone
         answer = json.loads(line)
         if "error" in answer:
-            kind: type[errors.SlimeError] = getattr(errors, answer["kind"], PluginError)
-            raise kind(**answer["error"])
+            raise errors.remade(answer["kind"], answer["error"], PluginError)
         return answer["value"]
 
     def kill(self) -> int:
