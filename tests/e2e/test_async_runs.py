@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from recorded import steps_of
+from small_task import write_task
 
 from slime_cli.main import main
 from slime_core.report import RunDir
-from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system
 
@@ -67,12 +67,7 @@ DEADLINE = 150.0  # seconds until something that should have ended counts as han
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("async")
-    tiny_model(folder / "model", hidden=32)
-    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "digits.py").write_text(REWARD)
-    return folder
+    return write_task(tmp_path_factory.mktemp("async"), REWARD)
 
 
 def _flags(work, *flags):

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 from recorded import steps_of
-
-from slime_core.testing import tiny_model
+from small_task import write_task
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 pytestmark = pytest.mark.system
@@ -61,12 +60,7 @@ OURS = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ray")
-    tiny_model(folder / "model", hidden=32)
-    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "digits.py").write_text(REWARD)
-    return folder
+    return write_task(tmp_path_factory.mktemp("ray"), REWARD)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 from recorded import steps_of
-
-from slime_core.testing import tiny_model
+from small_task import write_task
 
 pytestmark = pytest.mark.system
 
@@ -87,12 +86,7 @@ AHEAD = ("--no-colocate", "--max-staleness", 1, "--async-schedule", "lockstep")
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("restarts")
-    tiny_model(folder / "model", hidden=32)
-    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "digits.py").write_text(REWARD)
-    return folder
+    return write_task(tmp_path_factory.mktemp("restarts"), REWARD)
 
 
 @pytest.fixture
