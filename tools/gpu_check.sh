@@ -4,7 +4,7 @@
 #                                     what the loads beside it (DIR/../../N/main) lack, and how large each is
 #   tools/gpu_check.sh test [ARGS]    pytest of what needs a GPU, with the packages of PYTHONPATH
 # Loads of wheels hold at most 55 MiB each: base, megatron-core and SGLang with tools/gpu-requirements.txt; DIR is
-# LOADS/N/main of the smallest. On the GPU machine tools/gpu_all.sh looks whether everything arrived.
+# LOADS/N/main of the smallest. On the GPU machine tools/gpu_all.py check looks whether everything arrived.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case "${1:-}" in

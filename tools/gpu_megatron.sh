@@ -9,6 +9,8 @@
 #   tools/gpu_megatron.sh step         MFU of a policy step, Qwen3-4B shape, 8k tokens: both backends and a plain loop
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
+#   tools/gpu_megatron.sh experts      experts of a layer in one product against a loop over them
+#   tools/gpu_megatron.sh core         all tests that are neither Megatron's nor SGLang's
 # GPU=N puts a step on GPU N (GPU=0,1 on both); without it, it sees what there is.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -37,6 +39,10 @@ others() {  # test files of Megatron beside those that have a part of their own
         grep -v -e test_megatron_on_gpu.py -e test_megatron_with_sglang_on_gpu.py || true
 }
 
+core() {  # everything that is neither Megatron's nor SGLang's
+    ls tests/gpu/test_*.py | grep -vE 'megatron|expert|sglang|prefill|colocated|checksums|ray'
+}
+
 LEARN=tests/gpu/test_megatron_with_sglang_on_gpu.py
 for part in "${@:-functional}"; do
     case $part in
@@ -46,9 +52,11 @@ for part in "${@:-functional}"; do
         learn-two) tests megatron-learn-two 570 $LEARN -k "tensor_parallel or pipeline or other_gpu" ;;
         step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
         long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
-        long-recompute) step megatron-long-recompute 200 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --recompute ;;
+        experts) step experts-one 70 python3 tools/bench_experts.py
+            step experts-many 80 python3 tools/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
+        core) tests core 300 $(core) ;;
         gaps) step gaps-megatron 290 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 270 ;;
         gaps-fsdp) step gaps-fsdp 290 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 270 ;;
-        *) echo "unknown part $part"; sed -n 2,14p "$0"; exit 2 ;;
+        *) echo "unknown part $part"; sed -n 2,16p "$0"; exit 2 ;;
     esac
 done

@@ -10,9 +10,8 @@
 #   tools/gpu_sglang.sh sync           weight update of 4B: tensor, disk, and with offload
 #   tools/gpu_sglang.sh sync-graphs    the same by tensor alone, the server's prefill in CUDA graphs: what they save
 #   tools/gpu_sglang.sh nccl           weight update of 4B from one GPU to the other
-#   tools/gpu_sglang.sh two            two GPUs: rollout on the first, functional on the second (at most 10 minutes)
-#   tools/gpu_sglang.sh two-more       two GPUs: sync on the first, deterministic on the second; then nccl on both
-# GPU=N puts a step on GPU N.
+#   tools/gpu_sglang.sh pair           a prefill and a decode server on two GPUs; needs sglang-router and nixl beside SGLang
+# GPU=N puts a step on GPU N, GPU=N,M on two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-/tmp/out}
@@ -66,25 +65,14 @@ rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 465; }
 deterministic() {
     step deterministic 330 python3 tools/bench_rollout.py --deterministic --in-flight 256 --rounds 2 --limit 310
 }
+pair() { tests pair 580 tests/gpu/test_prefill_decode_on_gpu.py; }
 sync() { step sync 300 python3 tools/bench_weight_sync.py --transports tensor disk --offload --limit 285; }
 sync-graphs() {
     step sync-graphs 190 python3 tools/bench_weight_sync.py --transports tensor --prefill-graphs "${GRAPHS:-piecewise}" --limit 175
 }
-nccl() { GPU=0,1 step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
+nccl() { step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | rollout | deterministic | sync | sync-graphs | nccl) "$1" ;;
-two)
-    facts
-    (GPU=1 functional) >"$OUT/second.txt" 2>&1 &
-    (GPU=0 rollout) >"$OUT/first.txt" 2>&1
-    wait
-    cat "$OUT/first.txt" "$OUT/second.txt" ;;
-two-more)
-    (GPU=1 deterministic) >"$OUT/second.txt" 2>&1 &
-    (GPU=0 sync) >"$OUT/first.txt" 2>&1
-    wait
-    cat "$OUT/first.txt" "$OUT/second.txt"
-    nccl ;;
-*) sed -n 2,15p "$0"; exit 2 ;;
+facts | functional | rollout | deterministic | sync | sync-graphs | nccl | pair) "$1" ;;
+*) sed -n 2,14p "$0"; exit 2 ;;
 esac
