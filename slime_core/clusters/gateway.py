@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.gateway import KINDS, LOG, Gateway
+from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.installation import Installation, environment_of, find_python, read_installation
 from slime_core.engines.sglang.router_options import router_arguments, wanted
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.server import Server
 from slime_core.engines.sglang.topology import POLICY
 from slime_core.errors import EngineError
 

@@ -25,10 +25,11 @@ from slime_core.engines.sglang import external
 from slime_core.engines.sglang.command import Command, commands
 from slime_core.engines.sglang.engine import Settings, SglangEngine
 from slime_core.engines.sglang.health import Watch
+from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.installation import Installation, environment_of, find_python, read_installation
 from slime_core.engines.sglang.pulse import Limits
 from slime_core.engines.sglang.router import Middleware
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.server import Server
 from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
 from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
 from slime_core.errors import ConfigError, EngineError

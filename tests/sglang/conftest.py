@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from raw_server import ENVIRONMENT, Loop, RawServer, start, words
 
-from slime_core.engines.sglang.server import Launch
+from slime_core.engines.sglang.home import Launch
 
 RM_MATH = Path(__file__).parents[2] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
 CONTEXT = 1024

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
 
 T = TypeVar("T")
 STUBS = Path(__file__).with_name("stubs")

@@ -44,7 +44,8 @@ def test_the_token_is_asked_for_and_shows_nowhere(server):
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
 
 async def main():
     given = json.loads(sys.argv[1])

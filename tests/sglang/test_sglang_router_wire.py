@@ -16,10 +16,10 @@ from slime_core.clusters.sglang import sglang_engines
 from slime_core.config.load import load_config
 from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.gateway_router import GatewayRouter
+from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.http import fault
 from slime_core.engines.sglang.installation import read_installation
 from slime_core.engines.sglang.router_options import router_arguments
-from slime_core.engines.sglang.server import Launch
 from slime_core.errors import EngineError
 from slime_core.weights.folder import ModelFolder
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.address import Address
+from slime_core.engines.sglang.home import Home, Launch
 from slime_core.engines.sglang.http import ServerFault, Transport, decoded, dumps, fault, message
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError, SlimeError
 
 NUMBER = -1
@@ -80,14 +80,6 @@ class Process(Server):
     def _redacted(self, text: str) -> str:
         return COLOURS.sub("", super()._redacted(text))
 
-    def _hold_ports(self, launch: Launch) -> tuple[int, list[str]]:
-        self._holds = [ports.hold(launch.host)]
-        if "--prometheus-port" in launch.arguments:
-            return self._holds[0].port, []
-        self._holds.append(ports.hold(launch.host))
-        host = [] if "--prometheus-host" in launch.arguments else ["--prometheus-host", launch.host]
-        return self._holds[0].port, [*host, "--prometheus-port", str(self._holds[1].port)]
-
     async def _greet(self, where: str, timeout: float) -> str:
         """Empty where it answers, takes the token and refuses whoever has none; else what keeps it from that.
 
@@ -135,9 +127,10 @@ class Gateway:
         start_timeout: float = 900.0,
         max_restarts: int = 3,
         token: str = "",
+        home: Home | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.process = Process.launch(launch, number=NUMBER, group="router", token=token)
+        self.process = Process.launch(launch, number=NUMBER, group="router", token=token, home=home)
         self.keeper: Keeper | None = None
         self.restarts = 0
         self._interval, self._timeout, self._start_timeout = interval, timeout, start_timeout

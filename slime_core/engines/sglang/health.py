@@ -237,7 +237,7 @@ class Watch:
     def _fence(self, number: int, failed: ServerFault) -> None:
         server = self._servers[number]
         self._wards[number].fence()
-        failed.where = failed.where or str(server.log or server.address.url)
+        failed.where = failed.where or server.where
         failed.why = failed.why or server.tail()
         self._engine.fence(number, failed)
         self._change("")
@@ -258,7 +258,7 @@ class Watch:
                     else f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
                 ),
                 code="ENG89" if ward.restarts else "ENG84",
-                where=str(server.log or server.address.url),
+                where=server.where,
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
                 fix="see the log's end; what was finished is in the ledger: slime run --resume RUN_DIR",
                 lost=True,

@@ -108,6 +108,16 @@ def further(arguments: Sequence[str], host: str) -> list[tuple[Hold, list[str]]]
     return found
 
 
+def of_router(arguments: Sequence[str], host: str) -> tuple[list[Hold], list[str]]:
+    """Ports of SGLang's router, held: that of HTTP and that of its metrics, with the words that name the latter."""
+    holds = [hold(host)]
+    if "--prometheus-port" in arguments:
+        return holds, []
+    holds.append(hold(host))
+    named = [] if "--prometheus-host" in arguments else ["--prometheus-host", host]
+    return holds, [*named, "--prometheus-port", str(holds[1].port)]
+
+
 def option(arguments: Sequence[str], name: str, default: str = "") -> str:
     """The value of an option in SGLang's command line, as ``NAME VALUE`` or ``NAME=VALUE``."""
     for at, argument in enumerate(arguments):

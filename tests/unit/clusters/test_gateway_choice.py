@@ -6,9 +6,10 @@ import pytest
 
 from slime_core.clusters import gateway as gateways
 from slime_core.config.load import load_config
+from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.installation import Installation
 from slime_core.engines.sglang.options import Option
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.server import Server
 from slime_core.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.unit

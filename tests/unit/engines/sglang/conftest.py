@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime_core.engines.sglang import tries
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
 
 STAND_IN = Path(__file__).with_name("stand_in")
 

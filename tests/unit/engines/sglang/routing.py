@@ -11,7 +11,8 @@ from serving import EPOCH, NEW, PATIENCE, Serving
 
 from slime_core.engines.sglang.engine import Settings, SglangEngine
 from slime_core.engines.sglang.gateway import Gateway
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
 from slime_core.engines.sglang.weights import Ways, Weights
 
 STAND_IN = Path(__file__).with_name("stand_in")

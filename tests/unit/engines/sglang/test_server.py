@@ -11,8 +11,9 @@ from aiohttp import web
 from launching import LONG, failure, running, seen, stranger, temporary, until
 
 from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.http import Transport
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError
 
 pytestmark = pytest.mark.integration

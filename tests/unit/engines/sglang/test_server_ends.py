@@ -127,7 +127,8 @@ def test_a_stop_that_is_cancelled_kills_all_the_same(stand_in):
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
-from slime_core.engines.sglang.server import Launch, Server
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
 
 async def main():
     env = {"PYTHONPATH": sys.argv[1], "PYTHONDONTWRITEBYTECODE": "1"}
