@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_core.clusters.site import Lodging
 from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.gateway import KINDS, LOG, Gateway
 from slime_core.engines.sglang.home import Launch
@@ -62,6 +63,7 @@ async def gateway(
     role: str,
     run_dir: Path,
     note: Note,
+    lodging: Lodging | None = None,
 ) -> Gateway | None:
     """SGLang's router for these servers, not started; None where slime spreads their requests.
 
@@ -72,6 +74,7 @@ async def gateway(
         role: of the model.
         run_dir: its log goes to ``log/gateway.log`` there.
         note: told which router it is.
+        lodging: where it lives; None is this machine.
 
     Raises:
         ConfigError: CFG04 it is needed and not installed; its options.
@@ -89,13 +92,14 @@ async def gateway(
     policy = ports.option(words, "--policy", "cache_aware")
     of = "" if role == POLICY else f" of {role}"
     note(f"requests{of} go through SGLang's router {installation.router}, policy {policy}; log: {log}")
-    rollout = config.rollout
+    rollout, lodging = config.rollout, lodging or Lodging()
     return Gateway(
         Launch(
             python=installation.python,
             arguments=words,
             env=installation.env,
             log=log,
+            host=lodging.host,
             threads=config.cluster.cpu_threads,
             program="router",
         ),
@@ -104,6 +108,7 @@ async def gateway(
         timeout=rollout.rollout_health_check_timeout,
         start_timeout=rollout.rollout_start_timeout,
         max_restarts=rollout.rollout_max_restarts,
+        home=lodging.home,
         note=note,
     )
 

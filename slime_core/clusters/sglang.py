@@ -9,9 +9,7 @@ Logs are RUN/log/engine-N.log. What the policy's servers start with is never sam
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,19 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.clusters import gateway as gateways
 from slime_core.clusters.embedded import context_len
+from slime_core.clusters.lineup import Part, attached, launched
+from slime_core.clusters.site import LOOPBACK, OneMachine, Site
 from slime_core.compat.locate import locate
 from slime_core.engines.sglang import external
-from slime_core.engines.sglang.command import Command, commands
 from slime_core.engines.sglang.engine import Settings, SglangEngine
 from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.installation import Installation, environment_of, find_python, read_installation
 from slime_core.engines.sglang.pulse import Limits
 from slime_core.engines.sglang.router import Middleware
 from slime_core.engines.sglang.server import Server
-from slime_core.engines.sglang.topology import POLICY, ServerGroup, topology
-from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
-from slime_core.errors import ConfigError, EngineError
+from slime_core.engines.sglang.topology import POLICY
+from slime_core.engines.sglang.weights import Ways, Weights
+from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
 from slime_core.protocols import Serving
 from slime_core.types import WeightUpdate
@@ -59,33 +56,49 @@ class Served:
 
 @asynccontextmanager
 async def sglang_engines(
-    config: Config, folder: ModelFolder, run_dir: Path, epoch: int, note: Note, *, fixed: bool = False
+    config: Config,
+    folder: ModelFolder,
+    run_dir: Path,
+    epoch: int,
+    note: Note,
+    *,
+    fixed: bool = False,
+    site: Site | None = None,
 ) -> AsyncIterator[Served]:
     """Start all servers of a run, or meet those that run elsewhere; take ours down at the end, whatever happened.
 
-    With ``fixed`` the policy's servers serve the weights of ``folder``, as version 0; no trainer sends others.
+    With ``fixed`` the policy's servers serve the weights of ``folder``, as version 0; no trainer sends others. Without
+    a site they live on this machine.
 
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
         EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
     """
     async with AsyncExitStack() as stack:
+        site = site or OneMachine(config)
         if config.rollout.rollout_external_engine_addrs:
             found = attached(config)
         else:
-            found = await launched(config, run_dir, epoch, fixed=fixed)
+            found = await launched(config, site, run_dir, epoch, fixed=fixed)
         servers = [server for part in found for server in part.servers]
         stack.push_async_callback(_stop, servers)
         await _start(servers, config.rollout.rollout_start_timeout)
+        meeting = site.meeting([server.address.url for server in servers])
         served: dict[str, SglangEngine] = {}
         for part in found:
             serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
             version = 0 if fixed or part.role != POLICY else -1
             made = await gateways.gateway(
-                config, part.servers, part.installation, role=part.role, run_dir=run_dir, note=note
+                config,
+                part.servers,
+                part.installation,
+                role=part.role,
+                run_dir=run_dir,
+                note=note,
+                lodging=site.lodging_of_router(part.role),
             )
             gateway = await stack.enter_async_context(made) if made is not None else None
-            engine = await _engine(config, serves, run_dir, epoch, note, part, version, gateway=gateway)
+            engine = await _engine(config, serves, run_dir, epoch, note, part, version, gateway=gateway, host=meeting)
             stack.push_async_callback(engine.close)
             needed = gateways.pairs(gateways.kinds(part.servers))
             bounds = replace(limits(config), told=gateway is not None)
@@ -130,114 +143,6 @@ def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
     return path
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Part:
-    """The servers of one model."""
-
-    role: str
-    model: str  # folder
-    servers: tuple[Server, ...]
-    features: frozenset[str]  # of the installation; empty: they are asked
-    version: str = ""  # of SGLang
-    torch: str = ""  # version in the servers' environment; empty: not known
-    installation: Installation | None = None  # that starts them
-    places: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # server -> trainer ranks on its GPUs
-
-
-def attached(config: Config) -> list[Part]:
-    """Servers that others run: all of them serve the policy."""
-    rollout = config.rollout
-    token = os.environ.get(rollout.rollout_engine_token_env, "")
-    servers = [
-        Server.attach(url, token=token, ca=rollout.rollout_engine_ca, number=number)
-        for number, url in enumerate(rollout.rollout_external_engine_addrs)
-    ]
-    return [Part(role=POLICY, model=rollout.hf_checkpoint, servers=tuple(servers), features=frozenset())]
-
-
-async def launched(config: Config, run_dir: Path, epoch: int, *, fixed: bool) -> list[Part]:
-    """Servers of ours, not started yet.
-
-    Raises:
-        ConfigError: see `sglang_engines`.
-    """
-    python, env = find_python(config.sglang), environment_of(config.sglang)
-    installation = await asyncio.to_thread(read_installation, python, env)
-    check_transport(config, installation)
-    placed = topology(config, gpus=_gpus(config))
-    how = commands(config, installation, placed)
-    shared = secrets.token_urlsafe(32)
-    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    return [
-        Part(
-            role=role,
-            model=placed.of(role)[0].model,
-            servers=tuple(
-                _server(
-                    config,
-                    installation,
-                    group,
-                    number,
-                    how[number],
-                    run_dir,
-                    _stamp(group, epoch, fixed),
-                    token=shared if gateways.one_token({group.mode}) else "",
-                )
-                for group in placed.of(role)
-                for number in (server.number for server in group.servers)
-            ),
-            features=installation.features,
-            version=installation.version,
-            torch=installation.torch,
-            installation=installation,
-            places=placed.beside(world) if role == POLICY and config.cluster.colocate else {},
-        )
-        for role in (POLICY, *placed.roles)
-    ]
-
-
-def check_transport(config: Config, installation: Installation) -> None:
-    """Refuse weights by tensor that was asked for where the torch of both sides differs, before a server starts.
-
-    Raises:
-        ConfigError: CFG04 with both versions.
-    """
-    if config.rollout.update_weight_transport == "tensor" and (why := why_unmapped(installation.torch)):
-        raise ConfigError(
-            "update_weight_transport = tensor with another torch beside SGLang",
-            code="CFG04",
-            where="rollout.update_weight_transport",
-            why=why,
-            fix=f"--update-weight-transport auto   or the same torch in the environment of {installation.python}",
-        )
-
-
-def _stamp(group: ServerGroup, epoch: int, fixed: bool) -> tuple[str, ...]:
-    """Frozen weights are version 0 of this process."""
-    return ("--weight-version", f"{epoch}.0") if group.frozen or fixed else ()
-
-
-def _server(
-    config: Config,
-    installation: Installation,
-    group: ServerGroup,
-    number: int,
-    how: Command,
-    run_dir: Path,
-    more: Sequence[str],
-    *,
-    token: str = "",
-) -> Server:
-    launch = Launch(
-        python=installation.python,
-        arguments=(*how.arguments, *more),
-        env=how.env,
-        log=run_dir / "log" / f"engine-{number}.log",
-        threads=config.cluster.cpu_threads,
-    )
-    return Server.launch(launch, number=number, group=group.name, token=token)
-
-
 async def _start(servers: Sequence[Server], timeout: float) -> None:
     """All servers at once; the first that fails ends the start."""
 
@@ -272,6 +177,7 @@ async def _engine(
     version: int,
     *,
     gateway: Gateway | None = None,
+    host: str = LOOPBACK,
 ) -> SglangEngine:
     """An engine over servers that are ready."""
     rollout, frozen = config.rollout, part.role != POLICY
@@ -290,6 +196,7 @@ async def _engine(
         timeout=rollout.rollout_start_timeout,
         places=part.places,
         torch=part.torch,
+        host=host,
     )
     if not frozen:
         for text in unused(config, ways):
@@ -374,18 +281,9 @@ def told(parts: Sequence[Part]) -> list[str]:
     found = []
     for part in parts:
         what = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
-        logs = [str(server.log) for server in part.servers if server.log is not None]
+        logs = [server.where for server in part.servers if server.log is not None]
         urls = [server.address.url for server in part.servers]
         count = f"{len(urls)} server{'s' if len(urls) > 1 else ''}"
         where = f"logs: {', '.join(logs)}" if logs else f"at {', '.join(urls)}"
         found.append(f"{what}: {count}, {where}")
     return found
-
-
-def _gpus(config: Config) -> int | None:
-    """GPUs that this process sees."""
-    if config.cluster.device != "cuda":
-        return None
-    import torch
-
-    return torch.cuda.device_count()

@@ -13,6 +13,7 @@ from raw_server import RawServer
 from safetensors.torch import load_file
 
 from slime_core.clusters import sglang as cluster
+from slime_core.clusters.lineup import Part
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.engines.sglang.external import features
@@ -39,7 +40,7 @@ async def serving(
     recipe.write_text(f'[rollout]\nhf_checkpoint = {json.dumps(str(model))}\nrollout_engine = "sglang"\n')
     config = load_config(recipe, ["--device", "cpu", "--dtype", "float32", *flags])
     opened = ModelFolder.open(model)
-    part = cluster.Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
+    part = Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
     engine = await cluster._engine(config, opened, folder, EPOCH, notes.append, part, -1)
     try:
         async with Watch(

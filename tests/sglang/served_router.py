@@ -11,6 +11,7 @@ from pathlib import Path
 from served_engine import EPOCH, VERSION
 
 from slime_core.clusters import gateway as gateways, sglang as cluster
+from slime_core.clusters.lineup import Part
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.engines.sglang.external import features
@@ -47,9 +48,7 @@ async def routed(
     words = ["--device", "cpu", "--dtype", "float32", "--rollout-router", "sglang", *flags]
     config = load_config(recipe, words)
     notes: list[str] = []
-    part = cluster.Part(
-        role=POLICY, model=str(model), servers=tuple(servers), features=features(VERSION), version=VERSION
-    )
+    part = Part(role=POLICY, model=str(model), servers=tuple(servers), features=features(VERSION), version=VERSION)
     made = await gateways.gateway(config, servers, installation, role=POLICY, run_dir=folder, note=notes.append)
     assert made is not None
     async with made:

@@ -190,7 +190,7 @@ def _size(options: Options, *names: str) -> int:
 
 
 def _trainers(config: Config) -> int:
-    return config.cluster.actor_num_gpus_per_node
+    return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
 
 
 def _described(config: Config, on_gpu: bool) -> GroupTable:

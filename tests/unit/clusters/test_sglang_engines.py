@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_core.clusters import sglang
+from slime_core.clusters.lineup import Part, attached
 from slime_core.clusters.turns import FreeTurns, QuietTurns, server_turns
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.router import chained
@@ -58,7 +59,7 @@ def test_external_servers_get_the_token_of_the_environment_and_are_never_ours(mo
         "--rollout-engine-token-env",
         "MY_TOKEN",
     ]
-    (part,) = sglang.attached(config("--rollout-engine", "sglang", *flags))
+    (part,) = attached(config("--rollout-engine", "sglang", *flags))
     assert [server.address.url for server in part.servers] == ["http://a.example:1", "http://b.example:2"]
     assert {server.address.token for server in part.servers} == {"of theirs"}
     assert not any(server.owned for server in part.servers)
@@ -73,7 +74,7 @@ def test_limits_of_the_watch_are_the_keys_of_the_section():
 
 def test_a_person_is_told_which_servers_there_are():
     server = Server.attach("http://a.example:1")
-    part = sglang.Part(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
+    part = Part(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
     assert sglang.told([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
 
 

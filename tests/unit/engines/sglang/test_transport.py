@@ -6,7 +6,8 @@ from importlib.metadata import version
 import pytest
 from serving import NEW
 
-from slime_core.clusters.sglang import check_transport, unused
+from slime_core.clusters.lineup import check_transport
+from slime_core.clusters.sglang import unused
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.installation import Installation
 from slime_core.engines.sglang.router import Lane
