@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.config.problems import Problem, conflict
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 BACKEND = "cluster.cluster_backend"
-RAY_KEYS = ("ray_address", "ray_placement_timeout")
+RAY_KEYS = ("ray_address", "ray_placement_timeout", "ray_py_modules", "ray_env_vars")
 """Keys of [cluster] that only a Ray cluster reads."""
 
 
@@ -37,6 +38,18 @@ def conflicts(config: Config) -> Iterator[Problem]:
             why=f"'{address}' is neither HOST:PORT nor auto nor local",
             fix="ray status   on the head machine shows it; --ray-address HOST:6379",
         )
+    if odd := [path for path in cluster.ray_py_modules if not path.endswith(".whl") and not _is_package(Path(path))]:
+        yield conflict(
+            "ray_py_modules takes wheels and package folders",
+            ["cluster.ray_py_modules"],
+            code="CFG03",
+            why=f"neither: {', '.join(odd)}",
+            fix="python -m build --wheel PLUGIN_FOLDER   makes a wheel; a package folder has an __init__.py",
+        )
+
+
+def _is_package(path: Path) -> bool:
+    return (path / "__init__.py").is_file()
 
 
 def notices(config: Config) -> Iterator[str]:

@@ -51,6 +51,14 @@ class ClusterSection(Section):
     ray_placement_timeout: float = Field(
         60.0, gt=0, description="Seconds to wait for processors and GPUs that others' work on the Ray cluster holds."
     )
+    ray_py_modules: tuple[str, ...] = Field(
+        (),
+        description="Wheels (of plugins, say) and package folders that ranks and engines on other machines of the Ray "
+        "cluster get; nothing needs to be installed there.",
+    )
+    ray_env_vars: dict[str, str] = Field(
+        {}, description="Environment of ranks and engines on the Ray cluster; Ray's tools show it."
+    )
     max_restarts: int = Field(
         -1,
         ge=-1,

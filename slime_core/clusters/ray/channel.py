@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Host:
 
     async def start(self, module: str, log: str, env: dict[str, str], folder: str) -> tuple[int, int]:
         """Start a child; its number here, and its process id."""
+        env = {**env, **_path(env)}
         child = Child(module=module, log=Path(log), env=env, folder=folder if Path(folder).is_dir() else "")
         made = Relayed(await ProcessChannel.start(child))
         self._children.append(made)
@@ -187,6 +188,12 @@ class RayChannel:
             return await self._ask(self._host.ask.remote(self._number, method, *args))
         except ConnectionError:
             return None
+
+
+def _path(env: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH of a child: modules that travelled to this host come before those that the driver has."""
+    both = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{env.get('PYTHONPATH', '')}".split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, both)))} if any(both) else {}
 
 
 def _parts(frame: Frame) -> Parts:

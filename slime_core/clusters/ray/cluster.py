@@ -22,6 +22,7 @@ from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.ray.joining import Hosts, hosts, joined
 from slime_core.clusters.ray.placement import Plan, plan
+from slime_core.clusters.ray.travelling import check_travelling
 from slime_core.clusters.remote_engine import EngineProcess, Sender
 from slime_core.clusters.turns import FreeTurns, server_turns
 from slime_core.protocols import Parts
@@ -41,13 +42,15 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
     """Join the cluster, place and start everything; give it all back at the end, whatever happened.
 
     Raises:
-        ConfigError: CFG17 no cluster, CFG18 no room in it.
+        ConfigError: CFG17 no cluster, CFG18 no room in it, CFG19 a wheel that does not fit.
         EngineError, TrainerError: a process that does not come up, with the end of its log.
     """
     run_dir, epoch, cluster = report.run_dir.path, report.run_dir.epoch, config.cluster
     folder = open_folder(config)
     for notice in folder.notices:
         report.note(notice)
+    for text in check_travelling(config, plugins):
+        report.note(text)
     placed = plan(config)
     async with watching(config, report) as watch, AsyncExitStack() as stack:
         name = stack.enter_context(joined(config, placed))

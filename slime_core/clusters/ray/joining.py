@@ -27,12 +27,14 @@ from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
+from slime_core.clusters.ray.travelling import travelling
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 ADDRESS = "cluster.ray_address"
+NAMESPACE = "slime"  # of our actors' names
 LOOPBACK = "127.0.0.1"
 PROBE = 10.0  # seconds in which a head must take a connection
 STARTS = 3  # tries to start a cluster of our own
@@ -98,22 +100,39 @@ def joined(config: Config, plan: Plan) -> Iterator[str]:
         ConfigError: CFG17 there is none at that address, or it is of another version.
     """
     address = address_of(config)
+    processors = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
+    with travelling(config) as env, entered(address, env=env, processors=processors) as there:
+        yield "a Ray of its own" if address == LOCAL else f"Ray at {there}"
+
+
+@contextmanager
+def entered(address: str, *, env: Mapping[str, Any] | None = None, processors: int = 0) -> Iterator[str]:
+    """The cluster at an address, or one of our own of at least so many processors, for a while; its own address.
+
+    Args:
+        env: Ray's runtime environment of what is started from here.
+
+    Raises:
+        ConfigError: CFG17 there is none at that address, or it is of another version.
+    """
     if ray.is_initialized():
         raise ConfigError("this process is part of a Ray cluster already", code="CFG17", where=ADDRESS)
     with _our_signals():
-        _init(address, plan)
+        _init(address, processors, dict(env or {}))
     try:
-        yield "a Ray of its own" if address == LOCAL else f"Ray at {ray.get_runtime_context().gcs_address}"
+        yield str(ray.get_runtime_context().gcs_address)
     finally:
         with _our_signals():
             ray.shutdown()
 
 
-def _init(address: str, plan: Plan) -> None:
-    common: dict[str, Any] = {"namespace": "slime", "log_to_driver": False, "logging_level": "warning"}
+def _init(address: str, processors: int, env: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "warning"}
+    if env:
+        common["runtime_env"] = env
     try:
         if address == LOCAL:
-            _own(plan, common)
+            _own(processors, common)
         else:
             _probe(address)
             ray.init(address, **common)
@@ -127,10 +146,9 @@ def _init(address: str, plan: Plan) -> None:
         ) from error
 
 
-def _own(plan: Plan, common: dict[str, Any]) -> None:
+def _own(processors: int, common: dict[str, Any]) -> None:
     """Start one; Ray gives its parts 30 seconds to come up, which a busy machine may need more than once."""
-    wanted = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
-    cores = max(wanted, len(os.sched_getaffinity(0)))
+    cores = max(processors, len(os.sched_getaffinity(0)))
     for left in range(STARTS)[::-1]:
         try:
             ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
@@ -194,8 +212,7 @@ async def reserve(bundles: Sequence[Resources], timeout: float) -> Any:
     Raises:
         ConfigError: CFG18 machines that are too small, or others' work that does not end within ``timeout`` seconds.
     """
-    if missing := lacking(bundles, machines()):
-        _no_room(bundles, f"{len(missing)} of {len(bundles)} find no machine that is large enough", machines())
+    check_room(bundles)
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     try:
         await asyncio.wait_for(group.ready(), timeout)
@@ -206,6 +223,16 @@ async def reserve(bundles: Sequence[Resources], timeout: float) -> Any:
         remove_placement_group(group)
         raise
     return group
+
+
+def check_room(bundles: Sequence[Resources]) -> None:
+    """Refuse bundles for which the cluster's machines are too small.
+
+    Raises:
+        ConfigError: CFG18.
+    """
+    if missing := lacking(bundles, machines()):
+        _no_room(bundles, f"{len(missing)} of {len(bundles)} find no machine that is large enough", machines())
 
 
 def _no_room(bundles: Sequence[Resources], why: str, there: Mapping[str, Resources]) -> None:
