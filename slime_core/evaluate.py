@@ -1,11 +1,18 @@
-"""Evaluation: named sets of prompts in, metrics a set out. Nothing here trains, and nothing enters the ledger."""
+"""Evaluation: named sets of prompts in, metrics a set out. Nothing here trains, and nothing enters the ledger.
+
+In place, training waits for it. Beside training (``eval.eval_async``) one of several engines is held: it keeps the
+weights of the version, takes no update and no rollouts, so every token is that version's, as in place.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from slime_core.clusters import build_serving
 from slime_core.clusters.machine import resolve_machine
@@ -23,8 +30,10 @@ from slime_core.types import Group
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Serving
+    from slime_core.protocols import Engine, Serving
     from slime_core.report import Report
+
+    Hold = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 class Evaluator:
@@ -38,18 +47,21 @@ class Evaluator:
         self.sets = [] if absent else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
         self._dump = Dump(config, report.run_dir.path)
 
-    async def run(self, version: int) -> dict[str, dict[str, float]]:
-        """Evaluate every set at ``version``; metrics by set name, also handed to the report."""
-        ctx = replace(self._ctx, version=version)
+    async def run(self, version: int, held: Engine | None = None) -> dict[str, dict[str, float]]:
+        """Evaluate every set at ``version``; metrics by set name, also handed to the report.
+
+        With an engine that is ``held`` all requests go to it, and steps go on meanwhile.
+        """
+        ctx = replace(self._ctx, version=version, engine=self._ctx.engine if held is None else held)
         results: dict[str, dict[str, float]] = {}
         done: dict[str, list[Group]] = {}
         for eval_set in self.sets:
             start = time.monotonic()
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
-            self._dump.write_evaluation(eval_set.name, version, ctx.stage, groups)
+            await asyncio.to_thread(self._dump.write_evaluation, eval_set.name, version, ctx.stage, groups)
             metrics = evaluation_metrics(groups) | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
-            self._report.evaluation(eval_set.name, version, metrics)
+            self._report.evaluation(eval_set.name, version, metrics, beside=held is not None)
         flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
         self._plugins.evaluated(done, flat, ctx)
         return results
@@ -73,6 +85,95 @@ class Evaluator:
             if reward.kind == "infra_error":
                 sample.reward = None
         return group
+
+
+class Evaluations:
+    """A stage's evaluations: in place, or one at a time beside training, where ``hold`` lends an engine for them.
+
+    Example:
+        async with Evaluations(evaluator, parts.hold) as evaluations:
+            await evaluations.begin(4)              # on the engines that serve version 4
+            ...                                     # steps
+            await evaluations.settle()              # version 4's figures are reported
+    """
+
+    def __init__(self, evaluator: Evaluator, hold: Hold | None = None) -> None:
+        self._evaluator, self._hold = evaluator, hold
+        self._task: asyncio.Task[None] | None = None
+        self._version = 0
+        self.seconds = 0.0  # the longest beside training so far
+
+    @property
+    def beside(self) -> bool:
+        """Whether training may go on meanwhile."""
+        return self._hold is not None and bool(self._evaluator.sets)
+
+    @property
+    def unfinished(self) -> int | None:
+        """The version whose evaluation is under way."""
+        return None if self._task is None else self._version
+
+    async def run(self, version: int) -> bool:
+        """Evaluate what is served, in place."""
+        await self._evaluator.run(version)
+        return True
+
+    async def begin(self, version: int) -> None:
+        """Hold an engine, which serves ``version``, and evaluate beside what comes; no other may be under way."""
+        assert self._hold is not None
+        await self.settle()
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(self._hold())
+            self._version, held = version, stack.pop_all()
+        self._task = asyncio.create_task(self._beside(version, engine, held), name=f"slime-evaluation-{version}")
+
+    async def _beside(self, version: int, engine: Engine, held: AsyncExitStack) -> None:
+        start = time.monotonic()
+        async with held:
+            await self._evaluator.run(version, engine)
+        self.seconds = max(self.seconds, time.monotonic() - start)
+
+    def look(self) -> None:
+        """Raise what the one that is under way ran into; forget one that is over."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def settle(self) -> None:
+        """Wait for the one that is under way; raises what it ran into."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self.look()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def holder(config: Config, hold: Hold | None) -> Hold | None:
+    """What lends an engine to a stage's evaluations; None where they are in place.
+
+    Raises:
+        ConfigError: CFG04 `eval.eval_async` with one engine.
+    """
+    if not config.eval.eval_async or config.rollout.debug_train_only:
+        return None
+    if hold is None:
+        raise ConfigError(
+            "eval_async = true with one engine",
+            code="CFG04",
+            where="eval.eval_async",
+            why="one engine keeps the weights that are evaluated, and rollouts need another",
+            fix="--rollout-num-engines 2   or   --no-eval-async",
+        )
+    return hold
 
 
 async def evaluate(config: Config, plugins: Plugins, report: Report) -> dict[str, dict[str, float]]:

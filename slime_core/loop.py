@@ -22,7 +22,7 @@ from slime_core.clusters import build_cluster
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import stages
 from slime_core.context import Context
-from slime_core.evaluate import Evaluator
+from slime_core.evaluate import Evaluations
 from slime_core.failpoints import failpoint
 from slime_core.notices import NOTICES
 from slime_core.report.metrics import batch_metrics
@@ -116,8 +116,8 @@ async def run_stage(
     await parts.trainer.begin(config)
     await progress.restore_trainer(config)
     await stage.sync(progress.version, first=True)
-    async with stage.collector as collector:
-        await evaluate_if_due(stage.evaluator, collector, progress)
+    async with stage.collector as collector, stage.evaluations as evaluations:
+        await evaluate_if_due(evaluations, collector, progress, beside=progress.step < rollout.num_rollout)
         while progress.step < rollout.num_rollout:
             clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
@@ -132,27 +132,35 @@ async def run_stage(
             exact = progress.exact or not recorded
             metrics = await train_on(groups, version, parts, plugins, stage.ctx, clock, checked, exact=exact)
             progress.version, progress.step = version + 1, progress.step + 1
+            last = progress.step == rollout.num_rollout
+            progress.eval_due = last or bool(interval and progress.step % interval == 0)
             if not await stage.drained(progress.stop):
                 return await progress.preempt()  # groups of the old weights are under way: made again later
+            evaluations.look()
+            if progress.eval_due and evaluations.unfinished is not None:
+                with clock.part("evaluate"):  # the one before: its engine takes these weights too
+                    await evaluations.settle()
             with clock.part("sync"):
                 await stage.sync(progress.version)
             failpoint("loop.synced")
             await stage.tell(progress, groups, metrics, clock.seconds)
             failpoint("loop.told")
-            last = progress.step == rollout.num_rollout
-            progress.eval_due = last or bool(interval and progress.step % interval == 0)
-            await evaluate_if_due(stage.evaluator, collector, progress)
+            await evaluate_if_due(evaluations, collector, progress, beside=not last)
             await progress.step_done(collector, last=last and index == len(stages(progress.config)) - 1)
     progress.next_stage(index + 1)
 
 
-async def evaluate_if_due(evaluator: Evaluator, collector: Supply, progress: Progress) -> None:
-    """Evaluate the version that is being served.
+async def evaluate_if_due(
+    evaluations: Evaluations, collector: Supply, progress: Progress, *, beside: bool = False
+) -> None:
+    """Evaluate the version that is being served: in place, or ``beside`` the steps that come, where that can be.
 
     Raises:
         Preempted: the run was asked to stop; the evaluation is made again when it goes on.
     """
-    if progress.eval_due and await progress.stop.unless(evaluator.run(progress.version)) is None:
+    if progress.eval_due and beside and evaluations.beside:
+        await evaluations.begin(progress.version)
+    elif progress.eval_due and await progress.stop.unless(evaluations.run(progress.version)) is None:
         await progress.preempt(collector)
     progress.eval_due = False
 

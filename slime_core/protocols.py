@@ -297,6 +297,7 @@ class Parts(Serving):
     trainer: Trainer
     ledger: Ledger
     turns: Turns
+    hold: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # lends an engine whose weights stay
 
 
 class Cluster(Protocol):

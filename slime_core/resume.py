@@ -23,6 +23,7 @@ from slime_core.seeds import set_generators
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.evaluate import Evaluations
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
@@ -47,6 +48,7 @@ class Progress:
     step: int = 0
     version: int = 0
     eval_due: bool = True  # before the next step
+    evaluations: Evaluations | None = None  # of the stage
     collector: Mapping[str, Any] | None = None  # its state in the checkpoint
     stalled: float = 0.0  # seconds that the last checkpoint took from the run
     _saved: int = field(default=-1)  # version of the last checkpoint
@@ -60,7 +62,8 @@ class Progress:
             StorageError: a checkpoint could not be written; the one before it is whole.
         """
         self.checkpoints.raise_failed()
-        self.stop.checkpoint_seconds = self.checkpoints.seconds
+        evaluating = self.evaluations.seconds if self.evaluations is not None else 0.0
+        self.stop.checkpoint_seconds = self.checkpoints.seconds + evaluating  # it may have to wait for one
         interval = self.config.report.save_interval
         if last or self.stop.reason or (interval and self.version % interval == 0):
             await self.save(collector)
@@ -69,14 +72,19 @@ class Progress:
         await self.prune()
 
     async def save(self, collector: Supply) -> None:
-        """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off."""
+        """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off.
+
+        It waits for the evaluation of an earlier version, whose weights no resume would have. One of this version is
+        made again.
+        """
         start = time.monotonic()
+        under_way = await self._evaluated()
         await self.conserve()
         state = {
             "stage": self.stage,
             "step": self.step,
             "version": self.version,
-            "eval_due": self.eval_due,
+            "eval_due": self.eval_due or under_way,
             "collector": collector.state(),
             "plugins": self.plugins.state(),
         }
@@ -92,6 +100,15 @@ class Progress:
             await self.checkpoints.settle()
         self._saved = self.version
         self.stalled = time.monotonic() - start
+
+    async def _evaluated(self) -> bool:
+        """Whether this version is being evaluated; an earlier one is then evaluated whole."""
+        if (evaluations := self.evaluations) is None:
+            return False
+        evaluations.look()
+        if evaluations.unfinished not in (None, self.version):
+            await evaluations.settle()
+        return evaluations.unfinished is not None
 
     async def preempt(self, collector: Supply | None = None) -> None:
         """Checkpoint, unless this moment has one or cannot have one (no ``collector``), and end.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slime_core.config.load import stage_name
 from slime_core.context import Context
 from slime_core.data.source import DataSource, open_source
-from slime_core.evaluate import Evaluator
+from slime_core.evaluate import Evaluations, Evaluator, holder
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.dump import Dump
@@ -42,7 +42,7 @@ class Stage:
     ctx: Context
     dump: Dump
     source: DataSource | None
-    evaluator: Evaluator
+    evaluations: Evaluations
     collector: Supply
     canary: Canary
     last: int  # version that its last step makes
@@ -111,7 +111,7 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
     """Open a stage's data and evaluation sets, and a collector that stands where ``progress`` does.
 
     Raises:
-        SlimeError: bad data, or data that changed since the checkpoint.
+        SlimeError: bad data, or data that changed since the checkpoint; CFG04 `eval.eval_async` with one engine.
     """
     ctx = Context(
         config=config,
@@ -127,6 +127,7 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
     dump = Dump(config, report.run_dir.path, report.note)
     source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
     evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+    evaluations = progress.evaluations = Evaluations(evaluator, holder(config, parts.hold))
     collector: Supply
     if source is None:
         collector = DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
@@ -150,7 +151,7 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
         ctx=ctx,
         dump=dump,
         source=source,
-        evaluator=evaluator,
+        evaluations=evaluations,
         collector=collector,
         canary=Canary(config=config, vocab_size=parts.vocab_size),
         last=progress.version + config.rollout.num_rollout - progress.step,

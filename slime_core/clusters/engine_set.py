@@ -1,10 +1,14 @@
-"""Several engines of the same weights as one `protocols.Engine`: a request goes to the one with the fewest tokens."""
+"""Several engines of the same weights as one `protocols.Engine`: a request goes to the one with the fewest tokens.
+
+One of them can be held: it keeps its weights through updates, for whoever holds it alone, while the others go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from slime_core.protocols import Ability, Engine, PauseMode
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Completion, GenerateRequest, WeightUpdate
+
+APART = 1 << 60
+"""Tokens that an engine is said to owe while it is held, so that no request is sent to it."""
 
 
 class Loads:
@@ -49,6 +56,10 @@ class EngineSet:
         self._engines = tuple(engines)
         self._loads = Loads(len(self._engines))
         self._where: dict[str, int] = {}
+        self._held: set[int] = set()
+        self._behind: set[int] = set()  # no longer held, and without the newest weights: the next update brings them
+        self._newest = -1  # version of the last update, loaded or under way
+        self._paused: PauseMode | None = None
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -57,13 +68,46 @@ class EngineSet:
 
     @property
     def version(self) -> int:
-        """The oldest that one of them serves."""
-        return min(engine.version for engine in self._engines)
+        """The oldest that one of them serves; the held ones serve whoever holds them."""
+        return min(self._engines[number].version for number in self._serving())
 
     @property
     def epoch(self) -> int:
         """Of the process that made their weights."""
         return int(getattr(self._engines[0], "epoch", 0))
+
+    def _serving(self) -> list[int]:
+        apart = self._held | self._behind
+        return [number for number in range(len(self._engines)) if number not in apart]
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Engine]:
+        """The engine that owes the fewest tokens, for a while: it gets no other requests, and takes no update.
+
+        Requests that it has end on it. Afterwards it serves with the others, at once or from the next update on.
+
+        Raises:
+            EngineError: ENG06 no engine would be left, or all are paused.
+        """
+        if len(self._serving()) < 2 or self._paused is not None:
+            why = "they are paused" if self._paused is not None else "no other would serve requests"
+            raise EngineError(f"none of {len(self._engines)} engines can be held", code="ENG06", why=why)
+        number = self._loads.least()
+        self._held.add(number)
+        self._loads.add(number, APART)
+        try:
+            yield self._engines[number]
+        finally:
+            self._held.remove(number)
+            self._behind.add(number)
+            if self._engines[number].version == self._newest:
+                await self._rejoin(number)
+
+    async def _rejoin(self, number: int) -> None:
+        if self._paused is not None:
+            await self._engines[number].pause(self._paused)
+        self._behind.remove(number)
+        self._loads.add(number, -APART)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `protocols.Engine`."""
@@ -94,12 +138,15 @@ class EngineSet:
         return [done for part in ended for done in part]
 
     async def load(self, update: WeightUpdate) -> None:
-        """See `protocols.Engine`; every one takes the update."""
-        await self._all("load", update)
+        """See `protocols.Engine`; every one takes the update but those that are held."""
+        self._newest, back = update.version, set(self._behind)
+        await self._all("load", update, among=sorted({*self._serving(), *back}))
+        for number in back:
+            await self._rejoin(number)
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`: the first one's, since all are alike."""
-        return await self._engines[0].route(check)
+        """See `protocols.Engine`: that of any, since all are alike."""
+        return await self._engines[self._serving()[0]].route(check)
 
     async def fingerprints(self) -> dict[str, str]:
         """See `protocols.Engine`.
@@ -107,11 +154,12 @@ class EngineSet:
         Raises:
             EngineError: ENG83 engines that hold different weights, with the tensors' names.
         """
+        zero, *numbers = self._serving()
         first, *others = await self._all("fingerprints")
-        for number, other in enumerate(others, 1):
+        for number, other in zip(numbers, others, strict=True):
             if wrong := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
                 raise EngineError(
-                    f"engines 0 and {number} hold different weights",
+                    f"engines {zero} and {number} hold different weights",
                     code="ENG83",
                     where=", ".join(wrong[:5]),
                     why=f"{len(wrong)} of {len(first)} tensors differ",
@@ -120,10 +168,12 @@ class EngineSet:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `protocols.Engine`."""
+        self._paused = mode
         await self._all("pause", mode)
 
     async def resume(self) -> None:
         """See `protocols.Engine`."""
+        self._paused = None
         await self._all("resume")
 
     async def release(self, what: set[str]) -> None:
@@ -134,11 +184,22 @@ class EngineSet:
         """See `protocols.Engine`."""
         await self._all("reacquire", what)
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        """Every engine's answer; the first failure is told when all have answered."""
-        calls = (getattr(engine, method)(*args) for engine in self._engines)
+    async def _all(self, method: str, *args: Any, among: Sequence[int] = ()) -> list[Any]:
+        """Every serving engine's answer, or those of ``among``; the first failure is told when all have answered."""
+        calls = (getattr(self._engines[number], method)(*args) for number in among or self._serving())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return answers
+
+
+def as_one(engines: Sequence[Engine]) -> Engine:
+    """The engine of a run: the only one, or a set of them."""
+    whole: Any = EngineSet(engines)
+    return engines[0] if len(engines) == 1 else whole
+
+
+def holding(engine: Engine) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
+    """See `protocols.Parts.hold`."""
+    return engine.hold if isinstance(engine, EngineSet) else None

@@ -1,7 +1,8 @@
 """This machine as a cluster: an engine and an FSDP2 trainer, in this process or in processes of their own.
 
 On-policy the embedded engine shares the trainer's process and takes turns with it. Where a stage runs ahead
-(``max_staleness`` above 0) it has its own process, and generates while the trainer trains. SGLang's servers are
+(``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of them, and
+generates while the trainer trains. SGLang's servers are
 started before the trainer, which then finds the memory that they leave.
 """
 
@@ -15,8 +16,9 @@ from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.backends import trainer_class
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
+from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.hangs import Servers, Watch, watching
-from slime_core.clusters.machine import engine_apart
+from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
 from slime_core.clusters.republish import Republish
@@ -69,11 +71,15 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             engine.fleet.source = turns.source
         elif absent:
             engine, turns = AbsentEngine(), FreeTurns()
-        elif engine_apart(config):
-            apart = EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread)
-            watch.add(apart)
-            engine, turns = await stack.enter_async_context(apart), FreeTurns()
-            report.note(f"the engine has a process of its own, {apart.pid}, and runs ahead of training")
+        elif count := engines_apart(config):
+            made = [EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread, number=i) for i in range(count)]
+            for apart in made:
+                watch.add(apart)
+                await stack.enter_async_context(apart)
+                report.note(
+                    f"engine {apart.number} has a process of its own, {apart.pid}: it generates beside training"
+                )
+            engine, turns = as_one(made), FreeTurns()
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
@@ -90,6 +96,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             trainer=trainer,
             ledger=ledger,
             turns=turns,
+            hold=holding(engine),
         )
 
 

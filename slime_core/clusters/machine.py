@@ -27,7 +27,7 @@ def resolve_machine(config: Config) -> Config:
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
-    processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engine_apart(config)
+    processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engines_apart(config)
     if config.cluster.cluster_backend == "ray":
         processes += max(1, config.rollout.rollout_num_engines)
     threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes)
@@ -39,11 +39,16 @@ def resolve_machine(config: Config) -> Config:
     )
 
 
-def engine_apart(config: Config) -> bool:
-    """Whether the embedded engine has a process of its own: a stage runs ahead, so it generates while we train."""
+def engines_apart(config: Config) -> int:
+    """Embedded engines that have a process of their own on this machine, 0 where one shares the trainer's.
+
+    They have one where a stage runs ahead, or evaluates beside training: they generate while we train.
+    """
     embedded = config.cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local"
-    ahead = any(stage.rollout.max_staleness for stage in stages(config))
-    return embedded and ahead and not config.rollout.debug_train_only
+    beside = any(stage.rollout.max_staleness or stage.eval.eval_async for stage in stages(config))
+    if not embedded or not beside or config.rollout.debug_train_only:
+        return 0
+    return max(1, config.rollout.rollout_num_engines)
 
 
 def machine_facts(config: Config) -> dict[str, Any]:

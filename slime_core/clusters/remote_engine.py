@@ -94,7 +94,7 @@ class EngineProcess:
     ) -> None:
         self.version, self.epoch = -1, epoch
         self.abilities: frozenset[Ability] = frozenset()
-        self._config, self._thread, self._number = config, thread, number
+        self._config, self._thread, self.number = config, thread, number
         self._start, self._sender = start, sender
         self.log = run_dir / "log" / f"engine-{number}.log"
         self._block = SharedBlock()
@@ -119,11 +119,11 @@ class EngineProcess:
         env = _environment(self._config)
         if self._start is not None:
             child = Child(module=PROCESS, log=self.log, env=env)
-            self._channel = await self._start(self._number, child)
+            self._channel = await self._start(self.number, child)
         else:
             self._blocks, theirs = socket.socketpair()
             with theirs:
-                child = Child(module=PROCESS, log=self.log, env={**env, **_visible(self._config)})
+                child = Child(module=PROCESS, log=self.log, env={**env, **_visible(self._config, self.number)})
                 self._channel = await ProcessChannel.start(child, theirs.fileno())
         try:
             await self._greet(self._channel)
@@ -270,7 +270,7 @@ class EngineProcess:
             return []
         calls = len(self._waiting)
         doing = f"{calls} call{'s' * (calls != 1)}" if calls and not self._paused else ""
-        return [Member(name=f"engine {self._number}", channel=self._channel, doing=doing, since=self._heard)]
+        return [Member(name=f"engine {self.number}", channel=self._channel, doing=doing, since=self._heard)]
 
     def _settle(self, answer: dict[str, Any]) -> None:
         self._heard = time.monotonic()
@@ -316,14 +316,16 @@ def _environment(config: Config) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(config.cluster.cpu_threads)}
 
 
-def _visible(config: Config) -> dict[str, str]:
-    """On a machine with a GPU more than the trainer uses, the process sees that one alone."""
+def _visible(config: Config, number: int) -> dict[str, str]:
+    """On a machine with more GPUs than the trainer uses, an engine sees one of those alone."""
     if config.cluster.device != "cuda":
         return {}
     import torch
 
     ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    if torch.cuda.device_count() <= ranks:
+    more = torch.cuda.device_count() - ranks
+    if more <= 0:
         return {}
+    place = ranks + number % more
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": visible[ranks] if visible else str(ranks)}
+    return {"CUDA_VISIBLE_DEVICES": visible[place] if visible else str(place)}

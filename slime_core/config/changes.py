@@ -53,8 +53,8 @@ RULES = (
     _rule(
         "safe",
         "evaluation draws nothing that trains",
-        "eval_interval eval_prompt_data eval_tasks skip_eval_before_train n_samples_per_eval_prompt eval_temperature "
-        "eval_top_p eval_top_k eval_max_response_len eval_function_path",
+        "eval_interval eval_async eval_prompt_data eval_tasks skip_eval_before_train n_samples_per_eval_prompt "
+        "eval_temperature eval_top_p eval_top_k eval_max_response_len eval_function_path",
     ),
     _rule("safe", "a longer or shorter run of the same kind", "num_rollout"),
     _rule(

@@ -41,7 +41,7 @@ SERVER_KEYS = (
 """Keys of [rollout] that only servers read."""
 
 PLACED = ("rollout_num_gpus", "rollout_num_engines")
-"""Those that embedded engines on a Ray cluster read too."""
+"""Those that embedded engines on a Ray cluster read too; the last one also where they have processes of their own."""
 
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """SGLang's attention backends whose results do not depend on what else is in the batch."""
@@ -66,7 +66,8 @@ def notices(config: Config) -> Iterator[str]:
     """Sentences about settings that have no effect, or another than one may think."""
     rollout = config.rollout
     if rollout.rollout_engine != "sglang":
-        placed = PLACED if config.cluster.cluster_backend == "ray" else ()
+        apart = config.rollout.max_staleness or config.eval.eval_async
+        placed = PLACED if config.cluster.cluster_backend == "ray" else PLACED[1:] if apart else ()
         idle = [n for n in SERVER_KEYS if n not in placed and getattr(rollout, n) != _default(rollout, n)]
         idle += ["[sglang]"] if config.sglang else []
         if idle:

@@ -12,6 +12,7 @@ from slime_core.config import (
     cluster_rules,
     debug_rules,
     engine_rules,
+    evaluation_rules,
     megatron_rules,
     sampling_rules,
 )
@@ -42,6 +43,7 @@ def conflicts(config: Config) -> list[Problem]:
         *debug_rules.conflicts(config),
         *cluster_rules.conflicts(config),
         *engine_rules.conflicts(config),
+        *evaluation_rules.conflicts(config),
         *megatron_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
@@ -78,7 +80,7 @@ def notices(config: Config) -> list[str]:
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
     found += [*buffer_rules.notices(config), *cluster_rules.notices(config)]
-    found += [*engine_rules.notices(config), *megatron_rules.notices(config)]
+    found += [*engine_rules.notices(config), *evaluation_rules.notices(config), *megatron_rules.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]

@@ -114,7 +114,7 @@ class RolloutSection(Section):
     rollout_slots: int = Field(64, ge=1, description="Sequences the embedded engine decodes at once.")
     rollout_num_gpus: int = Field(0, ge=0, description="GPUs of all servers; 0: the trainer's, which they share.")
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server: its tensor-parallel size.")
-    rollout_num_engines: int = Field(0, ge=0, description="Servers; 0 is what rollout_num_gpus gives; on a CPU, 1.")
+    rollout_num_engines: int = Field(0, ge=0, description="Engines; 0 is what rollout_num_gpus gives; on a CPU, 1.")
     rollout_external_engine_addrs: tuple[str, ...] = Field(
         (), description="Servers that run already, http://HOST:PORT each; none are started."
     )
@@ -336,6 +336,9 @@ class EvalSection(Section):
     """What is measured on the way."""
 
     eval_interval: int = Field(0, ge=0, description="Steps between evaluations; 0 is only at the end of a stage.")
+    eval_async: bool = Field(
+        False, description="Training goes on meanwhile: one of several engines keeps the weights of that version."
+    )
     eval_prompt_data: tuple[str, ...] = Field((), description="NAME PATH pairs, as in slime.")
     eval_tasks: tuple[Task, ...] = Field((), description="Evaluation sets, each with its own plugin and reward.")
     skip_eval_before_train: bool = Field(False, description="No evaluation before the first step.")

@@ -98,15 +98,19 @@ class Report:
         for line in self._alarms.see(report):
             self.note(line)
 
-    def evaluation(self, name: str, version: int, metrics: dict[str, float]) -> None:
-        """One evaluation set at ``version``; the metric ``seconds`` counts as a time, not as a result."""
+    def evaluation(self, name: str, version: int, metrics: dict[str, float], *, beside: bool = False) -> None:
+        """One evaluation set at ``version``; the metric ``seconds`` counts as a time, not as a result.
+
+        ``beside`` says that steps went on meanwhile.
+        """
         self._guard("metrics.jsonl", lambda: self._jsonl.evaluation(name, version, metrics))
         as_step = evaluation_report(name, version, metrics, self._last)
         for sink in list(self._sinks):
             if sink is not self._jsonl:
                 self._one(sink, lambda sink=sink: sink.write(as_step))  # type: ignore[misc]
         self._guard("live", lambda: self._live.evaluation(name, version, metrics))
-        self._mark = time.monotonic()
+        if not beside:
+            self._mark = time.monotonic()
 
     def samples(self, version: int, groups: Sequence[Group]) -> None:
         """Keep the best and the worst samples of the step that started from ``version`` completed steps."""

@@ -113,13 +113,18 @@ class WandbSink:
 def evaluation_report(
     name: str, version: int, metrics: Mapping[str, float], last: StepReport | None = None
 ) -> StepReport:
-    """An evaluation in the shape that trackers take: metrics ``eval/NAME/...`` at the place of the last step."""
+    """An evaluation in the shape that trackers take: metrics ``eval/NAME/...`` at the place of the last step.
+
+    Trackers go forward only: one that ends after later steps stands at the last one, and says its ``version``.
+    """
+    at = max(version, last.version) if last else version
+    late = {f"eval/{name}/version": float(version)} if at > version else {}
     return StepReport(
-        version=version,
+        version=at,
         stage=last.stage if last else "eval",
         step=last.step if last else 0,
         of=last.of if last else 0,
-        metrics={f"eval/{name}/{key}": value for key, value in metrics.items() if key != "seconds"},
+        metrics={f"eval/{name}/{key}": value for key, value in metrics.items() if key != "seconds"} | late,
         seconds={f"eval/{name}": metrics["seconds"]} if "seconds" in metrics else {},
     )
 

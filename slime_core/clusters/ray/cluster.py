@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
-from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.hangs import watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
@@ -69,7 +69,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             watch.add(part)
         await _all(stack, *processes)
         absent = config.rollout.debug_train_only
-        engine: Any = AbsentEngine() if absent else engines[0] if len(engines) == 1 else EngineSet(engines)
+        engine: Any = AbsentEngine() if absent else as_one(engines)
         trainer: Any = ranks[0] if ranks else IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
         roles: dict[str, Engine] = {}
         if (teacher := teacher_of(config)) and not absent:
@@ -84,6 +84,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             trainer=trainer,
             ledger=ledger,
             turns=FreeTurns() if absent else server_turns(config, engine, trainer),
+            hold=holding(engine),
         )
 
 

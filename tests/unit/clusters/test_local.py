@@ -6,7 +6,7 @@ import os
 import pytest
 
 from slime_core.clusters.local import local_cluster
-from slime_core.clusters.machine import engine_apart, resolve_machine
+from slime_core.clusters.machine import engines_apart, resolve_machine
 from slime_core.clusters.remote_engine import EngineProcess
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
@@ -38,9 +38,9 @@ def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):
     recipe = tmp_path / "recipe.toml"
     stages = '[cluster]\ncolocate = false\n[[stage]]\nname = "a"\n[[stage]]\nname = "b"\nmax_staleness = {}\n'
     recipe.write_text(stages.format(1))
-    assert engine_apart(load_config(recipe, []))
+    assert engines_apart(load_config(recipe, []))
     recipe.write_text(stages.format(0))
-    assert not engine_apart(load_config(recipe, []))
+    assert not engines_apart(load_config(recipe, []))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
