@@ -9,6 +9,7 @@ Logs are RUN/log/engine-N.log. What the policy's servers start with is never sam
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.clusters import gateway as gateways
+from slime_core.clusters import nccl
 from slime_core.clusters.embedded import context_len
 from slime_core.clusters.lineup import Part, attached, launched
 from slime_core.clusters.site import LOOPBACK, OneMachine, Site
@@ -74,6 +76,7 @@ async def sglang_engines(
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
         EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
     """
+    nccl.agree(config, os.environ)
     async with AsyncExitStack() as stack:
         site = site or OneMachine(config)
         if config.rollout.rollout_external_engine_addrs:
