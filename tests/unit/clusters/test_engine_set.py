@@ -116,3 +116,99 @@ def test_one_that_fails_to_load_is_told_when_all_have_answered():
         assert engines[1].version == 1
 
     asyncio.run(run())
+
+
+def test_a_held_engine_keeps_its_weights_and_gets_no_requests_until_the_next_update_after_it():
+    def update(version):
+        return WeightUpdate(version=version, epoch=1, transport="tensors", tensors={"w": float(version)})
+
+    async def run():
+        engines = [FakeEngine(vocab_size=16, stop_token=99) for _ in range(3)]
+        them = EngineSet(engines)
+        await them.load(update(1))
+        begun = asyncio.create_task(them.generate(request("begun", 4)))
+        await asyncio.sleep(0)
+        async with them.hold() as held:
+            assert held is engines[1]  # the first owes tokens
+            await them.load(update(2))
+            assert [engine.version for engine in engines] == [2, 1, 2]
+            assert them.version == 2
+            assert await them.fingerprints() == await engines[2].fingerprints() != await held.fingerprints()
+            await asyncio.gather(begun, *(them.generate(request(str(i), 4)) for i in range(6)))
+            assert (await held.generate(request("eval", 4))).versions == [1] * 4
+            assert held.served == ["eval"]
+        await asyncio.gather(*(them.generate(request(f"more {i}", 4)) for i in range(6)))
+        assert held.served == ["eval"], "it has old weights"
+        await them.load(update(3))
+        assert [engine.version for engine in engines] == [3, 3, 3]
+        await asyncio.gather(*(them.generate(request(f"last {i}", 4)) for i in range(3)))
+        assert len(held.served) == 2
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_an_engine_that_missed_no_update_serves_again_at_once_and_one_that_comes_back_during_one_does_not():
+    class Gate(FakeEngine):
+        async def load(self, update):
+            await super().load(update)
+            if update.version == 2:
+                loading.set()
+                await rest.wait()
+
+    loading, rest = asyncio.Event(), asyncio.Event()
+
+    async def run():
+        engines = [Gate(vocab_size=16, stop_token=99), FakeEngine(vocab_size=16, stop_token=99)]
+        them = EngineSet(engines)
+        await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
+        async with them.hold():
+            pass
+        await asyncio.gather(*(them.generate(request(str(i), 4)) for i in range(2)))
+        assert [len(engine.served) for engine in engines] == [1, 1]
+        busy = asyncio.create_task(them.generate(request("busy", 400)))
+        await asyncio.sleep(0)
+        async with them.hold() as held:
+            assert held is engines[1]
+            load = asyncio.create_task(them.load(WeightUpdate(version=2, epoch=1, transport="tensors")))
+            await loading.wait()
+        rest.set()
+        await load
+        await asyncio.gather(busy, *(them.generate(request(f"more {i}", 4)) for i in range(2)))
+        assert len(held.served) == 1
+        assert them.version == 2
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("state", ["one engine", "held already", "paused"])
+def test_an_engine_is_held_only_where_another_serves(state):
+    async def run():
+        async with AsyncExitStack() as stack:
+            them = EngineSet([FakeEngine() for _ in range(1 if state == "one engine" else 2)])
+            await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
+            if state == "held already":
+                await stack.enter_async_context(them.hold())
+            if state == "paused":
+                await them.pause("keep")
+            with pytest.raises(EngineError, match="ENG06"):
+                await stack.enter_async_context(them.hold())
+
+    asyncio.run(run())
+
+
+def test_one_that_comes_back_while_the_others_are_paused_is_paused_too():
+    async def run():
+        engines = [FakeEngine(vocab_size=16, stop_token=99) for _ in range(2)]
+        them = EngineSet(engines)
+        await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
+        async with them.hold() as held:
+            await them.pause("keep")
+        tasks = [asyncio.create_task(them.generate(request(name, 4))) for name in ("a", "b")]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not held.served
+        await them.resume()
+        await asyncio.gather(*tasks)
+        assert len(held.served) == 1
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -32,6 +32,8 @@ def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_co
     assert threads(*AHEAD, "--actor-num-gpus-per-node", "2") == 4
     assert threads(*AHEAD, "--cpu-threads", "5") == 5
     assert threads("--no-colocate") == 12
+    assert threads(*AHEAD, "--rollout-num-engines", "3") == 3
+    assert threads("--no-colocate", "--eval-async", "--rollout-num-engines", "2") == 4
 
 
 def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):

@@ -1,0 +1,305 @@
+"""Evaluation that does not stop training: the figures of one in place, once a version, however the run is cut.
+
+Engines draw tokens by their weights' version here, so one token of other weights would change a figure.
+"""
+
+import asyncio
+import json
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from slime_core import loop
+from slime_core.buffer.ledger import SqliteLedger
+from slime_core.checkpoint import Checkpoints
+from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.turns import FreeTurns
+from slime_core.config.load import load_config
+from slime_core.errors import ConfigError, EngineError, Preempted
+from slime_core.plugins import load_plugins
+from slime_core.protocols import Parts
+from slime_core.report.report import Report
+from slime_core.report.rundir import RunDir
+from slime_core.report.trim import trim_figures
+from slime_core.seeds import seed_of
+from slime_core.stopping import Stop
+from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
+
+pytestmark = pytest.mark.unit
+
+PLUGIN = """
+import asyncio
+
+import slime_core
+from slime_core import Prompt, Reward
+
+told = []  # what happened, in order
+until = {}  # version -> event that its evaluation waits for
+marks = {}  # word -> event that it sets
+
+
+def tell(word):
+    told.append(word)
+    if word in marks:
+        marks[word].set()
+
+
+class Rows:
+    def __len__(self):
+        return 40
+
+    def at(self, position):
+        return Prompt(id="", task="default", position=position, prompt=f"{position % 7}+2=", label="3")
+
+    def state(self):
+        return {}
+
+
+@slime_core.hookimpl
+def slime_prompts(task, ctx):
+    return Rows()
+
+
+@slime_core.hookimpl
+async def slime_reward(group, ctx):
+    if ctx.evaluation:
+        told.append(("made by", ctx.version, {v for s in group.samples for v in s.weight_versions}))
+        if ctx.version in until:
+            await until[ctx.version].wait()
+        if group.id.endswith("39"):
+            tell(f"evaluated {ctx.version}")
+    return [Reward(value=float(sum(s.response_tokens) % 5)) for s in group.samples]
+
+
+@slime_core.hookimpl
+def slime_step_done(report, ctx):
+    tell(f"step {report.version}")
+"""
+
+FLAGS = [
+    *("--plugin", "watched", "--num-rollout", "6", "--seed", "3", "--save-interval", "2", "--eval-interval", "3"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "12"),
+    *("--hf-checkpoint", ".", "--advantage-estimator", "grpo", "--eval-temperature", "1", "--no-colocate"),
+    *("--max-staleness", "1", "--rollout-num-engines", "2"),
+]
+RECIPE = '[[eval.eval_tasks]]\nname = "held"\n'
+FREE = ("--async-schedule", "free")
+
+
+class Weighed(FakeEngine):
+    """Its draws are a function of its weights too."""
+
+    def _draw(self, request, out):
+        super()._draw(request, out)
+        out.tokens[-1] = seed_of(request.seed, len(request.tokens) + len(out.tokens), self.version) % self.vocab_size
+
+
+class Run:
+    """One start of a run in a folder; ``cut`` ends a start after so many milliseconds."""
+
+    def __init__(self, path, *flags, engines=2, kind=Weighed):
+        self.path, self.engines, self.kind = path, engines, kind
+        path.mkdir(exist_ok=True)
+        (path / "recipe.toml").write_text(RECIPE)
+        self.config = load_config(path / "recipe.toml", [*FLAGS, *flags])
+        self.run_dir = path / "run"
+
+    def start(self, *, cut=0, stop=None, beside=None):
+        """The version it reached, or None where it was cut; ``beside`` is run on the same loop."""
+        plugins, self.trainer = load_plugins(self.config), FakeTrainer()
+        self.module = sys.modules["watched_plugin_module"]
+        for state in (self.module.told, self.module.until, self.module.marks):
+            state.clear()
+        try:
+            return asyncio.run(asyncio.wait_for(self._start(plugins, cut, stop, beside), 30))
+        finally:
+            plugins.close()
+
+    async def _start(self, plugins, cut, stop, beside):
+        fresh = not (self.run_dir / "config.toml").exists()
+        if beside:
+            beside(self.module)
+        with RunDir.create("watched", at=self.run_dir) if fresh else RunDir.reopen(self.run_dir) as run_dir:
+            report = Report(run_dir, self.config)
+            found = Checkpoints(run_dir.checkpoints, keep=2, note=report.note).latest()
+            kept = 0 if found is None or found.state["eval_due"] else 1
+            trim_figures(run_dir, found.version if found else 0, evaluations=kept)
+            report.start()
+            phase = report.phase
+            report.phase = lambda name: (phase(name), self.module.tell(f"phase {name}"))
+            work = loop.run(self.config, plugins, report, cluster=self._cluster, found=found, stop=stop)
+            task = asyncio.ensure_future(work)
+            if cut:
+                asyncio.get_running_loop().call_later(cut / 1000, task.cancel)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                return None
+            finally:
+                report.finish()
+
+    @asynccontextmanager
+    async def _cluster(self, config, plugins, report):
+        engines, ledger = EngineSet([self.kind() for _ in range(self.engines)]), SqliteLedger(report.run_dir.path)
+        try:
+            yield Parts(
+                engines=engines,
+                tokenizer=CharTokenizer(),
+                vocab_size=16,
+                trainer=self.trainer,
+                ledger=ledger,
+                turns=FreeTurns(),
+                hold=engines.hold if self.engines > 1 else None,
+            )
+        finally:
+            await ledger.close()
+
+    def rows(self, kind):
+        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        return [row for row in lines if row["kind"] == kind]
+
+    def evaluations(self):
+        """Version and figures of each, by version."""
+        rows = sorted(self.rows("eval"), key=lambda row: row["version"])
+        return [(row["version"], row["name"], row["metrics"]) for row in rows]
+
+    def seen(self):
+        """The versions whose tokens an evaluation saw."""
+        return {word[1:2] + tuple(sorted(word[2])) for word in self.module.told if word[0] == "made by"}
+
+
+@pytest.fixture
+def run(tmp_path, install_plugin):
+    install_plugin("watched", PLUGIN)
+    return lambda name, *flags, **more: Run(tmp_path / name, *flags, **more)
+
+
+@pytest.mark.parametrize("schedule", [(), FREE], ids=["lockstep", "free"])
+def test_it_gives_the_figures_of_one_in_place_and_steps_go_on_meanwhile(run, schedule):
+    """The evaluation of version 0 ends only after step 2, and that of 3 after step 5: in place they never would."""
+    schedule = ("--save-interval", "3", *schedule)
+    place, beside = run("place", *schedule), run("beside", "--eval-async", *schedule)
+    assert place.start() == 6
+
+    def hold(module):
+        for version in (0, 3):
+            module.until[version] = module.marks[f"step {version + 2}"] = asyncio.Event()
+
+    assert beside.start(beside=hold) == 6
+    assert [version for version, _, _ in beside.evaluations()] == [0, 3, 6]
+    assert beside.evaluations() == place.evaluations()
+    assert len({json.dumps(metrics) for _, _, metrics in beside.evaluations()}) == 3
+    words = beside.module.told
+    assert words.index("step 2") < words.index("evaluated 0") < words.index("evaluated 3") < words.index("evaluated 6")
+    assert words.index("step 5") < words.index("evaluated 3")
+    assert beside.seen() == {(0, 0), (3, 3), (6, 6)}
+
+
+def test_a_run_trains_the_same_with_and_without_it(run):
+    place, beside = run("place"), run("beside", "--eval-async")
+    assert (place.start(), beside.start()) == (6, 6)
+
+    def trained(one):
+        return [{k: v for k, v in row["metrics"].items() if "seconds" not in k and "ledger" not in k} for row in one]
+
+    assert trained(beside.rows("step")) == trained(place.rows("step"))
+    assert (place.trainer.weights["head"] == beside.trainer.weights["head"]).all()
+
+
+def test_one_that_is_due_waits_for_the_one_before_and_so_do_the_weights_of_its_engine(run):
+    one = run("each", "--eval-async", "--eval-interval", "1")
+
+    class Oldest:
+        """Lets the evaluation end that the loop says that it waits for."""
+
+        def __init__(self, events):
+            self._events = iter(events)
+
+        def set(self):
+            next(self._events).set()
+
+    def hold(module):
+        module.until |= {version: asyncio.Event() for version in range(6)}
+        module.marks["phase evaluate"] = Oldest(module.until.values())
+
+    assert one.start(beside=hold) == 6
+    assert [version for version, _, _ in one.evaluations()] == list(range(7))
+    assert one.seen() == {(version, version) for version in range(7)}
+    words = [word for word in one.module.told if isinstance(word, str)]
+    assert all(words.index(f"evaluated {v}") < words.index(f"step {v + 1}") for v in range(6))
+    assert all("evaluate" in row["seconds"] for row in one.rows("step"))
+
+
+@pytest.mark.parametrize("cuts", [(5, 24), (13, 41), (29, 77)])
+def test_a_run_that_is_cut_and_goes_on_has_every_evaluation_once_with_the_same_figures(run, cuts):
+    whole = run("whole", "--eval-async")
+    assert whole.start() == 6
+    for cut in cuts:
+        pieces = run(f"cut-{cut}", "--eval-async")
+        starts = 0
+        while pieces.start(cut=cut * 1.3**starts) is None:
+            starts += 1
+            assert starts < 40
+        assert pieces.evaluations() == whole.evaluations(), (cut, starts)
+
+
+def test_a_stop_at_the_version_that_is_evaluated_leaves_it_to_the_run_that_goes_on(run):
+    one, stop = run("stopped", "--eval-async"), Stop()
+
+    def hold(module):
+        module.until[0] = asyncio.Event()  # for ever
+        stop.ask("SIGTERM")
+
+    with pytest.raises(Preempted, match="SIGTERM"):
+        one.start(stop=stop, beside=hold)
+    assert one.evaluations() == []
+    assert one.start() == 6
+    whole = run("whole", "--eval-async")
+    whole.start()
+    assert one.evaluations() == whole.evaluations()
+
+
+def test_a_stop_after_it_waits_for_an_evaluation_of_earlier_weights(run):
+    """No checkpoint has version 0's weights any more, so its evaluation ends before there is one of version 1."""
+    one, stop = run("stopped", "--eval-async"), Stop()
+
+    class Asked:
+        """The run is asked to stop after its first step, with the evaluation going on for a while."""
+
+        def set(self):
+            stop.ask("SIGTERM")
+            asyncio.get_running_loop().call_later(0.05, one.module.until[0].set)
+
+    def hold(module):
+        module.until[0], module.marks["step 1"] = asyncio.Event(), Asked()
+
+    with pytest.raises(Preempted, match="version 1"):
+        one.start(stop=stop, beside=hold)
+    assert [version for version, _, _ in one.evaluations()] == [0]
+    assert [path.name for path in (one.run_dir / "checkpoints").iterdir()] == ["step-1"]
+    assert one.start() == 6
+    assert "evaluated 0" not in one.module.told
+    assert [version for version, _, _ in one.evaluations()] == [0, 3, 6]
+
+
+def test_what_it_runs_into_ends_the_run(run):
+    class Breaks(Weighed):
+        async def generate(self, request):
+            if request.id.startswith("eval/"):
+                raise EngineError("it fell", code="ENG84")
+            return await super().generate(request)
+
+    one = run("broken", "--eval-async", kind=Breaks)
+    with pytest.raises(EngineError, match="it fell"):
+        one.start()
+    assert len(one.trainer.batches) < 6
+
+
+def test_one_engine_is_refused_before_anything_is_trained(run):
+    one = run("one", "--eval-async", engines=1)
+    with pytest.raises(ConfigError, match="one engine") as caught:
+        one.start()
+    assert caught.value.code == "CFG04"
+    assert "--rollout-num-engines 2" in caught.value.fix
+    assert one.trainer.batches == []
