@@ -5,7 +5,7 @@
 #   tools/gpu_megatron.sh functional   every family against transformers, float32 and bfloat16, on as many GPUs as there are
 #   tools/gpu_megatron.sh more         all other tests of Megatron there are: experts, offload
 #   tools/gpu_megatron.sh learn        whole runs with SGLang that learn: on one GPU
-#   tools/gpu_megatron.sh learn-two    the same on two: tensor parallel, pipeline, server and trainer on a GPU each
+#   tools/gpu_megatron.sh learn-two    the same on two: tensor parallel, pipeline; learn-nccl: server and trainer on a GPU each
 #   tools/gpu_megatron.sh step         MFU of a policy step, Qwen3-4B shape, 8k tokens: both backends and a plain loop
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
@@ -49,7 +49,8 @@ for part in "${@:-functional}"; do
         functional) tests megatron-functional 560 tests/gpu/test_megatron_on_gpu.py ;;
         more) [ -n "$(others)" ] && tests megatron-more 240 $(others) ;;
         learn) tests megatron-learn 330 $LEARN -k one ;;
-        learn-two) tests megatron-learn-two 570 $LEARN -k "tensor_parallel or pipeline or other_gpu" ;;
+        learn-nccl) tests megatron-learn-nccl 200 $LEARN -k other_gpu ;;
+        learn-two) tests megatron-learn-two 470 $LEARN -k "tensor_parallel or pipeline" ;;
         step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
         long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench_experts.py

@@ -17,8 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime_core.clusters import gateway as gateways
-from slime_core.clusters import nccl
+from slime_core.clusters import gateway as gateways, nccl
 from slime_core.clusters.embedded import context_len
 from slime_core.clusters.lineup import Part, attached, launched
 from slime_core.clusters.site import LOOPBACK, OneMachine, Site
