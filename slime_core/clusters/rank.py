@@ -27,6 +27,7 @@ from slime_core.threads import TorchThread
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp import FsdpTrainer
     from slime_core.trainers.megatron.trainer import MegatronTrainer
+    from slime_core.trainers.portion import Seat
 
     Ranked = FsdpTrainer | MegatronTrainer
 
@@ -46,7 +47,7 @@ def main() -> None:
         place: str = receive_blocking(sock)["rendezvous"]
         thread = TorchThread(hello["cpu_threads"])
         made: list[Ranked] = []
-        _answer(sock, lambda: made.append(_build(hello, place, thread)))
+        _answer(sock, lambda: _seat(made, _build(hello, place, thread)))
         while made:
             call = receive_blocking(sock)
             if call["method"] == "close":
@@ -114,12 +115,20 @@ def _build(hello: dict[str, Any], place: str, thread: TorchThread) -> Ranked:
     )
 
 
+def _seat(made: list[Ranked], trainer: Ranked) -> Seat:
+    """Keep the trainer; what the driver must know of it to deal."""
+    made.append(trainer)
+    return trainer.seat
+
+
 async def _call(trainer: Ranked, call: dict[str, Any]) -> Any:
     method, args = call["method"], call["args"]
     if method == "begin":
         return await trainer.begin(Config.model_validate_json(args[0]))
     if method == "score":
-        return await trainer.score(args[0], frozenset(args[1]))
+        return await trainer.score_portion(args[0], frozenset(args[1]))
+    if method == "step":
+        return await trainer.step_portion(args[0])
     if method in ("save", "restore", "export"):
         return await getattr(trainer, method)(Path(args[0]))
     if method in ("release", "reacquire"):
@@ -129,8 +138,8 @@ async def _call(trainer: Ranked, call: dict[str, Any]) -> Any:
         return marks and {name: {"size": mark.size, "sha256": mark.sha256} for name, mark in marks.items()}
     if method == "fingerprint":
         return await trainer.fingerprint()
-    if method in ("step", "verify"):
-        return await getattr(trainer, method)(args[0])
+    if method == "verify":
+        return await trainer.verify(args[0])
     return await trainer.publish(*args)
 
 

@@ -1,5 +1,8 @@
 """Trainer ranks as processes, behind one Trainer: calls go to all ranks, rank 0's answer counts.
 
+    step, score:  Batch --Dealer--> a Portion a data-parallel rank --one frame, put once--> the ranks of its model
+    other calls:  one frame for all
+
 A rank that fails alone leaves the others in a collective that never ends: they are ended, and its error is the call's.
 """
 
@@ -16,14 +19,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slime_core.clusters.channel import Channel, Child, Start, end, start_here, within
 from slime_core.clusters.hangs import Member
-from slime_core.clusters.wire import encode
+from slime_core.clusters.wire import Frame, encode
+from slime_core.config.algorithms import settle
 from slime_core.durable import FileMark
 from slime_core.errors import SlimeError, TrainerError, remade
+from slime_core.trainers.portion import by_number
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
+    from slime_core.trainers.dealing import Dealer
+    from slime_core.trainers.portion import Portion, Seat
     from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
 
@@ -58,7 +65,9 @@ class RankTrainer:
         address: str = "",
     ) -> None:
         self._epoch = epoch
-        self._config, self._fingerprint = config, plugins.fingerprint()
+        self._config, self._plugins, self._fingerprint = config, plugins, plugins.fingerprint()
+        self._seats: list[Seat] = []
+        self._dealer: Dealer | None = None
         self._world, self._device, self._cpu_threads = world, device, cpu_threads
         self._run_dir, self._log_dir = run_dir, run_dir / "log"
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
@@ -110,7 +119,7 @@ class RankTrainer:
         for rank in self._ranks:
             with suppress(ConnectionError):
                 await rank.write(encode({"rendezvous": place}))
-        await self._replies(BEGIN)
+        self._seats = await self._replies(BEGIN)
 
     def _seen_by(self, _: int) -> Path:
         """The run directory, as a rank's machine names it."""
@@ -140,10 +149,23 @@ class RankTrainer:
         return (await self._every(method, *args))[0]
 
     async def _every(self, method: str, *args: Any) -> list[Any]:
-        """Every rank's answer. A caller that is cancelled leaves no answer behind in a stream."""
-        return await asyncio.shield(asyncio.ensure_future(self._exchange(method, args)))
+        """Every rank's answer."""
+        return await self._each(method, [encode({"method": method, "args": list(args)})] * self._world)
 
-    async def _exchange(self, method: str, args: Sequence[Any]) -> list[Any]:
+    async def _dealt(self, method: str, portions: Sequence[Portion], *args: Any) -> list[Any]:
+        """Every rank's answer, each asked about its own portion; one frame a portion, however many ranks get it."""
+
+        def frames() -> list[Frame]:
+            return [encode({"method": method, "args": [portion, *args]}) for portion in portions]
+
+        mine = await asyncio.to_thread(frames)
+        return await self._each(method, [mine[seat.number] for seat in self._seats])
+
+    async def _each(self, method: str, frames: Sequence[Frame]) -> list[Any]:
+        """Every rank's answer to its frame. A caller that is cancelled leaves no answer behind in a stream."""
+        return await asyncio.shield(asyncio.ensure_future(self._exchange(method, frames)))
+
+    async def _exchange(self, method: str, frames: Sequence[Frame]) -> list[Any]:
         async with self._lock:
             if self._ended is not None:
                 raise TrainerError(
@@ -154,10 +176,7 @@ class RankTrainer:
                     fix=RESUME,
                     lost=self._ended.lost,
                 ) from self._ended
-            frame = encode({"method": method, "args": list(args)})
-            for rank in self._ranks:
-                with suppress(ConnectionError):
-                    await rank.write(frame)
+            await asyncio.gather(*(_write(rank, frame) for rank, frame in zip(self._ranks, frames, strict=True)))
             return await self._replies(method)
 
     async def _replies(self, phase: str) -> list[Any]:
@@ -237,22 +256,36 @@ class RankTrainer:
 
     async def begin(self, stage: Config) -> None:
         """See `protocols.Trainer`."""
+        from slime_core.trainers.dealing import Dealer
+
         await self._all("begin", stage.model_dump_json())
+        train = settle(stage.train)
+        settled = stage.model_copy(update={"train": train})
+        self._dealer = Dealer(settled, self._plugins.loss(train.loss_type), self._seats[0])
+
+    def _dealing(self) -> Dealer:
+        if self._dealer is None:
+            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
+        return self._dealer
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`."""
+        """See `protocols.Trainer`; every rank scores its own samples."""
         if not roles:
             return {}
-        answer: dict[str, Columns] = await self._all("score", batch, sorted(roles))
-        return answer
+        dealer = self._dealing()
+        portions = await asyncio.to_thread(dealer.portions, batch)
+        answers = await self._dealt("score", portions, sorted(roles))
+        numbered = [(seat.number, answer) for seat, answer in zip(self._seats, answers, strict=True)]
+        return dealer.joined(batch, portions, by_number(len(portions), numbered))
 
     async def step(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer`."""
-        answer: dict[str, float] = await self._all("step", batch)
+        """See `protocols.Trainer`; every rank trains on its own samples."""
+        portions = await asyncio.to_thread(self._dealing().step, batch)
+        answer: dict[str, float] = (await self._dealt("step", portions))[0]
         return answer
 
     async def verify(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer`."""
+        """See `protocols.Trainer`; every rank gets the whole batch, to compute all of it the slow way."""
         answer: dict[str, float] = await self._all("verify", batch)
         return answer
 
@@ -295,6 +328,12 @@ class RankTrainer:
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Trainer`."""
         await self._all("reacquire", sorted(what))
+
+
+async def _write(rank: Channel, frame: Frame) -> None:
+    """Send it; of a rank that is gone, the answer that does not come says more."""
+    with suppress(ConnectionError):
+        await rank.write(frame)
 
 
 def processes(trainer: RankTrainer) -> Sequence[int]:

@@ -3,9 +3,8 @@
     4 bytes length of the header | header (JSON) | blob 0 | blob 1 | ...
 
 Values are JSON's own, tuples, numpy arrays, torch tensors (on arrival: CPU tensors), and the dataclasses of
-`slime_core.types` and `.transfer` that cross: Batch, ArrayRef, WeightUpdate and its route, an engine's requests and
-completions. Python's JSON
-writes a float so that the same float is read, so nothing is rounded.
+`slime_core` that cross: a Batch or a rank's Portion of it, ArrayRef, WeightUpdate and its route, an engine's requests
+and completions. Python's JSON writes a float so that the same float is read, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -20,10 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from slime_core.trainers.portion import Portion, Seat
 from slime_core.transfer import Held, Piece, WeightRoute
 from slime_core.types import ArrayRef, Batch, Completion, GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.weights.flops import Flops
 
-CROSSING = (ArrayRef, Batch, Completion, GenerateRequest, SamplingParams, WeightUpdate, WeightRoute, Held, Piece)
+CROSSING = (
+    *(ArrayRef, Batch, Portion, Seat, Flops),
+    *(Completion, GenerateRequest, SamplingParams),
+    *(WeightUpdate, WeightRoute, Held, Piece),
+)
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
 HEADER = struct.Struct("<I")
 

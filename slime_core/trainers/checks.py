@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,26 +27,34 @@ SHOWN = 8  # sample ids in a message
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_batch(batch: Batch, vocab_size: int) -> None:
-    """Refuse what no pass can be made of.
+def check_shape(batch: Batch) -> None:
+    """Refuse what cannot be divided.
 
     Raises:
-        TrainerError: TRN00 an empty batch, TOK44 a token outside the vocabulary, TRN102 a column of another length.
+        TrainerError: TRN00 an empty batch, TRN102 a column of another length.
     """
     if len(batch) == 0:
         raise TrainerError("the batch is empty", where=f"step {batch.version}")
-    if sample := beyond(batch, vocab_size):
-        raise TrainerError(
-            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the vocabulary of {vocab_size}",
-            code="TOK44",
-            where=f"sample {sample}",
-        )
     for name, values in batch.columns.items():
         if values.shape[:1] != batch.loss_mask.shape:
             raise TrainerError(
                 f"column {name} has shape {values.shape}, the batch {batch.loss_mask.shape} response tokens",
                 code="TRN102",
             )
+
+
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Refuse tokens that the policy has no row for.
+
+    Raises:
+        TrainerError: TOK44 with the sample.
+    """
+    if sample := beyond(batch, vocab_size):
+        raise TrainerError(
+            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the vocabulary of {vocab_size}",
+            code="TOK44",
+            where=f"sample {sample}",
+        )
 
 
 def beyond(batch: Batch, vocab_size: int) -> str:
@@ -131,6 +139,36 @@ def compare_ranks(batch: Batch, rank: int, world: int) -> None:
         )
 
 
+def agreed(check: Callable[[], None], stamp: int, rank: int, world: int) -> None:
+    """Make a check of what this rank was given; where it fails on one rank, it fails on all; a collective.
+
+    Raises:
+        SlimeError: the check's, of the first rank that has one.
+        TrainerError: TRN106 ranks that were given portions of different batches: their stamps differ.
+    """
+    error: SlimeError | None = None
+    try:
+        check()
+    except SlimeError as found:
+        error = found
+    if world == 1:
+        if error is not None:
+            raise error
+        return
+    mine = torch.tensor([stamp, error is not None], dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    stamps, failed = zip(*(row.tolist() for row in rows))
+    if any(failed):
+        errors: list[SlimeError | None] = [None] * world
+        dist.all_gather_object(errors, error)
+        raise next(one for one in errors if one is not None)
+    if len(set(stamps)) > 1:
+        raise TrainerError(
+            "ranks were given portions of different batches", code="TRN106", where=f"rank {rank}, stamps {stamps}"
+        )
+
+
 def open_model(key: str, path: str, policy: ModelFolder, *, weights: bool = True) -> ModelFolder:
     """The model folder that a config key names, whose token ids mean what the policy's do.
 
@@ -179,22 +217,22 @@ def same_vocabulary(policy: ModelFolder, other: ModelFolder, key: str) -> None:
     )
 
 
-def not_finite(batch: Batch, bad: list[int], loss: float, norm: float) -> TrainerError:
-    """TRN95 for a loss or a gradient, with the samples where they are known."""
-    shown = ids_of(batch, bad)
+def not_finite(version: int, ids: Sequence[str], bad: list[int], loss: float, norm: float) -> TrainerError:
+    """TRN95 for a loss or a gradient, with the samples where they are known: ``bad`` are places in ``ids``."""
+    shown = ids_of(ids, bad)
     what = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
     return TrainerError(
         what,
         code="TRN95",
-        where=f"step {batch.version}" + (f", samples {shown}" if bad else f", {len(batch)} samples"),
+        where=f"step {version}" + (f", samples {shown}" if bad else f", {len(ids)} samples"),
         why="no weight was changed by this optimizer step",
         fix="lower train.lr, or set train.clip_grad=1.0",
     )
 
 
-def ids_of(batch: Batch, samples: list[int], most: int = SHOWN) -> str:
+def ids_of(names: Sequence[str], samples: list[int], most: int = SHOWN) -> str:
     """Ids of samples for a message, the first few of them."""
-    ids = [batch.sample_ids[i] for i in samples]
+    ids = [names[i] for i in samples]
     return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 

@@ -118,10 +118,11 @@ def figures(totals: dict[str, float], weight: float, norm: float) -> dict[str, f
 def explained_variance(batch: Batch) -> dict[str, float]:
     """1 - Var(returns - values) / Var(returns) over the step's trainable tokens, before the step, in float64.
 
-    1 is a perfect critic, 0 one that knows the mean, below 0 worse. Left out where returns do not vary.
+    1 is a perfect critic, 0 one that knows the mean, below 0 worse. Left out where returns do not vary, and of batches
+    without these columns.
     """
     trained = batch.loss_mask > 0
-    if not trained.any():
+    if not trained.any() or not set(READS) <= batch.columns.keys():
         return {}
     values, returns = (np.asarray(batch.columns[name], dtype=np.float64)[trained] for name in READS)
     spread = float(np.mean((returns - returns.mean()) ** 2))

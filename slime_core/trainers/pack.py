@@ -1,63 +1,44 @@
-"""A step's Batch in, its optimizer steps as packed micro-batches out, for one data-parallel rank.
+"""A rank's Portion of a step in, its optimizer steps as packed micro-batches out.
 
-    rollouts --optimizer steps--> samples, those of a prompt together --cut--> packs --dealt to ranks--> MicroBatch
+    samples of an optimizer step, those of a prompt together --cut--> packs --> MicroBatch
 
 Deterministic, nothing padded. A prompt that several samples of a pack have is there once, and they continue it: with
-n samples a prompt, its tokens are computed once instead of n times, in the forward and in the backward pass. Every
-rank gets the same number of micro-batches in every optimizer step, because all take part in each collective; a rank
-that would be short repeats a sequence, with no response row.
+n samples a prompt, its tokens are computed once instead of n times, in the forward and in the backward pass. A rank
+with fewer packs than the others repeats a sequence, with no response row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.algo.aggregate import token_weights
 from slime_core.trainers.micro import micro_batch
 from slime_core.types import Batch, MicroBatch
+
+if TYPE_CHECKING:
+    from slime_core.trainers.portion import Portion
 
 Ints = NDArray[np.int64]
 
 
-def pack(
-    batch: Batch,
-    *,
-    max_tokens: int,
-    num_steps: int = 1,
-    global_batch_size: int = 0,
-    aggregation: str = "rollout_mean",
-    divisor: int = 1,
-    alone: bool = False,
-    share_prompts: bool = True,
-    rank: int = 0,
-    world: int = 1,
-) -> list[list[MicroBatch]]:
-    """Optimizer steps of micro-batches.
+def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
+    """Optimizer steps of micro-batches, as many in each as every rank has.
 
     Args:
         max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
-        num_steps: optimizer steps, of rollouts in batch order, as equal as they can be
-        global_batch_size: rollouts an optimizer step, which then decides instead; the last step takes the rest
-        aggregation, divisor: see `aggregate.token_weights`
         alone: one sequence a micro-batch, for models that cannot be packed
-        share_prompts: whether samples of a pack share their prompt's tokens
-        rank, world: whose share
     """
-    weights, steps = np.zeros(len(batch.loss_mask), dtype=np.float32), []
-    of_token = batch.sample_of_token()
-    share_prompts = share_prompts and not alone
-    prompt_of = _prompts(batch) if share_prompts else np.arange(len(batch))
-    for rollouts in split_rollouts(batch, num_steps, global_batch_size):
-        samples = np.flatnonzero(np.isin(batch.rollout, rollouts))
-        mine = np.isin(of_token, samples)
-        weights[mine] = token_weights(
-            batch.loss_mask[mine], batch.rollout[of_token[mine]], len(rollouts), aggregation, divisor
-        )
-        packs = make_packs(batch, samples, prompt_of, 1 if alone else max_tokens, world)
-        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in _share(packs, batch, rank, world)])
+    batch, weights, steps = portion.batch, portion.weights, []
+    prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
+    for step, count in enumerate(portion.longest if alone else portion.rounds):
+        samples = np.flatnonzero(portion.step_of == step)
+        packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
+        shortest = samples[[np.argmin(batch.lengths[samples])]]
+        given = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
+        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in given])
     return steps
 
 
@@ -70,7 +51,7 @@ def split_rollouts(batch: Batch, num_steps: int, global_batch_size: int) -> list
     return [part for part in np.array_split(ordered, num_steps) if len(part)]
 
 
-def _prompts(batch: Batch) -> Ints:
+def prompts_of(batch: Batch) -> Ints:
     """For each sample the first one that has the same prompt tokens."""
     first: dict[bytes, int] = {}
     ends = batch.offsets[1:] - batch.response_lengths
@@ -78,19 +59,21 @@ def _prompts(batch: Batch) -> Ints:
     return np.array(found, dtype=np.int64)
 
 
-def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, world: int = 1) -> list[Ints]:
+def fewest_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int) -> int:
+    """Packs that :func:`make_packs` needs at least."""
+    return len(_cut(_row(batch, _ordered(batch, samples, prompt_of), prompt_of), max_tokens))
+
+
+def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, count: int) -> list[Ints]:
     """Samples in packs of at most ``max_tokens``; samples of a prompt follow each other, long ones come first.
 
-    The number of packs is the smallest multiple of ``world`` that fits, where there are samples enough, and their
-    sizes are as even as cutting the row of samples allows. A pack's own samples are ordered by length.
+    There are ``count`` packs, enough by :func:`fewest_packs`, where there are samples enough, and their sizes are as
+    even as cutting the row of samples allows. A pack's own samples are ordered by length.
     """
-    lengths, prompts = batch.lengths, batch.lengths - batch.response_lengths
-    longest = np.zeros(len(batch), dtype=np.int64)
-    np.maximum.at(longest, prompt_of[samples], lengths[samples])
-    order = samples[np.lexsort((samples, -lengths[samples], prompt_of[samples], -longest[prompt_of[samples]]))]
-    row = list(zip(prompt_of[order].tolist(), prompts[order].tolist(), batch.response_lengths[order].tolist()))
-    fewest = len(_cut(row, max_tokens))
-    wanted = min(-(-fewest // world) * world, max(len(order), 1))
+    if not len(samples):
+        return []
+    order = _ordered(batch, samples, prompt_of)
+    row, wanted = _row(batch, order, prompt_of), min(count, len(order))
     low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
@@ -98,8 +81,27 @@ def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, wo
             high = middle
         else:
             low = middle + 1
-    packs = [order[start:stop] for start, stop in _cut(row, high)]
-    return [members[np.lexsort((members, -lengths[members]))] for members in packs]
+    cuts = _cut(row, high)
+    while len(cuts) < wanted:  # no limit cuts the row into exactly so many: halve the longest run
+        at = max(range(len(cuts)), key=lambda i: cuts[i][1] - cuts[i][0])
+        start, stop = cuts[at]
+        cuts[at : at + 1] = [(start, (start + stop + 1) // 2), ((start + stop + 1) // 2, stop)]
+    packs = [order[start:stop] for start, stop in cuts]
+    return [members[np.lexsort((members, -batch.lengths[members]))] for members in packs]
+
+
+def _ordered(batch: Batch, samples: Ints, prompt_of: Ints) -> Ints:
+    """Samples by prompt, the prompt with the longest sample first."""
+    lengths, longest = batch.lengths, np.zeros(len(batch), dtype=np.int64)
+    np.maximum.at(longest, prompt_of[samples], lengths[samples])
+    return samples[np.lexsort((samples, -lengths[samples], prompt_of[samples], -longest[prompt_of[samples]]))]
+
+
+def _row(batch: Batch, order: Ints, prompt_of: Ints) -> list[tuple[int, int, int]]:
+    """Prompt, its tokens and the response's, of each sample."""
+    responses = batch.response_lengths[order]
+    prompts = batch.lengths[order] - responses
+    return list(zip(prompt_of[order].tolist(), prompts.tolist(), responses.tolist()))
 
 
 def _cut(row: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[int, int]]:
@@ -112,15 +114,3 @@ def _cut(row: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[int, int
             start, total, added = index, 0, head + tail
         total, last = total + added, prompt
     return [*cuts, (start, len(row))] if row else []
-
-
-def _share(packs: Sequence[Ints], batch: Batch, rank: int, world: int) -> list[tuple[Ints, bool]]:
-    """This rank's packs, heaviest first, and whether each is real; all ranks get equally many."""
-    if world == 1:
-        return [(members, True) for members in packs]
-    lengths = batch.lengths
-    cost = [(-int(lengths[p].sum()), -int((lengths[p] ** 2).sum()), i) for i, p in enumerate(packs)]
-    ordered = [packs[i] for *_, i in sorted(cost)]
-    mine = [(members, True) for members in ordered[rank::world]]
-    shortest = ordered[-1][-1:]
-    return mine + [(shortest, False)] * (-(-len(packs) // world) - len(mine))

@@ -14,6 +14,7 @@ from slime_core.errors import TrainerError
 
 if TYPE_CHECKING:
     from slime_core.protocols import Loss
+    from slime_core.trainers.portion import Portion
     from slime_core.types import MicroBatch
 
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 class Sums:
     """Weighted sums of one optimizer step, over micro-batches and then ranks."""
 
-    response_offsets: NDArray[np.int64]  # of the Batch, S + 1
+    portion: Portion
     device: torch.device
     totals: dict[str, float] = field(default_factory=dict)
-    bad: set[int] = field(default_factory=set)  # samples whose loss is not finite
+    bad: set[int] = field(default_factory=set)  # samples whose loss is not finite, places in the whole Batch
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch's sums."""
@@ -38,12 +39,12 @@ class Sums:
         Args:
             values: losses of tokens
             counts: bool, where they enter the loss
-            response: where the tokens lie in the Batch's columns
+            response: where the tokens lie in the columns of the portion
             packed: samples of the pack
         """
         bad = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
-        owners = np.searchsorted(self.response_offsets, response[bad], side="right") - 1
-        self.bad.update(map(int, owners if len(bad) else packed))
+        owners = np.searchsorted(self.portion.batch.response_offsets, response[bad], side="right") - 1
+        self.bad.update(map(int, self.portion.places[owners if len(bad) else packed]))
 
     def reduce_scalar(self, value: float, world: int) -> float:
         """The sum over ranks of one number."""
@@ -58,7 +59,7 @@ class Sums:
         if world == 1:
             return dict(self.totals), sorted(self.bad)
         names = sorted(self.totals)
-        flags = [float(i in self.bad) for i in range(len(self.response_offsets) - 1)]
+        flags = [float(i in self.bad) for i in range(len(self.portion.ids))]
         row = torch.tensor([*(self.totals[n] for n in names), *flags], dtype=torch.float64, device=self.device)
         dist.all_reduce(row)
         numbers = row.tolist()

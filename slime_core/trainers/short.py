@@ -12,12 +12,13 @@ from slime_core.memory import first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.types import Batch, MicroBatch
+    from slime_core.trainers.portion import Portion
+    from slime_core.types import MicroBatch
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Passes:
-    """What a backend says of its passes. ``drop`` forgets gradients, ``pack`` answers a batch's micro-batches.
+    """What a backend says of its passes. ``drop`` forgets gradients, ``pack`` answers a portion's micro-batches.
 
     Where there are several ranks, ``drop`` must not wait for the device: a collective there may wait for ranks that
     wait for this one, whose error would never be told.
@@ -29,17 +30,17 @@ class Passes:
     stage: Config
     where: str
     drop: Callable[[], None]
-    pack: Callable[[Batch], list[list[MicroBatch]]]
+    pack: Callable[[Portion], list[list[MicroBatch]]]
     share: int = 1
     keys: Sequence[str] = ()
 
 
 @contextmanager
-def told_of_memory(passes: Passes, batch: Batch, what: str) -> Iterator[None]:
+def told_of_memory(passes: Passes, portion: Portion, what: str) -> Iterator[None]:
     """Turn an allocation that fails inside the block into TRN96, a plugin's too; gradients of the step are dropped.
 
     Raises:
-        TrainerError: TRN96 with the batch's tokens, the largest micro-batch, and the keys to lower.
+        TrainerError: TRN96 with the tokens of this rank's portion, the largest micro-batch, and the keys to lower.
     """
     try:
         yield
@@ -54,14 +55,14 @@ def told_of_memory(passes: Passes, batch: Batch, what: str) -> Iterator[None]:
     else:
         return
     passes.drop()  # outside of the handler: the trace that holds the pass's tensors is gone
-    raise _short(passes, batch, what, said)
+    raise _short(passes, portion, what, said)
 
 
-def _short(passes: Passes, batch: Batch, what: str, said: str) -> TrainerError:
-    train = passes.stage.train
+def _short(passes: Passes, portion: Portion, what: str, said: str) -> TrainerError:
+    train, batch = passes.stage.train, portion.batch
     longest = int(batch.lengths.max())
     try:
-        sizes = [len(micro.tokens) for step in passes.pack(batch) for micro in step]
+        sizes = [len(micro.tokens) for step in passes.pack(portion) for micro in step]
     except MemoryError:  # not even for this
         sizes = [min(max(longest, train.max_tokens_per_gpu * passes.share), len(batch.tokens))]
     tokens = max(sizes)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from slime_core.trainers.checks import ids_of, not_finite
 
 if TYPE_CHECKING:
-    from slime_core.types import Batch
+    from slime_core.trainers.portion import Portion
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +45,28 @@ class Guard:
     errors: Path | None = None  # the run's folder, where this rank writes
     in_a_row: int = 0
 
-    def skip(self, batch: Batch, bad: list[int], loss: float, norm: float) -> Outcome:
+    def skip(self, portion: Portion, bad: list[int], loss: float, norm: float) -> Outcome:
         """A step that is not finite.
 
         Args:
-            bad: samples whose loss is not finite; empty where only the gradient is not
+            bad: samples whose loss is not finite, places in ``portion.ids``; empty where only the gradient is not
 
         Raises:
             TrainerError: TRN95, one more than ``most`` in a row.
         """
+        ids, version = portion.ids, portion.batch.version
         self.in_a_row += 1
         if self.in_a_row > self.most:
-            raise not_finite(batch, bad, loss, norm)
-        named = ids_of(batch, bad) if bad else "all of the step"
+            raise not_finite(version, ids, bad, loss, norm)
+        named = ids_of(ids, bad) if bad else "all of the step"
         log.warning(
             "step %d: the loss is %s, the gradient norm %s; skipped, %d in a row of at most %d; samples: %s",
-            batch.version, loss, norm, self.in_a_row, self.most, named,
+            version, loss, norm, self.in_a_row, self.most, named,
         )  # fmt: skip
         if self.errors is not None:
             row = {
-                "step": batch.version,
-                "samples": [batch.sample_ids[i] for i in bad] or batch.sample_ids,
+                "step": version,
+                "samples": [ids[i] for i in bad] or ids,
                 "loss": str(loss),
                 "grad_norm": str(norm),
                 "in_a_row": self.in_a_row,
@@ -80,11 +81,11 @@ class Guard:
         self.in_a_row = 0
 
 
-def summary(outcomes: Sequence[Outcome], batch: Batch) -> dict[str, float]:
+def summary(outcomes: Sequence[Outcome], trained: float) -> dict[str, float]:
     """Means over the optimizer steps that have a figure, and counts of what became of them.
 
     ``optimizer_steps`` counts those that changed the policy, ``skipped_steps`` those that changed nothing, and
-    ``skipped_steps/REASON`` says why, where any was.
+    ``skipped_steps/REASON`` says why, where any was. ``trained`` are the batch's trainable tokens.
     """
     fates = [outcome.fate for outcome in outcomes]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.metrics)
@@ -98,7 +99,7 @@ def summary(outcomes: Sequence[Outcome], batch: Batch) -> dict[str, float]:
     return {
         "lr": 0.0,
         **figures,
-        "train_tokens": float(batch.loss_mask.sum()),
+        "train_tokens": trained,
         "optimizer_steps": float(fates.count("made")),
         "skipped_steps": float(sum(why in SKIPS for why in fates)),
         **counts,

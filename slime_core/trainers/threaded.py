@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
+    from slime_core.trainers.portion import Portion, Seat
     from slime_core.transfer import WeightRoute
     from slime_core.types import Batch, Columns, WeightUpdate
     from slime_core.weights.folder import ModelFolder
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 class WorkerTrainer:
     """What a backend's trainer is but for its ``worker_class``, whose methods are the calls.
 
-    Every rank makes its own with the same arguments and gets the same calls; ``rendezvous`` is a file that all see,
-    for more than one. The answers of rank 0 count. ``errors`` is a folder for the sample ids of steps that were not
-    finite, ``epoch`` counts the run's processes; updates carry it.
+    Every rank makes its own with the same arguments, gets the same calls, and takes its portion of a batch;
+    ``rendezvous`` is a file that all see, for more than one. The answers of rank 0 count. ``errors`` is a folder for
+    the sample ids of steps that were not finite, ``epoch`` counts the run's processes; updates carry it.
     """
 
     worker_class: ClassVar[Callable[..., Any]]
@@ -64,6 +65,25 @@ class WorkerTrainer:
         """See `protocols.Trainer`; every role lives here, where the stage needs it."""
         self._holding.need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
+
+    @property
+    def seat(self) -> Seat:
+        """Which portions of batches are this rank's."""
+        found: Seat = self._worker.seat
+        return found
+
+    async def score_portion(self, portion: Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+        """:meth:`score` of what a driver has dealt to this rank: the columns of its rows, not checked.
+
+        Nothing is answered by ranks that another of their data-parallel rank speaks for.
+        """
+        self._holding.need({"parameters"}, "score")
+        return await self._thread.run(self._worker.score, portion, roles)
+
+    async def step_portion(self, portion: Portion) -> dict[str, float]:
+        """:meth:`step` on what a driver has dealt to this rank."""
+        self._holding.need(HOLDS, "step")
+        return await self._thread.run(self._worker.step, portion)
 
     async def step(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer`.

@@ -5,10 +5,10 @@ Parameters and moments are saved as `critic.safetensors` and `critic_moments.saf
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from slime_core.trainers import critic
 from slime_core.trainers.fsdp.learner import Learner
@@ -17,10 +17,13 @@ from slime_core.trainers.fsdp.sharding import reshard, shard
 from slime_core.trainers.fsdp.values import ValueModel, build_values
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.distributed.device_mesh import DeviceMesh
 
+    from slime_core.trainers.portion import Portion
     from slime_core.trainers.share import Sums
-    from slime_core.types import Batch, Columns, MicroBatch
+    from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
 
 
@@ -55,19 +58,14 @@ class Critic:
         self.model.choose_recomputing(train)
         self.learner.begin(train, critic.schedule(train, optimizer_steps))
 
-    def score(self, batch: Batch, micros: list[MicroBatch]) -> Columns:
-        """``values`` [R] float32: of the position that predicts each response token, so before it is seen.
-
-        Raises:
-            TrainerError: TRN95 a value that is not finite.
-        """
-        column = torch.zeros(len(batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in micros:
+    def score(self, portion: Portion, micros: list[list[MicroBatch]]) -> NDArray[np.float32]:
+        """Values [R] of a portion's rows: of the position that predicts each token, so before it is seen."""
+        column = torch.zeros(len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
+        for micro in chain(*micros):
             column[torch.from_numpy(micro.response).to(self.device)] = self._values(micro)
         reshard(self.model)
-        if self.learner.world > 1:
-            dist.all_reduce(column)
-        return critic.checked(batch, column.cpu().numpy())
+        found: NDArray[np.float32] = column.cpu().numpy()
+        return found
 
     def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""

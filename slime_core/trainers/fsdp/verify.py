@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.trainers.fsdp.sharding import full
-from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Slow, Tensors, compared, slow_model
 
@@ -18,12 +17,14 @@ if TYPE_CHECKING:
 
 def verify(worker: Worker, batch: Batch) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective, the same answer on every rank."""
-    worker._check(batch)
+    dealer = worker._dealer(batch)
+    batch = dealer.ready(batch)
+    portion = dealer.portions(batch)[worker.rank]
+    worker._check(portion)
     assert worker.stage is not None
-    batch = prepared(batch, worker.loss, worker.stage.train)
 
     def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
-        sums = Sums(batch.response_offsets, worker.device)
+        sums = Sums(portion, worker.device)
         worker._backward(micros, sums)
         loss = sums.finish(worker.world)[0]["loss"]
         grads = {name: _whole(p) for name, p in worker.parameters().items()}
@@ -31,7 +32,7 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
         return loss, grads
 
     slow = Slow(_model(worker), worker.stage, worker.loss, worker.dtype, worker.rank, worker.world)
-    return compared(batch, worker._pack(batch), fast, slow)
+    return compared(batch, worker._pack(portion), fast, slow)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

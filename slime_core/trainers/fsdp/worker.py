@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
+from slime_core.trainers.dealing import Dealer
 from slime_core.trainers.fsdp import files, saving
 from slime_core.trainers.fsdp.critic import Critic
 from slime_core.trainers.fsdp.fingerprint import fingerprint
@@ -25,12 +27,14 @@ from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
 from slime_core.trainers.fsdp.verify import verify
 from slime_core.trainers.pack import pack
 from slime_core.trainers.parking import Parking
-from slime_core.trainers.prepare import prepared
+from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
 from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.staging import Staging
 from slime_core.trainers.steps import Guard, Outcome, summary
+from slime_core.types import Batch
+from slime_core.weights.flops import Flops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
     from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, MicroBatch, WeightUpdate
+    from slime_core.types import Columns, MicroBatch, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,6 +82,7 @@ class Worker:
         self.publisher = Publisher(self)
         self.parking = Parking(self._tensors)
         self.guard = Guard(errors=errors if rank == 0 else None)
+        self.seat = Seat(number=rank, ranks=world, over=1, flops=Flops.of(folder.config))
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
         self.loss: Loss
@@ -140,73 +145,73 @@ class Worker:
         return self.stage.train.num_critic_only_steps if self.critic is not None else 0
 
     @torch.no_grad()
-    def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        self._check(batch)
-        with told_of_memory(self._passes(), batch, "scoring"):
-            return self._score_roles(batch, roles)
+    def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Columns of a portion's rows, unchecked; or of a whole batch, of which every rank takes its portion."""
+        dealer = self._dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.portions(given)[self.rank]
+        self._check(portion, roles)
+        with told_of_memory(self._passes(), portion, "scoring"):
+            found = self._score_roles(portion, roles)
+        return found if isinstance(given, Portion) else dealer.gathered(given, found)
 
-    def _score_roles(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
+    def _score_roles(self, portion: Portion, roles: frozenset[Role]) -> dict[str, Columns]:
         found: dict[str, Columns] = {}
         for role in sorted(roles):
             if role in ("policy", "old_policy"):
-                found[role] = self._score(batch, self.policy)
+                found[role] = self._score(portion, self.policy)
             elif role == "reference" and self.frozen.reference is not None:
                 self.staging.before_change()
                 with self.frozen.as_reference(self.actor):
-                    found[role] = {"log_probs": self._score(batch, self.policy)["log_probs"]}
+                    found[role] = {"log_probs": self._score(portion, self.policy)["log_probs"]}
             elif role == "teacher" and self.frozen.teacher is not None:
-                self.frozen.check_teacher(batch)
-                found[role] = {"log_probs": self._score(batch, self.frozen.teacher)["log_probs"]}
+                found[role] = {"log_probs": self._score(portion, self.frozen.teacher)["log_probs"]}
             elif role == "values" and self.critic is not None:
-                found[role] = self.critic.score(batch, self._pack(batch, self.critic.model, whole=True)[0])
+                found[role] = {"values": self.critic.score(portion, self._pack(portion, self.critic.model))}
             else:
                 raise checks.missing(role)
         return found
 
-    def _score(self, batch: Batch, model: Policy) -> Columns:
-        columns = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in self._pack(batch, model, whole=True)[0]:
+    def _score(self, portion: Portion, model: Policy) -> Columns:
+        columns = torch.zeros(2, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
+        for micro in chain(*self._pack(portion, model)):
             log_probs, entropy = forward(model, micro, self._temperature(micro), self.device)
             where = torch.from_numpy(micro.response).to(self.device)
             columns[0, where], columns[1, where] = log_probs.float(), entropy.float()
         reshard(model)
-        if self.world > 1:
-            dist.all_reduce(columns)
         log_probs, entropy = columns.cpu().numpy()
-        checks.check_log_probs(batch, log_probs)
         return {"log_probs": log_probs, "entropy": entropy}
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        self._check(batch)
-        checks.check_columns(batch, self.loss)
-        with told_of_memory(self._passes(), batch, "training on"):
-            return self._step(batch)
+    def step(self, given: Batch | Portion) -> dict[str, float]:
+        """Train on a portion; or on a whole batch, of which every rank takes its portion."""
+        dealer = self._dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.step(given)[self.rank]
+        self._check(portion)
+        with told_of_memory(self._passes(), portion, "training on"):
+            return self._step(portion)
 
-    def _step(self, batch: Batch) -> dict[str, float]:
-        assert self.stage is not None
-        batch = prepared(batch, self.loss, self.stage.train)
+    def _step(self, portion: Portion) -> dict[str, float]:
         alone = self.steps < self._critic_only_steps
-        micros = self._pack(batch)
+        micros = self._pack(portion)
         if self.critic is None:
-            outcomes = [self._optimizer_step(batch, mine) for mine in micros]
+            outcomes = [self._optimizer_step(portion, mine) for mine in micros]
             known = {}
         else:
-            critic.check(batch)
-            known = critic.explained_variance(batch)
+            critic.check(portion.batch)
+            known = portion.known
             same = self.critic.model.packs == self.policy.packs
-            others = micros if same else self._pack(batch, self.critic.model)
-            outcomes = [self._optimizer_step(batch, *both, alone) for both in zip(micros, others, strict=True)]
+            others = micros if same else self._pack(portion, self.critic.model)
+            outcomes = [self._optimizer_step(portion, *both, alone) for both in zip(micros, others, strict=True)]
         self.steps += 1
-        return summary(outcomes, batch) | known
+        return summary(outcomes, portion.trained) | known
 
     def _optimizer_step(
-        self, batch: Batch, micros: list[MicroBatch], critics: list[MicroBatch] | None = None, alone: bool = False
+        self, portion: Portion, micros: list[MicroBatch], critics: list[MicroBatch] | None = None, alone: bool = False
     ) -> Outcome:
         """One optimizer step of the policy, of the critic where its packs are given, or of the critic ``alone``.
 
         Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
         """
-        sums = Sums(batch.response_offsets, self.device)
+        sums = Sums(portion, self.device)
         weight = sums.reduce_scalar(sum(float(m.weight.sum(dtype=np.float64)) for m in micros), self.world)
         if weight == 0:
             return Outcome("masked")
@@ -221,7 +226,7 @@ class Worker:
             grads, norm = self.actor.gradients()
             metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()} | {"grad_norm": norm}
         if self.critic is not None and critics is not None:
-            sums = Sums(batch.response_offsets, self.device)
+            sums = Sums(portion, self.device)
             self.critic.backward(critics, sums)
             totals, worse = sums.finish(self.world)
             theirs, norm_of_critic = self.critic.learner.gradients()
@@ -231,7 +236,7 @@ class Worker:
         if bad or not all(map(math.isfinite, norms)):
             self._forget()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
-            return self.guard.skip(batch, bad, loss, math.hypot(*norms))
+            return self.guard.skip(portion, bad, loss, math.hypot(*norms))
         self.guard.passed()
         return self._update(grads, theirs, metrics, alone)
 
@@ -263,20 +268,10 @@ class Worker:
     def _learners(self) -> list[Learner]:
         return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
 
-    def _pack(self, batch: Batch, model: Policy | None = None, whole: bool = False) -> list[list[MicroBatch]]:
+    def _pack(self, portion: Portion, model: Policy | None = None) -> list[list[MicroBatch]]:
         assert self.stage is not None
-        train = self.stage.train
-        return pack(
-            batch,
-            max_tokens=train.max_tokens_per_gpu,
-            num_steps=1 if whole else train.num_steps_per_rollout,
-            global_batch_size=0 if whole else train.global_batch_size,
-            aggregation=train.loss_aggregation,
-            divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
-            alone=not (model or self.policy).packs,
-            rank=self.rank,
-            world=self.world,
-        )
+        most = self.stage.train.max_tokens_per_gpu
+        return pack(portion, max_tokens=most, alone=not (model or self.policy).packs)
 
     def _passes(self) -> Passes:
         assert self.stage is not None
@@ -294,11 +289,21 @@ class Worker:
             return None
         return torch.from_numpy(micro.temperature).to(self.device)
 
-    def _check(self, batch: Batch) -> None:
+    def _dealer(self, given: Batch | Portion) -> Dealer:
+        """Who deals the stage's batches; a whole one must be the same on every rank."""
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        checks.compare_ranks(batch, self.rank, self.world)
-        checks.check_batch(batch, self.folder.vocab_size)
+        if isinstance(given, Batch):
+            checks.compare_ranks(given, self.rank, self.world)
+        return Dealer(self.stage, self.loss, self.seat)
+
+    def _check(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
+        def check() -> None:
+            checks.check_tokens(portion.batch, self.folder.vocab_size)
+            if "teacher" in roles and self.frozen.teacher is not None:
+                self.frozen.check_teacher(portion.batch)
+
+        checks.agreed(check, portion.stamp, self.rank, self.world)
 
     def verify(self, batch: Batch) -> dict[str, float]:
         return verify(self, batch)

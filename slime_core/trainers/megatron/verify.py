@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.trainers.megatron.passes import totals
-from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_model
 from slime_core.weights import build
@@ -33,13 +32,15 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
 
     Parameters are named as in the model folder. Every rank holds the slow model whole.
     """
-    worker._check(batch)
+    dealer = worker._dealer(batch)
+    batch, tensors = dealer.ready(batch), worker.policy.tensors
+    portion = dealer.portions(batch)[worker.seat.number]
+    worker._check(portion)
     assert worker.stage is not None
-    batch, tensors = prepared(batch, worker.loss, worker.stage.train), worker.policy.tensors
     buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
 
     def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
-        sums = Sums(batch.response_offsets, worker.device)
+        sums = Sums(portion, worker.device)
         worker.actor.forget()
         worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
         loss = totals(sums)[0]["loss"]
@@ -55,7 +56,7 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
     slow = Slow(
         _model(worker), worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world
     )
-    return compared(batch, worker._pack(batch), fast, slow, stored_names(slow.model))
+    return compared(batch, worker._pack(portion), fast, slow, stored_names(slow.model))
 
 
 @torch.no_grad()

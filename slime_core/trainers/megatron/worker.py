@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from slime_core.config.algorithms import settle
 from slime_core.context import Context
 from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
+from slime_core.trainers.dealing import Dealer
 from slime_core.trainers.meeting import meet
 from slime_core.trainers.megatron import exporting, restoring, saving
 from slime_core.trainers.megatron.critic import Critic
@@ -32,13 +34,14 @@ from slime_core.trainers.megatron.state import start
 from slime_core.trainers.megatron.verify import verify
 from slime_core.trainers.pack import pack
 from slime_core.trainers.parking import Parking
-from slime_core.trainers.prepare import prepared
+from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Sums
 from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.staging import Staging
 from slime_core.trainers.steps import Guard, Outcome, summary
-from slime_core.types import WeightUpdate
+from slime_core.types import Batch, WeightUpdate
+from slime_core.weights.flops import Flops
 from slime_core.weights.transports.buckets import stream
 from slime_core.weights.transports.senders import Senders
 
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
     from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, MicroBatch
+    from slime_core.types import Columns, MicroBatch
     from slime_core.weights.folder import ModelFolder
 
 Tensors = dict[str, torch.Tensor]
@@ -80,6 +83,12 @@ class Worker:
         self.ctx = Context(config=config)
         meet(rank, world, device, rendezvous)
         start(self.settings.layout, config.seed)
+        self.seat = Seat(
+            number=parallel_state.get_data_parallel_rank(),
+            ranks=self.settings.layout.dp,
+            over=self.settings.layout.cp,
+            flops=Flops.of(folder.config),
+        )
         plugins.megatron.init(self.settings, self.ctx)
         self.policy: Model = build_model(self.settings, self.bridge, folder, self.device, seed=config.seed)
         self.actor = Learner(self.policy.stage)
@@ -146,60 +155,63 @@ class Worker:
     def _critic_only_steps(self) -> int:
         return self.train.num_critic_only_steps if self.critic is not None else 0
 
-    def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        self._check(batch)
-        with told_of_memory(self._passes(), batch, "scoring"):
-            return {role: self._score(batch, role) for role in sorted(roles)}
+    def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
+        dealer = self._dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.portions(given)[self.seat.number]
+        self._check(portion, roles)
+        with told_of_memory(self._passes(), portion, "scoring"):
+            found: dict[str, Columns] = {role: self._score(portion, role) for role in sorted(roles)}
+        found = found if speaks() else {}
+        return found if isinstance(given, Portion) else dealer.gathered(given, found)
 
-    def _score(self, batch: Batch, role: Role) -> Columns:
+    def _score(self, portion: Portion, role: Role) -> Columns:
         if role in ("policy", "old_policy"):
-            return self._log_probs(batch, self.policy, role)
+            return self._log_probs(portion, self.policy, role)
         if role == "reference" and self.frozen.reference is not None:
             self.staging.before_change()
             self.actor.settle()
             with self.frozen.as_reference(self.policy):
-                return {"log_probs": self._log_probs(batch, self.policy, role)["log_probs"]}
+                return {"log_probs": self._log_probs(portion, self.policy, role)["log_probs"]}
         if role == "teacher" and self.frozen.teacher is not None:
-            self.frozen.check_teacher(batch)
-            return {"log_probs": self._log_probs(batch, self.frozen.teacher, role)["log_probs"]}
+            return {"log_probs": self._log_probs(portion, self.frozen.teacher, role)["log_probs"]}
         if role == "values" and self.critic is not None:
-            return critic.checked(batch, self._columns(batch, self.critic.model, role, 1)[0])
+            return {"values": self._columns(portion, self.critic.model, role, 1)[0]}
         raise checks.missing(role)
 
-    def _log_probs(self, batch: Batch, model: Model, role: Role) -> Columns:
-        log_probs, entropy = self._columns(batch, model, role, 2)
-        checks.check_log_probs(batch, log_probs)
+    def _log_probs(self, portion: Portion, model: Model, role: Role) -> Columns:
+        log_probs, entropy = self._columns(portion, model, role, 2)
         return {"log_probs": log_probs, "entropy": entropy}
 
-    def _columns(self, batch: Batch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
-        """What a model gives for each response token, [count, R], on every rank."""
-        columns = torch.zeros(count, len(batch.loss_mask), dtype=torch.float32, device=self.device)
+    def _columns(self, portion: Portion, model: Model, role: Role, count: int) -> NDArray[np.float32]:
+        """What a model gives for each response token of the portion, [count, R], on the rank that speaks for it."""
+        columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
         self.plugins.megatron.before_log_prob([model.passes.wrapped], role, self.ctx)
-        (micros,) = self._pack(batch, whole=True)
+        micros = list(chain(*self._pack(portion)))
         found = model.passes.scores(micros)
         if speaks():
             for micro, rows in zip(micros, found, strict=True):
                 columns[:, torch.from_numpy(micro.response).to(self.device)] = torch.stack(rows)
-        dist.all_reduce(columns)
         return columns.cpu().numpy()
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        self._check(batch)
-        checks.check_columns(batch, self.loss)
-        with told_of_memory(self._passes(), batch, "training on"):
-            return self._step(batch)
+    def step(self, given: Batch | Portion) -> dict[str, float]:
+        """Train on a portion; or on a whole batch, of which every rank takes its portion."""
+        dealer = self._dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.step(given)[self.seat.number]
+        self._check(portion)
+        with told_of_memory(self._passes(), portion, "training on"):
+            return self._step(portion)
 
-    def _step(self, batch: Batch) -> dict[str, float]:
-        batch, known = prepared(batch, self.loss, self.train), dict[str, float]()
-        alone = self.steps < self._critic_only_steps
+    def _step(self, portion: Portion) -> dict[str, float]:
+        known, alone = dict[str, float](), self.steps < self._critic_only_steps
         if self.critic is not None:
-            critic.check(batch)
-            known = critic.explained_variance(batch)
-        outcomes = [self._optimizer_step(batch, micros, alone) for micros in self._pack(batch)]
+            critic.check(portion.batch)
+            known = portion.known
+        outcomes = [self._optimizer_step(portion, micros, alone) for micros in self._pack(portion)]
         self.steps += 1
-        return summary(outcomes, batch) | known
+        return summary(outcomes, portion.trained) | known
 
-    def _optimizer_step(self, batch: Batch, micros: list[MicroBatch], alone: bool) -> Outcome:
+    def _optimizer_step(self, portion: Portion, micros: list[MicroBatch], alone: bool) -> Outcome:
         """One optimizer step of the policy and of the critic, where there is one, or of the critic ``alone``.
 
         Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
@@ -212,21 +224,21 @@ class Worker:
         norm = 0.0
         if not alone:
             self._ready(self.actor)
-            sums = Sums(batch.response_offsets, self.device)
+            sums = Sums(portion, self.device)
             self.policy.passes.backward(micros, self.loss, self.train, sums)
             found, bad = totals(sums)
             norm = self.actor.norm()
             metrics = {n: v if n == "loss" else v / weight for n, v in found.items()} | {"grad_norm": norm}
         if self.critic is not None:
             self._ready(self.critic.learner)
-            found, worse, theirs = self.critic.backward(micros, Sums(batch.response_offsets, self.device))
+            found, worse, theirs = self.critic.backward(micros, Sums(portion, self.device))
             metrics |= critic.figures(found, weight, theirs)
             bad = sorted({*bad, *worse})
         norms = norm, metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):
             self._forget()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
-            return self.guard.skip(batch, bad, loss, math.hypot(*norms))
+            return self.guard.skip(portion, bad, loss, math.hypot(*norms))
         self.guard.passed()
         return self._update(metrics, alone)
 
@@ -263,19 +275,8 @@ class Worker:
         dist.all_reduce(total)
         return float(total)
 
-    def _pack(self, batch: Batch, whole: bool = False) -> list[list[MicroBatch]]:
-        assert self.stage is not None
-        train = self.stage.train
-        return pack(
-            batch,
-            max_tokens=train.max_tokens_per_gpu * self.settings.layout.cp,
-            num_steps=1 if whole else train.num_steps_per_rollout,
-            global_batch_size=0 if whole else train.global_batch_size,
-            aggregation=train.loss_aggregation,
-            divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
-            rank=parallel_state.get_data_parallel_rank(),
-            world=self.settings.layout.dp,
-        )
+    def _pack(self, portion: Portion) -> list[list[MicroBatch]]:
+        return pack(portion, max_tokens=self.train.max_tokens_per_gpu * self.seat.over)
 
     def _passes(self) -> Passes:
         assert self.stage is not None
@@ -288,11 +289,21 @@ class Worker:
             keys=smaller(self.settings),
         )
 
-    def _check(self, batch: Batch) -> None:
+    def _dealer(self, given: Batch | Portion) -> Dealer:
+        """Who deals the stage's batches; a whole one must be the same on every rank."""
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        checks.compare_ranks(batch, self.rank, self.world)
-        checks.check_batch(batch, self.folder.vocab_size)
+        if isinstance(given, Batch):
+            checks.compare_ranks(given, self.rank, self.world)
+        return Dealer(self.stage, self.loss, self.seat)
+
+    def _check(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
+        def check() -> None:
+            checks.check_tokens(portion.batch, self.folder.vocab_size)
+            if "teacher" in roles and self.frozen.teacher is not None:
+                self.frozen.check_teacher(portion.batch)
+
+        checks.agreed(check, portion.stamp, self.rank, self.world)
 
     def verify(self, batch: Batch) -> dict[str, float]:
         self.actor.settle()

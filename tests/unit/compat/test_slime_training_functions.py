@@ -10,7 +10,9 @@ import torch
 from slime_core.config.algorithms import settle
 from slime_core.errors import PluginError
 from slime_core.trainers.pack import pack
+from slime_core.trainers.portion import Split
 from slime_core.types import Batch
+from slime_core.weights.flops import Flops
 
 pytestmark = pytest.mark.unit
 
@@ -148,6 +150,11 @@ def test_post_processing_of_the_steps_columns_may_change_masks_and_advantages(by
     assert (batch.columns["advantages"] - before).tolist() == [1, 0, 0, 0, 0, 0, 0]
 
 
+def packed(batch, max_tokens, **settings):
+    (portion,) = Split(flops=Flops(token=1.0, pair=0.0), max_tokens=max_tokens, **settings).portions(batch)
+    return pack(portion, max_tokens=max_tokens)
+
+
 def trained(plugins, config, ctx, max_tokens, log_probs=None):
     """The loss of one optimizer step as the trainer sums it, and its gradient by the log-probs."""
     batch = plugins.advantage(step(), {}, config.train)
@@ -156,7 +163,7 @@ def trained(plugins, config, ctx, max_tokens, log_probs=None):
     assert all(name in batch.columns for name in loss.columns)
     given = torch.tensor(batch.columns["rollout_log_probs"] + 0.1, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
-    (micros,) = pack(batch, max_tokens=max_tokens, aggregation=settle(config.train).loss_aggregation)
+    (micros,) = packed(batch, max_tokens, aggregation=settle(config.train).loss_aggregation)
     for micro in micros:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         mine = given[torch.from_numpy(micro.response)]
@@ -237,7 +244,7 @@ def test_a_reducer_leaves_kl_and_entropy_to_the_usual_one(by, connect, max_token
     plugins.batch(batch, ctx)
     loss = plugins.loss("policy_loss")
     total = 0.0
-    for micro in pack(batch, max_tokens=max_tokens)[0]:
+    for micro in packed(batch, max_tokens)[0]:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         values, _ = loss.fn(torch.zeros(len(micro.response)), torch.ones(len(micro.response)), columns, config.train)
         total += float((values * torch.from_numpy(micro.weight)).sum())
@@ -274,7 +281,7 @@ def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone
     plugins.batch(batch, ctx)
     loss = plugins.loss("policy_loss")
     total, ratio = 0.0, 0.0
-    for micro in pack(batch, max_tokens=max_tokens)[0]:
+    for micro in packed(batch, max_tokens)[0]:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         values, metrics = loss.fn(columns["policy"].clone().requires_grad_(), None, columns, config.train)
         total += float((values * torch.from_numpy(micro.weight)).sum().detach())

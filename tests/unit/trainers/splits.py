@@ -51,6 +51,11 @@ def reordered(batch, order):
     )
 
 
+def portion_of(worker, batch):
+    """What a rank trains on of a whole batch, whose columns are not checked."""
+    return worker._dealer(batch).portions(batch)[worker.seat.number]
+
+
 def step_of(worker, batch, loss=None):
     """Totals of the first optimizer step (``loss`` and metrics) and whole gradients in float64; nothing is stepped.
 
@@ -59,9 +64,9 @@ def step_of(worker, batch, loss=None):
     own = worker.loss
     worker.loss = loss or own
     try:
-        batch = prepared(batch, worker.loss, worker.stage.train)
-        sums = Sums(batch.response_offsets, worker.device)
-        worker._backward(worker._pack(batch)[0], sums)
+        portion = portion_of(worker, prepared(batch, worker.loss, worker.stage.train))
+        sums = Sums(portion, worker.device)
+        worker._backward(worker._pack(portion)[0], sums)
         totals, _ = sums.finish(worker.world)
         grads = {}
         for name, p in worker.parameters().items():

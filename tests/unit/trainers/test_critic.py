@@ -70,8 +70,9 @@ def critic_gradient(one, batch):
         from slime_core.trainers.share import Sums
 
         worker = one.worker
-        sums = Sums(batch.response_offsets, torch.device("cpu"))
-        worker.critic.backward(worker._pack(batch)[0], sums)
+        (portion,) = worker._dealer(batch).portions(batch)
+        sums = Sums(portion, torch.device("cpu"))
+        worker.critic.backward(worker._pack(portion)[0], sums)
         grads = {n: g.clone() for n, g in worker.critic.learner.gradients()[0].items()}
         worker.critic.learner.forget()
         return dict(sums.totals), grads

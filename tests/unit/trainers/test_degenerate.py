@@ -11,8 +11,10 @@ import trainer_bench as made
 from slime_core.errors import TrainerError
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.checks import parts_of
+from slime_core.trainers.portion import Split
 from slime_core.trainers.steps import FILE, Guard, Outcome, summary
 from slime_core.types import Status
+from slime_core.weights.flops import Flops
 
 pytestmark = pytest.mark.unit
 
@@ -213,14 +215,18 @@ def test_the_count_of_steps_in_a_row_is_saved(tolerant, tmp_path):
     assert tolerant.worker.guard.in_a_row == 1
 
 
+def portion_of(batch):
+    return Split(flops=Flops(token=1.0, pair=0.0), max_tokens=100).portions(batch)[0]
+
+
 def test_without_the_key_the_first_step_that_is_not_finite_ends_the_run():
     with pytest.raises(TrainerError, match="TRN95"):
-        Guard().skip(made.batch_of(), [0], math.nan, 1.0)
+        Guard().skip(portion_of(made.batch_of()), [0], math.nan, 1.0)
 
 
 def test_all_samples_are_written_where_only_the_gradient_is_not_finite(tmp_path):
     batch = made.batch_of()
-    assert Guard(most=1, errors=tmp_path).skip(batch, [], 1.0, math.inf) == Outcome("nonfinite")
+    assert Guard(most=1, errors=tmp_path).skip(portion_of(batch), [], 1.0, math.inf) == Outcome("nonfinite")
     (row,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     assert row["samples"] == batch.sample_ids
     assert row["grad_norm"] == "inf"
@@ -242,11 +248,12 @@ def test_the_figures_of_a_step_are_means_over_those_that_have_them():
         Outcome("masked"),
         Outcome("no_gradient", {"loss": 0.0, "grad_norm": 0.0, "lr": 0.2}),
     ]
-    found = summary(outcomes, made.batch_of())
+    found = summary(outcomes, 7.0)
     assert (found["loss"], found["grad_norm"], found["lr"]) == (0.5, 1.0, 0.2)
     assert (found["optimizer_steps"], found["skipped_steps"]) == (1.0, 2.0)
     assert (found["skipped_steps/masked"], found["skipped_steps/no_gradient"]) == (1.0, 1.0)
     assert "skipped_steps/nonfinite" not in found
+    assert found["train_tokens"] == 7.0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slime_core.trainers.pack import pack, split_rollouts
+from slime_core.trainers import pack as packing
+from slime_core.trainers.pack import split_rollouts
+from slime_core.trainers.portion import Split, rows_of
 from slime_core.types import Batch
+from slime_core.weights.flops import Flops
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +36,17 @@ def batch_of(prompt_lengths, responses, rollout=None, mask=None, prompts=None):
         columns={"advantages": np.arange(count, dtype=np.float32)},
         temperature=np.arange(1, len(lengths) + 1, dtype=np.float32),
     )
+
+
+def pack(batch, *, max_tokens, rank=0, world=1, alone=False, **settings):
+    """A rank's micro-batches, ``response`` and ``samples`` as places in the whole batch."""
+    split = Split(flops=Flops(token=1.0, pair=0.01), ranks=world, max_tokens=max_tokens, **settings)
+    portion = split.portions(batch)[rank]
+    steps = packing.pack(portion, max_tokens=max_tokens, alone=alone)
+    rows = rows_of(batch.response_offsets, portion.places)
+    for micro in (micro for step in steps for micro in step):
+        micro.samples, micro.response = portion.places[micro.samples], rows[micro.response]
+    return steps
 
 
 def test_one_sample_is_the_example_of_the_type():
@@ -123,12 +137,6 @@ def test_samples_of_a_prompt_share_its_tokens_in_front_of_all_responses():
     assert micro.response.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_prompts_may_stay_with_each_sample():
-    ((micro,),) = pack(batch_of([2, 2], [1, 1], prompts=["a", "a"]), max_tokens=100, share_prompts=False)
-    assert micro.tokens.tolist() == [0, 1, 2, 0, 1, 5]
-    assert micro.prefix.tolist() == [-1, -1]
-
-
 def test_a_cut_through_a_group_gives_each_pack_the_prompt():
     # 2 + 3 + 3 = 8 tokens fit in 8, a third response does not
     first, second = pack(batch_of([2, 2, 2], [3, 3, 3], prompts=["a", "a", "a"]), max_tokens=8)[0]
@@ -142,10 +150,10 @@ def test_a_cut_through_a_group_gives_each_pack_the_prompt():
     st.integers(1, 3),
     st.booleans(),
 )
-def test_every_response_token_is_trained_once_whatever_the_packs(rows, max_tokens, world, steps, share):
+def test_every_response_token_is_trained_once_whatever_the_packs(rows, max_tokens, world, steps, alone):
     names, responses, rollouts = zip(*rows)
     batch = batch_of([1 + ord(name) - ord("a") for name in names], responses, rollouts, prompts=list(names))
-    kwargs = {"num_steps": steps, "share_prompts": share}
+    kwargs = {"num_steps": steps, "alone": alone}
     ranks = [pack(batch, max_tokens=max_tokens, rank=r, world=world, **kwargs) for r in range(world)]
     whole = pack(batch, max_tokens=10_000, **kwargs)
     assert len({tuple(len(step) for step in rank) for rank in ranks}) == 1, "ranks differ in micro-batches"

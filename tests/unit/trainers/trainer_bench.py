@@ -99,8 +99,9 @@ class Bench:
         from slime_core.trainers.fsdp.sharding import local
         from slime_core.trainers.share import Sums
 
-        sums = Sums(batch.response_offsets, torch.device("cpu"))
-        for micro in self.worker._pack(batch)[step]:
+        (portion,) = self.worker._dealer(batch).portions(batch)
+        sums = Sums(portion, torch.device("cpu"))
+        for micro in self.worker._pack(portion)[step]:
             backward(
                 self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums
             )

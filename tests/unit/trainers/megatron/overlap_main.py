@@ -38,8 +38,8 @@ class Notes:
         for number, role in enumerate(ROLES):
             columns = self.ranks.worker.score(self.ranks.batch, frozenset({role}))[role]
             self.found[f"{name} {number} {role}"] = columns["log_probs"]
-        (values,) = self.ranks.worker._columns(self.ranks.batch, self.ranks.worker.critic.model, "values", 1)
-        self.found[f"{name} values"] = values
+        columns = self.ranks.worker.score(self.ranks.batch, frozenset({"values"}))
+        self.found[f"{name} values"] = columns["values"]["values"]
 
     def published(self, name):
         """Weights as an engine gets them."""
@@ -106,6 +106,7 @@ def ungathered(ranks, path):
 if __name__ == "__main__":
     from cpu import cpu_redirect
     from saving_main import Ranks
+    from splits import portion_of
 
     torch.set_num_threads(1)
     number, count, where, model = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -117,7 +118,7 @@ if __name__ == "__main__":
         found = {
             "wrong": differences(mine, plain),
             "compared": len(plain.found),
-            "micro_batches": len(ranks.worker._pack(ranks.batch)[0]),
+            "micro_batches": len(ranks.worker._pack(portion_of(ranks.worker, ranks.batch))[0]),
             "buckets": len(ranks.worker.actor.ddp.bucket_groups),
             "ungathered": ungathered(ranks, where),
         }

@@ -1,0 +1,98 @@
+"""A stage's batches in, the ranks' Portions out; their columns in, those of the whole batch out.
+
+    Batch --checked, prepared--> Split --> Portion a data-parallel rank --score--> columns of its rows --> of all rows
+
+The driver of several ranks does so, and sends each its own. A worker that is given a whole Batch takes its portion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from slime_core.trainers import checks, critic
+from slime_core.trainers.portion import Portion, Seat, Split, by_number, rows_of
+from slime_core.trainers.prepare import prepared
+from slime_core.types import Batch, Columns
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Loss
+
+    Found = dict[str, Columns]
+
+
+@dataclass(slots=True, frozen=True)
+class Dealer:
+    """Deals the batches of one stage, whose [train] section is settled, to ranks like the one in ``seat``."""
+
+    stage: Config
+    loss: Loss
+    seat: Seat
+
+    def portions(self, batch: Batch) -> list[Portion]:
+        """Of every data-parallel rank.
+
+        Raises:
+            TrainerError: TRN00 an empty batch, TRN102 a column of another length.
+        """
+        checks.check_shape(batch)
+        train = self.stage.train
+        return Split(
+            flops=self.seat.flops,
+            ranks=self.seat.ranks,
+            max_tokens=train.max_tokens_per_gpu * self.seat.over,
+            num_steps=train.num_steps_per_rollout,
+            global_batch_size=train.global_batch_size,
+            aggregation=train.loss_aggregation,
+            divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
+        ).portions(batch)
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch as a step trains on it, with what its loss makes of whole optimizer steps.
+
+        Raises:
+            TrainerError: what :func:`checks.check_columns` and :func:`prepare.prepared` raise.
+        """
+        checks.check_shape(batch)
+        checks.check_columns(batch, self.loss)
+        return prepared(batch, self.loss, self.stage.train)
+
+    def step(self, batch: Batch) -> list[Portion]:
+        """Portions to train on."""
+        batch = self.ready(batch)
+        known = critic.explained_variance(batch)
+        return [replace(portion, known=known) for portion in self.portions(batch)]
+
+    def joined(self, batch: Batch, portions: Sequence[Portion], found: Sequence[Found]) -> Found:
+        """Columns [R] of the whole batch from those of each portion's rows.
+
+        Raises:
+            TrainerError: TRN95 a log-prob or value that is not finite.
+        """
+        whole: Found = {}
+        for portion, roles in zip(portions, found, strict=True):
+            counts = np.repeat(portion.real, portion.batch.response_lengths)
+            rows = rows_of(batch.response_offsets, portion.places)[counts]
+            for role, columns in roles.items():
+                for name, values in columns.items():
+                    known = whole.setdefault(role, {})
+                    known.setdefault(name, np.zeros(len(batch.loss_mask), np.float32))[rows] = values[counts]
+        for columns in whole.values():
+            if "log_probs" in columns:
+                checks.check_log_probs(batch, columns["log_probs"])
+            if "values" in columns:
+                critic.checked(batch, columns["values"])
+        return whole
+
+    def gathered(self, batch: Batch, found: Found) -> Found:
+        """:meth:`joined` where each rank has the whole batch, and what it found of its portion; a collective."""
+        everyone: list[Any] = [(self.seat.number, found)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (self.seat.number, found))
+        return self.joined(batch, self.portions(batch), by_number(self.seat.ranks, everyone))

@@ -1,0 +1,223 @@
+"""A step's Batch in, one Portion a data-parallel rank out: its own samples, and what it must know of the whole step.
+
+    rollouts --optimizer steps--> samples --chunks of a prompt, Karmarkar-Karp over FLOPs--> ranks
+
+A token's weight is that of its whole optimizer step, so no split changes the loss. Samples are whole; those of a
+prompt stay together as far as ranks are then as evenly loaded: a pack computes a prompt that several share once.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime_core.algo.aggregate import token_weights
+from slime_core.trainers.balance import karmarkar_karp
+from slime_core.trainers.pack import fewest_packs, prompts_of, split_rollouts
+from slime_core.types import Batch, Columns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.weights.flops import Flops
+
+EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are parted any further
+Ints = Any  # NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Seat:
+    """What a rank says of itself to who deals: the model's ranks of one ``number`` work on the same samples."""
+
+    number: int  # its data-parallel rank
+    ranks: int  # data-parallel ranks
+    over: int  # ranks that hold each sequence together (context parallel)
+    flops: Flops
+
+
+@dataclass(slots=True, kw_only=True)
+class Portion:
+    """One data-parallel rank's samples of a step, in the order of the whole Batch.
+
+    Every rank has the same number of micro-batches in an optimizer step, because all take part in each collective:
+    ``rounds`` where packs hold as many tokens as they may, ``longest`` where each holds one sequence. A rank without
+    a sample in an optimizer step has one that is not ``real``: it is computed, and none of its rows is trained on.
+    """
+
+    batch: Batch
+    number: int  # whose it is
+    scale: NDArray[np.float32]  # S, weight of each trainable token in the loss of its whole optimizer step
+    step_of: NDArray[np.int64]  # S, optimizer step
+    real: NDArray[np.bool_]  # S
+    places: NDArray[np.int64]  # S, index in the whole Batch
+    rounds: list[int]  # by optimizer step: micro-batches of every rank
+    longest: list[int]  # by optimizer step: samples of the rank that has most
+    ids: list[str]  # of all samples of the whole Batch, for errors
+    stamp: int  # of the whole Batch: ranks with portions of different ones have different stamps
+    trained: float  # trainable tokens of the whole Batch
+    known: dict[str, float] = field(default_factory=dict)  # further metrics of the whole Batch
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """R, of each response token in the loss of its optimizer step; 0 where masked."""
+        return self.batch.loss_mask * np.repeat(self.scale, self.batch.response_lengths)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Split:
+    """How batches are divided over data-parallel ``ranks``.
+
+    ``num_steps`` optimizer steps of rollouts in batch order are as equal as they can be; ``global_batch_size``
+    rollouts a step decide instead where given, and the last step takes the rest. ``max_tokens`` a micro-batch.
+    """
+
+    flops: Flops
+    ranks: int = 1
+    max_tokens: int = 1
+    num_steps: int = 1
+    global_batch_size: int = 0
+    aggregation: str = "rollout_mean"  # this and the divisor: `aggregate.token_weights`
+    divisor: int = 1
+
+    def portions(self, batch: Batch) -> list[Portion]:
+        """The portion of every rank; with one rank its batch is the Batch itself."""
+        scale = np.zeros(len(batch), dtype=np.float32)
+        of_token, prompt_of = batch.sample_of_token(), prompts_of(batch)
+        step_of = np.zeros(len(batch), dtype=np.int64)
+        dealt: list[list[Ints]] = []
+        for number, rollouts in enumerate(split_rollouts(batch, self.num_steps, self.global_batch_size)):
+            chosen = np.isin(batch.rollout, rollouts)
+            step_of[chosen], mine = number, chosen[of_token]
+            owners = of_token[mine]
+            weights = token_weights(
+                batch.loss_mask[mine], batch.rollout[owners], len(rollouts), self.aggregation, self.divisor
+            )
+            np.maximum.at(scale, owners, weights)  # one number a sample, and 0 where masked
+            dealt.append(deal(batch, np.flatnonzero(chosen), prompt_of, self.flops, self.ranks))
+        rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in dealt]
+        names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
+        whole: dict[str, Any] = {
+            "rounds": rounds,
+            "longest": [max(map(len, ranks)) for ranks in dealt],
+            "ids": batch.sample_ids,
+            "stamp": zlib.crc32(names.encode()),
+            "trained": float(batch.loss_mask.sum()),
+        }
+        if self.ranks == 1:
+            every = np.arange(len(batch))
+            one = Portion(batch=batch, number=0, scale=scale, step_of=step_of, real=every >= 0, places=every, **whole)
+            return [one]
+        found = []
+        for number in range(self.ranks):
+            places, real = _with_fillers(batch, [ranks[number] for ranks in dealt], dealt)
+            found.append(
+                Portion(
+                    batch=take(batch, places),
+                    number=number,
+                    scale=scale[places],
+                    step_of=step_of[places],
+                    real=real,
+                    places=places,
+                    **whole,
+                )
+            )
+        return found
+
+
+def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
+    """Samples of one optimizer step by rank, so that the heaviest rank has as little to compute as can be found.
+
+    Chunks of a prompt's samples are dealt by :func:`balance.karmarkar_karp`: first whole prompts, then halves of the
+    largest, down to single samples, until the ranks are even. A prompt that two ranks have is computed by both.
+
+    Args:
+        prompt_of: [S], an id a prompt; members with the same id share it
+    """
+    if ranks == 1:
+        return [samples]
+    lengths = batch.lengths
+    starts = lengths - batch.response_lengths
+    head, tail = flops.sequence(starts).tolist(), flops.sequence(lengths, starts).tolist()
+    owner, by_prompt = prompt_of.tolist(), dict[int, list[int]]()
+    for sample in sorted(samples.tolist(), key=lambda i: -tail[i]):
+        by_prompt.setdefault(owner[sample], []).append(sample)
+
+    def cost(members: Sequence[int]) -> float:
+        prompts = {owner[i] for i in members}
+        return float(sum(tail[i] for i in members) + sum(head[prompt] for prompt in prompts))
+
+    least = max([cost(samples.tolist()) / ranks, *(cost([sample]) for sample in samples.tolist())])
+    chunk = max(map(len, by_prompt.values()), default=1)
+    best, found = float("inf"), [samples]
+    while True:
+        units = [row[i : i + chunk] for row in by_prompt.values() for i in range(0, len(row), chunk)]
+        parts = karmarkar_karp([cost(unit) for unit in units], ranks)
+        made = [[sample for i in part for sample in units[i]] for part in parts]
+        heaviest = max(map(cost, made))
+        if heaviest < best:
+            best, found = heaviest, [np.array(sorted(part), dtype=np.int64) for part in made]
+        if best <= EVEN * least or chunk == 1:
+            return found
+        chunk = -(-chunk // 2)
+
+
+def _with_fillers(batch: Batch, mine: list[Ints], dealt: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:
+    """A rank's samples of all optimizer steps, in batch order, and which are real; each step has one at least."""
+    fillers = []
+    for own, ranks in zip(mine, dealt):
+        if not len(own):
+            everyone = np.concatenate(ranks)
+            fillers.append(everyone[np.argmin(batch.lengths[everyone])])
+    places = np.concatenate([*mine, np.array(fillers, dtype=np.int64)]).astype(np.int64)
+    order = np.argsort(places, kind="stable")
+    return places[order], (np.arange(len(places)) < len(places) - len(fillers))[order]
+
+
+def rows_of(offsets: NDArray[np.int64], places: Ints) -> Ints:
+    """Rows of flat arrays that samples own, sample after sample."""
+    counts = offsets[places + 1] - offsets[places]
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(offsets[places] - before, counts)
+
+
+def take(batch: Batch, places: Ints) -> Batch:
+    """A Batch of these samples."""
+    tokens, mine = rows_of(batch.offsets, places), rows_of(batch.response_offsets, places)
+
+    def chosen(values: Any) -> Any:
+        return [values[i] for i in places.tolist()] if values else values
+
+    def ends(lengths: Ints) -> Ints:
+        return np.concatenate([[0], np.cumsum(lengths[places])]).astype(np.int64)
+
+    return Batch(
+        version=batch.version,
+        stage=batch.stage,
+        sample_ids=chosen(batch.sample_ids),
+        tasks=chosen(batch.tasks),
+        group=batch.group[places],
+        rollout=batch.rollout[places],
+        reward=batch.reward[places],
+        tokens=batch.tokens[tokens],
+        offsets=ends(batch.lengths),
+        loss_mask=batch.loss_mask[mine],
+        response_offsets=ends(batch.response_lengths),
+        columns={name: values[mine] for name, values in batch.columns.items()},
+        temperature=batch.temperature[places] if batch.temperature is not None else None,
+        multimodal=chosen(batch.multimodal),
+        routed_experts=chosen(batch.routed_experts),
+        train_metadata=chosen(batch.train_metadata),
+    )
+
+
+def by_number(ranks: int, answers: Sequence[tuple[int, dict[Any, Columns]]]) -> list[dict[Any, Columns]]:
+    """One answer a data-parallel rank, of (its number, the answer): ranks that share its sequences may say nothing."""
+    found: list[dict[Any, Columns]] = [{} for _ in range(ranks)]
+    for number, answer in answers:
+        found[number] = found[number] or answer
+    return found

@@ -1,0 +1,96 @@
+"""A model's config in, floating-point operations of a training step out: what balances ranks and what MFU divides by.
+
+    6 * N * tokens + 3 * layers * heads * (score width + value width) * length^2
+
+N counts the weights that multiply a token: every matrix but the input embedding, the output matrix (tied or not),
+and of experts those that one token is routed to. A product of n weights is 2n operations forward and 4n backward: 6N
+a token (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, PaLM, appendix B). Attention's two products are
+2 * width operations each for a query and a key that it sees, and backward twice that. A causal mask leaves half of
+length^2 pairs, where PaLM's 12 * layers * heads * width * length counts all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+Number = TypeVar("Number", float, NDArray[Any])
+
+
+@dataclass(slots=True, frozen=True)
+class Flops:
+    """Forward and backward, recomputation not counted.
+
+    Example: Flops(token=6e9, pair=1e6).sequence(1000) == 6e12 + 1e6 * 1000**2
+    """
+
+    token: float  # a token
+    pair: float  # a token squared, of one sequence
+
+    def sequence(self, length: Number, prefix: Number | float = 0) -> Number:
+        """Of a sequence of ``length`` tokens; of its tokens behind the first ``prefix`` alone, which they see."""
+        return self.token * (length - prefix) + self.pair * (length**2 - prefix**2)
+
+    @classmethod
+    def of(cls, config: Any) -> Flops:
+        """Of a Hugging Face config: an estimate, whatever sizes it names.
+
+        Windows, sparse attention and state-space layers count as full attention.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        sizes = _Sizes(text)
+        weights = sizes.layers * sizes.attention + sizes.feed_forward + sizes.number("vocab_size") * sizes.hidden
+        return cls(token=6.0 * weights, pair=3.0 * sizes.layers * sizes.heads * (sizes.score + sizes.value))
+
+
+class _Sizes:
+    """What families call by several names."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.layers, self.hidden = self.number("num_hidden_layers", least=1), self.number("hidden_size", least=1)
+        self.heads = self.number("num_attention_heads", least=1)
+        head = self.number("head_dim") or self.hidden // self.heads
+        latent = self.number("kv_lora_rank")
+        self.score = self.number("qk_nope_head_dim") + self.number("qk_rope_head_dim") if latent else head
+        self.value = self.number("v_head_dim") if latent else head
+        self.attention = self._latent(latent) if latent else self._plain(head)
+
+    def number(self, *names: str, least: int = 0) -> int:
+        """The first of these attributes that is a positive number, else ``least``."""
+        found = (getattr(self._config, name, None) for name in names)
+        return next((int(value) for value in found if isinstance(value, (int, float)) and value > 0), least)
+
+    def _plain(self, head: int) -> int:
+        groups = self.number("num_key_value_heads") or self.heads
+        return self.hidden * head * (2 * self.heads + 2 * groups)
+
+    def _latent(self, rank: int) -> int:
+        """Multi-head latent attention: queries, keys and values through matrices of low rank."""
+        low, rope = self.number("q_lora_rank"), self.number("qk_rope_head_dim")
+        queries = self.heads * self.score
+        query = low * (self.hidden + queries) if low else self.hidden * queries
+        keys = self.hidden * (rank + rope) + rank * self.heads * (self.score - rope + self.value)
+        return query + keys + self.heads * self.value * self.hidden
+
+    @property
+    def feed_forward(self) -> int:
+        """Weights of all layers' gated MLPs that a token meets."""
+        dense = 3 * self.hidden * self.number("intermediate_size", "ffn_dim", "n_inner", least=4 * self.hidden)
+        experts = self.number("num_experts", "n_routed_experts", "num_local_experts")
+        if experts < 2:
+            return self.layers * dense
+        each = self.number("moe_intermediate_size") or dense // (3 * self.hidden)
+        shared = self.number("shared_expert_intermediate_size") or self.number("n_shared_experts") * each
+        chosen = self.number("num_experts_per_tok", "moe_topk", least=1)
+        sparse = self.hidden * (3 * (chosen * each + shared) + experts)
+        count = len(self._sparse())
+        return count * sparse + (self.layers - count) * dense
+
+    def _sparse(self) -> list[int]:
+        """Layers with experts."""
+        step, first = self.number("decoder_sparse_step", least=1), self.number("first_k_dense_replace")
+        dense = getattr(self._config, "mlp_only_layers", None) or ()
+        return [n for n in range(self.layers) if n >= first and (n + 1) % step == 0 and n not in dense]
