@@ -19,6 +19,8 @@ from slime_cli.failure import Session, report_failure
 
 COMMANDS = {
     "run": "train: a recipe file, or a plugin's default recipe",
+    "attach": "follow a run, detached or not; without a name, list those on the Ray cluster",
+    "stop": "end a run, in order or at once",
     "eval": "evaluate a model folder or a run's final model",
     "show": "explain a run directory",
     "diff": "compare two runs, step by step",

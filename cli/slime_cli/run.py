@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ Ctrl-C or SIGTERM: checkpoint and end in order; twice: at once."""
 )
 @click.option("--force-key", "forced", multiple=True, metavar="KEY", help="Resume though KEY changed; repeatable.")
 @click.option("--stop-after", type=Seconds(), metavar="TIME", help="Checkpoint and end within 40m, 90s, 1h30m.")
+@click.option("--detach", is_flag=True, help="Run on the Ray cluster, and return; `slime attach` follows.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 @click.option("--verify-step", type=click.IntRange(min=1), metavar="N", help="Recompute step N slowly; compare.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
@@ -56,6 +58,7 @@ def command(
     resume: str | None,
     forced: tuple[str, ...],
     stop_after: float | None,
+    detach: bool,
     dry_run: bool,
     verify_step: int | None,
     as_json: bool,
@@ -83,12 +86,31 @@ def command(
                 return
             check_trainer(settings)
             check_servers(settings)
+            if detach:
+                from slime_cli.submit import Detach, submit
+
+                order = Detach(
+                    session=session,
+                    words=words,
+                    run_dir=run_dir,
+                    resume=resume,
+                    old=old,
+                    forced=forced,
+                    stop_after=stop_after,
+                    verify_step=verify_step or 0,
+                )
+                return say_answer(submit(order, settings), as_json)
             run = Run(settings=settings, session=session, signals=signals, limit=limit, verify_step=verify_step or 0)
             auto = resume == "auto" or before.number > 0  # it may have ended before its first sample
             with Restarts(session, before, settings, again):
                 answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=auto)
         finally:
             settings.plugins.close()
+    say_answer(answer, as_json)
+
+
+def say_answer(answer: dict[str, Any], as_json: bool) -> None:
+    """The answer on stdout."""
     with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads
         click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
 
@@ -313,7 +335,8 @@ def reporting(
         yield report, seen
     except BaseException as error:
         reached = seen.last.version if seen.last else going.version if going else 0
-        facts = {"error": getattr(error, "code", type(error).__name__), "version": reached}
+        code = getattr(error, "exit_code", 1)
+        facts = {"error": getattr(error, "code", type(error).__name__), "exit_code": code, "version": reached}
         with contextlib.suppress(OSError):  # a full disk: the error itself says so
             run_dir.end(ended(error), facts)
         raise
@@ -348,6 +371,8 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
     known = references(recipe, redacted(config, secrets).model_dump(mode="json"))
     return {
         "error": None,
+        "exit_code": None,
+        "deaths": redact([asdict(death) for death in session.past.deaths] if session.past else [], secrets),
         "command": redact(["slime", *session.argv], secrets),
         "cwd": str(Path.cwd()),
         "recipe": str(recipe) if recipe else None,

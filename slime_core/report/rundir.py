@@ -23,6 +23,8 @@ from slime_core.errors import ConfigError, StorageError
 FOLDERS = ("segments", "log", "errors", "checkpoints")
 MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
 """Files that say that a folder holds a run."""
+EARLY = ("lock", "run.json", "driver.json", "log/driver.log")
+"""Files that are there before a run has begun."""
 STARTS = 200
 """Newest starts that ``run.json`` tells of."""
 
@@ -328,7 +330,7 @@ def _never_began(path: Path) -> bool:
         for file in path.rglob("*")
         if file.relative_to(path).as_posix() not in FOLDERS
     ]
-    return all(name in ("lock", "run.json") or name.startswith((".run.json.", ".config.toml.")) for name in made)
+    return all(name in EARLY or name.startswith((".run.json.", ".config.toml.", ".driver.json.")) for name in made)
 
 
 def _claim(path: Path) -> Path:
@@ -354,7 +356,7 @@ def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
         code="CFG16",
         where=str(path),
         why=f"it is locked by {who}",
-        fix="wait for it, stop it, or choose another: --run-dir DIR",
+        fix=f"slime attach {path}   follows it\nslime stop {path}   ends it\nor choose another: --run-dir DIR",
     )
 
 

@@ -4,18 +4,11 @@ Everything is real: Ray's own processes, a small model, the FSDP trainer, the le
 """
 
 import json
-import os
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ray_nodes import MARK, ray_cluster
 from recorded import steps_of
 from small_task import write_task
 
@@ -23,7 +16,6 @@ pytest.importorskip("ray", reason="not proven: Ray is not installed")
 pytestmark = pytest.mark.system
 
 STEPS, BATCH, SAMPLES = 3, 2, 3
-MARK = "SLIME_TEST_CLUSTER"
 REWARD = '''
 """Share of digits; where the file `kill` holds COUNT and words, the COUNT-th call kills the first process of them."""
 import os
@@ -55,7 +47,6 @@ def reward(args, sample, **kw):
         os.kill(of_the_cluster(words), signal.SIGKILL)
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
 '''.replace("MARK", MARK)
-OURS = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -64,43 +55,17 @@ def work(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(work):
-    """A Ray cluster of two processors that several runs join; its address and what a driver needs to enter."""
-    mark, where = uuid.uuid4().hex, tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")  # names of sockets are short
-    (work / "cluster").write_text(mark)
-    env = {**OURS, "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2, MARK: mark}
-    words = ["start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
-    head = subprocess.Popen(
-        [str(Path(sys.executable).with_name("ray")), *words, f"--temp-dir={where}", "--block"],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        told = ""
-        while "block forever" not in told:  # its last words, when all is there
-            line = head.stdout.readline()
-            assert line, told
-            told += line
-        yield (Path(where) / "ray_current_cluster").read_text().strip(), env
-    finally:
-        head.stdout.close()
-        for pid in marked(mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        head.wait(60)
-        shutil.rmtree(where, ignore_errors=True)
+def nodes(work):
+    """A Ray cluster of two processors that several runs join."""
+    with ray_cluster() as found:
+        (work / "cluster").write_text(f"{found.mark}-head")
+        yield found
 
 
-def marked(mark):
-    """Processes of the cluster of this mark; a node of it has the mark of its own too."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and f"{MARK}={mark}" in environ(entry.name):
-            found.append(int(entry.name))
-    return found
+@pytest.fixture(scope="module")
+def cluster(nodes):
+    """Its address and what a driver needs to enter it."""
+    return nodes.address, nodes.env
 
 
 @pytest.fixture
@@ -161,40 +126,22 @@ def test_two_ranks_and_two_engines_on_a_cluster_make_the_samples_and_weights_of_
 
 
 @pytest.mark.nightly
-def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, cluster, here):
+def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, nodes, cluster, here):
     """Four bundles on nodes of two processors; ranks with a bundle each do not count on one machine."""
     address, env = cluster
-    join = [str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--num-cpus=2", "--block"]
-    node = subprocess.Popen(
-        join,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        told = ""
-        while "block forever" not in told:
-            line = node.stdout.readline()
-            assert line, told
-            told += line
+    with nodes.node("second", f"--address={address}", processors=2):
         flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", address)
         done, path = run("nodes", *flags, "--no-colocate", "--rollout-num-engines", 2, **env)
-        assert done.returncode == 0, done.stderr
-        assert steps(path)[0] == steps(here)[0]
-        assert weights(path) == weights(here)
-        assert "2 trainer rank(s), 2 engine(s)" in done.stderr
-    finally:
-        node.send_signal(signal.SIGTERM)
-        node.stdout.close()
-        node.wait(90)
+    assert done.returncode == 0, done.stderr
+    assert steps(path)[0] == steps(here)[0]
+    assert weights(path) == weights(here)
+    assert "2 trainer rank(s), 2 engine(s)" in done.stderr
 
 
 def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run, work):
     (work / "listening.py").write_text(LISTENING)
     flags = ("--cluster", "ray", "--rollout-sample-hook-path", f"{work}/listening.py:look")
-    done, path = run("own", *flags, RAY_ADDRESS="", SLIME_TEST_CLUSTER="own")
+    done, path = run("own", *flags, RAY_ADDRESS="", **{MARK: "own"})
     assert done.returncode == 0, done.stderr
     assert steps(path)[1]["trained"] == STEPS * BATCH * SAMPLES
     pids, open_to_others = json.loads((work / "listening.json").read_text())
@@ -217,7 +164,7 @@ import os
 from pathlib import Path
 
 def look(args, samples, **kw):
-    mark, pids, sockets = b"SLIME_TEST_CLUSTER=own", [], set()
+    mark, pids, sockets = b"SLIME_TEST_NODE=own", [], set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

@@ -4,18 +4,11 @@ Everything is real: ranks and engines in processes of their own, killed from wit
 """
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import uuid
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import pytest
+from ray_nodes import ray_cluster
 from recorded import steps_of
 from small_task import write_task
 
@@ -271,45 +264,13 @@ def test_on_ray_a_host_that_is_stopped_is_named_and_the_run_goes_on_without_it(r
     same(path, other)
 
 
-@contextmanager
-def node(name, mark, env, *words):
-    """A Ray node of one processor, whose processes bear ``mark`` and its name; all of them end with the block."""
-    told = {**os.environ, **env, "SLIME_TEST_NODE": f"{mark}-{name}"}
-    start = [str(Path(sys.executable).with_name("ray")), "start", "--num-cpus=1", "--block", *words]
-    process = subprocess.Popen(
-        start, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        said = ""
-        while "block forever" not in said:  # its last words, when all is there
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        yield
-    finally:
-        process.stdout.close()
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if f"SLIME_TEST_NODE={mark}-{name}".encode() in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-        process.wait(60)
-
-
 @pytest.mark.nightly
 def test_on_ray_a_machine_that_is_lost_is_replaced_by_another(run, other):
     """Two ranks on two of three nodes; the node of one is killed whole, and the run goes on on the other two."""
     pytest.importorskip("ray", reason="not proven: Ray is not installed")
-    mark, where = uuid.uuid4().hex, tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")  # names of sockets are short
-    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2, "RAY_worker_niceness": "0"}
-    quiet = ("--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={where}")
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, where, ignore_errors=True)
-        stack.enter_context(node("head", mark, env, "--head", "--port=0", *quiet))
-        address = (Path(where) / "ray_current_cluster").read_text().strip()
-        for name in ("a", "b"):
-            stack.enter_context(node(name, mark, env, f"--address={address}"))
-        flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", address)
-        done, path = run("ray-node", *flags, orders=[f"15 SIGKILL @{RANK}"], **env)
+    with ray_cluster("a", "b", processors=1) as nodes:
+        flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", nodes.address)
+        done, path = run("ray-node", *flags, orders=[f"15 SIGKILL @{RANK}"], **nodes.env)
         assert done.returncode == 0, done.stderr
     (row,) = restarts(path)
     assert re.match("(TRN105 trainer rank|ENG84 the engine's process).* was lost", row["cause"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slime_core.clusters.ray.driver import Drivers
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 """The address of a cluster of our own on this machine."""
+
+LETTER = "SLIME_LETTER"
+"""Variable with the descriptor of what a detached driver's process is told."""
 
 OURS = {
     "RAY_AUTH_MODE": "token",
@@ -37,3 +42,23 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
     from slime_core.clusters.ray.cluster import ray_cluster
 
     return ray_cluster(config, plugins, report)
+
+
+@contextmanager
+def detached_drivers(address: str, config: Config | None = None) -> Iterator[tuple[Drivers, str]]:
+    """Detached drivers of the cluster at an address, and the address as the cluster names it.
+
+    With ``config`` what travels with its run goes to what is started from here.
+
+    Raises:
+        ConfigError: CFG17 no cluster, CFG19 no wheel.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from slime_core.clusters.ray.driver import Drivers
+    from slime_core.clusters.ray.joining import entered
+    from slime_core.clusters.ray.travelling import travelling
+
+    with ExitStack() as stack:
+        env = stack.enter_context(travelling(config)) if config is not None else {}
+        there = stack.enter_context(entered(address, env=env))
+        yield Drivers(), there

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RuntimeEnvSetupError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -27,7 +28,7 @@ from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
-from slime_core.clusters.ray.travelling import travelling
+from slime_core.clusters.ray.travelling import not_set_up, travelling
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -198,7 +199,10 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
                 max_concurrency=1000,
             )
             actors.append(options.remote())
-        facts = await asyncio.gather(*(actor.where.remote() for actor in actors))
+        try:
+            facts = await asyncio.gather(*(actor.where.remote() for actor in actors))
+        except RuntimeEnvSetupError as error:
+            raise not_set_up(error) from error
         yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)])
     finally:
         for actor in actors:

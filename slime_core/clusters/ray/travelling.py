@@ -158,3 +158,14 @@ def _info_of(archive: zipfile.ZipFile) -> str:
 
 def _wheels(config: Config) -> list[Path]:
     return [path for path in map(Path, config.cluster.ray_py_modules) if path.suffix == ".whl"]
+
+
+def not_set_up(error: Exception) -> ConfigError:
+    """The error of a machine on which Ray could not make the runtime environment."""
+    return ConfigError(
+        "a machine of the Ray cluster cannot take what travels with the run",
+        code="CFG19",
+        where=f"{KEY}, cluster.ray_env_vars",
+        why=" ".join(str(error).split())[:600],
+        fix="look at runtime_env_setup-*.log of Ray's session there, or install the plugins on each machine instead",
+    )

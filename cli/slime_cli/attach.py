@@ -1,0 +1,72 @@
+"""`slime attach [RUN]`: a run directory, or the name of a detached run, in; what it says, until it ends, out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from slime_cli.failure import INTERRUPTED, say
+from slime_cli.following import follow, named, plain, reached, target_of
+from slime_cli.tables import print_table
+
+
+@click.command("attach")
+@click.argument("run", required=False)
+@click.option("--address", default="", help="Ray cluster of a detached run; default: its own, or RAY_ADDRESS.")
+@click.option("--json", "as_json", is_flag=True, help="The list as JSON.")
+def command(run: str | None, address: str, as_json: bool) -> int:
+    """Follow RUN (a run directory, or a detached run's name) and end with its exit code; without one, list them.
+
+    Ctrl-C leaves it running.
+    """
+    if run is None:
+        rows = listed(address)
+        if as_json:
+            click.echo(json.dumps(rows, indent=1, sort_keys=True))
+        elif rows:
+            print_table(["run", "state", "host", "run directory"], [list(row.values())[:4] for row in rows])
+        else:
+            say("no detached run is on this cluster")
+        return 0
+    target = named(run, address)
+    try:
+        return follow(target, address)
+    except KeyboardInterrupt:
+        say(f"\ndetached: the run goes on; slime attach {target.path} follows it, slime stop {target.path} ends it")
+        return INTERRUPTED
+
+
+def listed(address: str) -> list[dict[str, Any]]:
+    """A row a detached run."""
+    rows = []
+    with reached(address) as drivers:
+        for name in drivers.names():
+            found = drivers.find(name)
+            if found is None:
+                continue  # it ended meanwhile
+            about, path = found.about, str(found.about.get("run_dir", ""))
+            version = last_version(path) if path else 0
+            rows.append(
+                {
+                    "name": plain(name),
+                    "state": found.state,
+                    "host": about.get("host", ""),
+                    "run_dir": path,
+                    "actor": name,
+                    "pid": about.get("pid", 0),
+                    "version": version,
+                }
+            )
+    return rows
+
+
+def last_version(path: str) -> int:
+    """Steps that its figures tell of."""
+    from pathlib import Path
+
+    from slime_core.report import history
+
+    steps = history.steps_of(target_of(Path(path)).run_dir)
+    return steps[-1]["version"] if steps else 0

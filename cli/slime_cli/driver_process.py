@@ -1,0 +1,144 @@
+"""The process of a detached run's driver: the letter of `slime run --detach` in; `slime run`, now and again, out.
+
+    python -m slime_cli.driver_process KEEPER
+
+nothing has begun yet   the command as it was typed, in the run directory that it was given
+it has, and was lost    `slime run --resume RUN_DIR`, as restarts do it: counted among them, and given up as they are
+it has, and ended       how it ended
+
+KEEPER is the process that started this one and that it dies with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_cli.failure import Session, Terminated, report_failure, say
+from slime_cli.restarts import MEMORY, Command, Death, Past, given_up, pause, refusal
+from slime_cli.signals import terminable
+from slime_core.clusters.detached import LOG, code_of
+from slime_core.clusters.parent import end_with
+from slime_core.clusters.ray import LETTER
+from slime_core.errors import Preempted, SlimeError
+from slime_core.report import RunDir, history
+
+LOOK = 0.5  # seconds between looks whether a process that was lost has let go of the run
+LEFT = 300.0  # seconds that it may take: on a machine that is out of reach Ray ends it in time
+
+
+@dataclass(slots=True, kw_only=True)
+class Letter:
+    """What the command that detached the run says to its driver, now and at every restart."""
+
+    run_dir: str
+    words: list[str]  # of the first start, after `slime`
+    epoch: int  # of the run before that
+    forced: list[str] = field(default_factory=list)
+    until: float | None = None  # wall clock, of --stop-after
+    verify_step: int = 0
+    verbose: bool = False
+    allowed: int = 0  # restarts
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of `--stop-after` that are left."""
+        return None if self.until is None else max(1.0, self.until - time.time())
+
+
+def main() -> int:
+    """Run; the answer is the exit code."""
+    end_with(int(sys.argv[1]))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block some
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    with os.fdopen(int(os.environ.pop(LETTER)), encoding="utf-8") as file:
+        letter = Letter(**json.load(file))
+    run_dir = RunDir(Path(letter.run_dir))
+    session = Session(verbose=letter.verbose, run_dir=run_dir, secrets=frozenset(letter.secrets.values()))
+    try:
+        words = next_words(letter, run_dir, session)
+    except BaseException as error:
+        return report_failure(error, session)
+    if words is None:
+        return code_of(run_dir.read_info())
+    from slime_cli.main import main as slime
+
+    return slime(words)
+
+
+def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] | None:
+    """Words after `slime` of this start; None where the run has ended already.
+
+    Raises:
+        SlimeError: it was lost too often, or gets no further: how it ended first.
+        Preempted: it was asked to stop before it went on.
+    """
+    info = run_dir.read_info()
+    begun = any((start.get("epoch") or 0) > letter.epoch for start in run_dir.starts())
+    if not (begun and run_dir.config.is_file()):
+        stop_after = [] if letter.left is None else ["--stop-after", str(letter.left)]
+        return [letter.words[0], *stop_after, *letter.words[1:]]
+    if info.get("status") not in ("running", "failed"):
+        return None
+    lost = death_of(run_dir, info)
+    deaths = [*(Death(**death) for death in info.get("deaths") or ()), lost]
+    if reason := refusal(deaths, letter.allowed):
+        raise given_up(deaths, reason)
+    say(f"RESTART {len(deaths)} of {letter.allowed} in {pause(len(deaths)):g} s, after: {lost.told}")
+    try:
+        with terminable():
+            time.sleep(pause(len(deaths)))
+            wait_for_the_lock(run_dir)
+    except Terminated:
+        fix = f"slime run --resume {run_dir.path}"
+        raise Preempted("stopped before it went on (SIGTERM)", why="nothing is lost", fix=fix) from None
+    remember(Past(deaths=deaths, allowed=letter.allowed, secrets=letter.secrets))
+    again = Command(
+        session, forced=letter.forced, stop_after=letter.left, verify_step=letter.verify_step, as_json=False
+    )
+    return again.words(run_dir, lost.version)
+
+
+def death_of(run_dir: RunDir, info: Mapping[str, Any]) -> Death:
+    """The end of the driver's last process, of which nobody but the run directory tells."""
+    start = run_dir.starts()[-1]
+    version = max((step["version"] for step in history.steps_of(run_dir)), default=0)
+    after = f" after {info['error']}" if info.get("status") == "failed" else ""
+    error = SlimeError(
+        f"the driver, process {start.get('pid')} on {start.get('host')}, was lost{after}",
+        code="SLM01",
+        where=str(run_dir.path / LOG),
+        why="it was killed, or its machine was lost; it could not say",
+        fix=f"slime run --resume {run_dir.path}",
+    )
+    return Death.of(error, version)
+
+
+def wait_for_the_lock(run_dir: RunDir) -> None:
+    """Give a process that is on its way out the time for it; the run itself refuses one that stays (CFG16)."""
+    end = time.monotonic() + LEFT
+    while run_dir.holder() is not None and time.monotonic() < end:
+        time.sleep(LOOK)
+
+
+def remember(past: Past) -> None:
+    """Leave it where `restarts.past` finds it."""
+    memory = os.memfd_create("slime-restart", 0)
+    with os.fdopen(os.dup(memory), "w", encoding="utf-8") as file:
+        json.dump(asdict(past), file)
+    os.lseek(memory, 0, os.SEEK_SET)
+    os.environ[MEMORY] = str(memory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""A run directory or the name of a detached run in; what it says, as it says it, and how it ended, out.
+
+detached          its driver's output, log/driver.log; its actor is asked whether it lives
+in a process      log/run.log and metrics.jsonl, as the lines that it prints; its lock tells whether it lives
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.failure import say
+from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, read_record
+from slime_core.errors import ConfigError, SlimeError
+from slime_core.report.rundir import RunDir
+
+if TYPE_CHECKING:
+    from slime_core.clusters.ray.driver import Drivers
+
+SHOWN = 20  # lines of what was said before
+POLL = 0.2  # seconds between looks at files
+ASK = 2.0  # seconds between questions to an actor
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Target:
+    """A run that somebody named."""
+
+    run_dir: RunDir
+    record: Record | None
+
+    @property
+    def path(self) -> Path:
+        """Of the run directory."""
+        return self.run_dir.path
+
+    @property
+    def detached(self) -> bool:
+        """Whether its driver is an actor's, and has not ended."""
+        return self.record is not None and self.record.code is None
+
+    @property
+    def code(self) -> int:
+        """The exit code of its last process, which has ended."""
+        record, info = self.record, self.run_dir.read_info()
+        if record is not None and record.code is not None and record.last >= (info.get("epoch") or 0):
+            return record.code
+        return code_of(info)
+
+
+def target_of(path: Path) -> Target:
+    """The run in a folder.
+
+    Raises:
+        ConfigError: CFG05 there is none.
+    """
+    resolved = path.expanduser().absolute()
+    record = read_record(resolved)
+    run_dir = RunDir(resolved) if record is not None else RunDir.open(path)
+    return Target(run_dir=run_dir, record=record)
+
+
+def named(word: str, address: str) -> Target:
+    """A run by its folder, or a detached one by the name of its actor or of its folder.
+
+    Raises:
+        ConfigError: CFG05 there is none, or several; CFG17 no cluster could be asked for the name.
+    """
+    if os.sep in word or Path(word).is_dir():
+        return target_of(Path(word))
+    with reached(address) as drivers:
+        names = drivers.names()
+        found = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
+        driver = drivers.find(found[0]) if len(found) == 1 else None
+    if driver is None or not driver.about:
+        raise ConfigError(
+            f"{len(found)} detached runs are named '{word}'" if len(found) != 1 else f"{found[0]} does not answer now",
+            code="CFG05",
+            where=word,
+            why=f"it is no folder here ({Path.cwd()}), and the cluster has: {', '.join(names) or 'no detached run'}",
+            fix="name the run directory; slime attach   without a name lists detached runs",
+        )
+    return target_of(Path(driver.about["run_dir"]))
+
+
+def plain(actor: str) -> str:
+    """The folder's name in an actor's."""
+    return actor.removeprefix(PREFIX).rpartition("-")[0]
+
+
+@contextmanager
+def reached(address: str) -> Iterator[Drivers]:
+    """Detached drivers of a cluster: the address that is given, or RAY_ADDRESS, or that of this machine.
+
+    Raises:
+        ConfigError: CFG17 there is none.
+    """
+    from slime_core.clusters.ray import detached_drivers
+
+    with detached_drivers(address or os.environ.get("RAY_ADDRESS", "") or "auto") as (drivers, _):
+        yield drivers
+
+
+class Lines:
+    """Whole lines that are appended to a file; the first look gives the last of those that are there."""
+
+    def __init__(self, path: Path, last: int = SHOWN) -> None:
+        self._path, self._last, self._at, self._rest = path, last, -1, b""
+
+    def new(self) -> list[str]:
+        """Lines since the last look."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                first, self._at = self._at < 0, max(0, self._at if self._at <= size else 0)  # it was cut: trimmed
+                file.seek(self._at)
+                data = self._rest + file.read()
+                self._at = file.tell()
+        except OSError:
+            return []
+        *lines, self._rest = data.split(b"\n")
+        return [line.decode(errors="replace") for line in (lines[-self._last :] if first else lines)]
+
+
+def follow(target: Target, address: str, show: Callable[[str], None] = say) -> int:
+    """Show what the run says until it has ended; its exit code.
+
+    Raises:
+        ConfigError: CFG17 the cluster of a detached run does not answer.
+        SlimeError: SLM01 its driver was lost and is not started again.
+    """
+    if target.detached:
+        return follow_detached(target, address, show)
+    if target.record is not None and target.run_dir.holder() is None and target.record.code == target.code:
+        for line in Lines(target.path / LOG).new():
+            show(line)
+        return target.code
+    return follow_process(target, show)
+
+
+def follow_detached(target: Target, address: str, show: Callable[[str], None]) -> int:
+    """Its driver's output; its actor is asked now and then, its record is looked at always."""
+    assert target.record is not None
+    lines, name = Lines(target.path / LOG), actor_name(target.path)
+    with reached(address or target.record.address) as drivers:
+        asked = -ASK
+        while True:
+            now = target_of(target.path)
+            for line in lines.new():
+                show(line)
+            if not now.detached:
+                for line in lines.new():
+                    show(line)
+                return now.code
+            if time.monotonic() - asked >= ASK:
+                if drivers.find(name) is None and target_of(target.path).detached:
+                    raise lost(target)
+                asked = time.monotonic()
+            time.sleep(POLL)
+
+
+def lost(target: Target) -> SlimeError:
+    """The error of a driver that is not started again and could not say how it ended."""
+    return SlimeError(
+        "the run's driver was lost, and is not started again",
+        code="SLM01",
+        where=str(target.path / LOG),
+        why="its actor is not on the cluster any more: it was lost too often, or ray stop ended the cluster",
+        fix=f"slime run --resume {target.path}   goes on from where it stands",
+    )
+
+
+def follow_process(target: Target, show: Callable[[str], None]) -> int:
+    """Steps, evaluations and sentences of a run in a process of this or another machine."""
+    notes, figures = Lines(target.run_dir.log / "run.log"), Lines(target.run_dir.metrics, SHOWN)
+    shown = Steps(target.run_dir)
+    while True:
+        alive = target.run_dir.holder() is not None
+        for line in notes.new():
+            show(line.partition(" ")[2])  # without its time
+        for line in figures.new():
+            if text := shown.line(line):
+                show(text)
+        if not alive:
+            return target.code
+        time.sleep(POLL)
+
+
+class Steps:
+    """Lines of ``metrics.jsonl`` as the run prints them."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._pace: Any = None
+
+    def line(self, text: str) -> str:
+        """What is said of a row; empty for one that says nothing, or was cut."""
+        import json
+
+        from slime_core.report import live
+        from slime_core.types import StepReport
+
+        try:
+            row = json.loads(text)
+            if row["kind"] == "eval":
+                return live.evaluation_line(row["name"], row["version"], row["metrics"])
+            if row["kind"] != "step":
+                return ""
+            parts = {name: row[name] for name in ("version", "stage", "step", "of", "metrics", "seconds")}
+        except (ValueError, KeyError, TypeError):
+            return ""
+        report, wall = StepReport(**parts), sum(row["seconds"].values())
+        if self._pace is None:
+            self._pace = live.Pace(self._total())
+        self._pace.done = report.version - 1
+        self._pace.add(wall)
+        figures = "  ".join(live.figures(report, wall))
+        return f"{live.place(report)}  {figures}  eta {live.duration(self._pace.eta)}"
+
+    def _total(self) -> int:
+        from slime_core.config.load import read
+        from slime_core.report.live import total_steps
+
+        return total_steps(read(self._run_dir.config, check=False).config)

@@ -1,0 +1,100 @@
+"""`slime stop RUN`: a run directory, or the name of a detached run, in; its end, in order or at once, out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from slime_cli.failure import INTERRUPTED, say
+from slime_cli.following import POLL, Target, follow, named, reached, target_of
+from slime_core.clusters.detached import actor_name
+from slime_core.errors import ConfigError
+
+NOW = 20.0  # seconds in which a process that was told twice must be gone before it is killed
+
+
+@click.command("stop")
+@click.argument("run")
+@click.option("--now", is_flag=True, help="At once, without a checkpoint; what was recorded can be resumed.")
+@click.option("--address", default="", help="Ray cluster of a detached run; default: its own, or RAY_ADDRESS.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+def command(run: str, now: bool, address: str, as_json: bool) -> int:
+    """End RUN in order, with a checkpoint, and wait for it; --now: at once.
+
+    Ctrl-C does not take the request back.
+    """
+    target = named(run, address)
+    said: list[str] = []
+    try:
+        code = stop_detached(target, now, address, said) if target.detached else stop_process(target, now, said)
+    except KeyboardInterrupt:
+        say(f"\nit was asked to end and has not ended yet; slime attach {target.path} follows it")
+        return INTERRUPTED
+    for line in said[-3:]:
+        say(line)
+    if as_json:
+        click.echo(json.dumps({"run_dir": str(target.path), "exit_code": code}, indent=1, sort_keys=True))
+    else:
+        say(f"ended with exit code {code}: {target.path}")
+    return 0
+
+
+def stop_detached(target: Target, now: bool, address: str, said: list[str]) -> int:
+    """Ask its actor, and follow it to its end."""
+    assert target.record is not None
+    with reached(address or target.record.address) as drivers:
+        while target_of(target.path).detached and not drivers.stop(actor_name(target.path), now=now):
+            time.sleep(POLL)
+    return follow(target_of(target.path), address, said.append)
+
+
+def stop_process(target: Target, now: bool, said: list[str]) -> int:
+    """Signal the process that holds the run, which must be on this machine.
+
+    Raises:
+        ConfigError: CFG05 none holds it, or it is elsewhere.
+    """
+    holder = target.run_dir.holder()
+    if holder is None:
+        raise ConfigError(
+            "no process runs in this run directory",
+            code="CFG05",
+            where=str(target.path),
+            why=f"its last one ended with exit code {target.code}",
+            fix=f"slime show {target.path}   tells how",
+        )
+    pid, host = holder.get("pid"), holder.get("host")
+    if host != socket.gethostname() or not isinstance(pid, int):
+        raise ConfigError(
+            f"the run's process is on another machine, {host}",
+            code="CFG05",
+            where=str(target.path),
+            why="only detached runs can be stopped from elsewhere",
+            fix=f"on {host}: slime stop {target.path}   or kill -TERM {pid}",
+        )
+    end_process(target, pid, now=now)
+    return follow(target_of(target.path), "", said.append)
+
+
+def end_process(target: Target, pid: int, *, now: bool) -> None:
+    """SIGTERM once; or until it is gone, and SIGKILL where it does not go."""
+    end = time.monotonic() + NOW
+    number = signal.SIGTERM
+    while True:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if not now or number == signal.SIGKILL:
+            return
+        time.sleep(POLL)
+        holder = target.run_dir.holder()
+        if holder is None or holder.get("pid") != pid or not Path(f"/proc/{pid}").exists():
+            return
+        if time.monotonic() > end:
+            number = signal.SIGKILL

@@ -1,0 +1,192 @@
+"""`slime run --detach`: settings in; a driver on the Ray cluster, and how to follow it, out.
+
+    a cluster that stays? -> joined -> room? -> the run directory -> its record -> the actor -> its first answer
+
+Everything that `slime run` checks before it takes anything has been checked by then, here where somebody reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_cli.driver_process import Letter
+from slime_cli.failure import Session, say
+from slime_cli.restarts import MEMORY, allowed, unsaved
+from slime_core.clusters.detached import FILE, LOG, Record, actor_name, read_record
+from slime_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_cli.settings import Settings
+    from slime_core.report import RunDir
+
+PROGRAM = ("-P", "-m", "slime_cli.driver_process")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Detach:
+    """A command line of `slime run --detach`."""
+
+    session: Session
+    words: Sequence[str]  # recipe, flags and keys
+    run_dir: Path | None
+    resume: str | None
+    old: Path | None  # the run that it goes on with
+    forced: Sequence[str]
+    stop_after: float | None
+    verify_step: int
+
+    def first(self, at: Path) -> list[str]:
+        """Words after `slime` of the driver's first process."""
+        if self.resume is None:
+            place = ["--run-dir", str(at)]
+        elif self.resume == "auto":
+            place = ["--resume", "auto", "--run-dir", str(at)]
+        else:
+            place = ["--resume", str(at)]
+        place += [word for key in self.forced for word in ("--force-key", key)]
+        place += ["--verify-step", str(self.verify_step)] * bool(self.verify_step)
+        return ["run", *place, *["--verbose"] * self.session.verbose, *self.words]
+
+
+def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
+    """Start the driver of a run; the answer says where it is.
+
+    Raises:
+        ConfigError: CFG04 a run that does not outlive the command, CFG12 the run directory holds another, CFG16 a
+            process runs there, CFG17 no cluster, CFG18 no room in it, CFG19 what travels does not fit.
+    """
+    from slime_core.clusters.machine import resolve_machine
+    from slime_core.clusters.ray import detached_drivers
+
+    environment = {name: value for name, value in os.environ.items() if name != MEMORY}
+    address = outliving(settings)
+    config = resolve_machine(settings.config)
+    from slime_core.clusters.ray.placement import plan
+    from slime_core.clusters.ray.travelling import check_travelling
+
+    for text in check_travelling(config, settings.plugins):
+        say(text)
+    with detached_drivers(address, config) as (drivers, there):
+        from slime_core.clusters.ray.driver import Order, taken
+        from slime_core.clusters.ray.joining import check_room
+
+        check_room(plan(config).bundles)
+        with claimed(detach, settings) as run_dir:
+            name = actor_name(run_dir.path)
+            if name in drivers.names():
+                raise taken(str(run_dir.path), name)
+            epoch = 0 if detach.old is None else int(run_dir.read_info().get("epoch") or 0)
+            until = None if detach.stop_after is None else time.time() + detach.stop_after
+            letter = Letter(
+                run_dir=str(run_dir.path),
+                words=detach.first(run_dir.path),
+                epoch=epoch,
+                forced=list(detach.forced),
+                until=until,
+                verify_step=detach.verify_step,
+                verbose=detach.session.verbose,
+                allowed=allowed(config),
+                secrets=unsaved(settings),
+            )
+            order = Order(
+                run_dir=str(run_dir.path),
+                program=PROGRAM,
+                folder=str(Path.cwd()),
+                letter=_text(letter),
+                environment={**environment, "RAY_ADDRESS": there},
+                restarts=letter.allowed,
+            )
+            Record(actor=name, address=there, epoch=epoch, submitted=time.time()).write(run_dir.path)
+            about = drivers.submit(name, order)
+    say(f"the driver is process {about['pid']} on {about['host']}; its output: {run_dir.path / LOG}")
+    say(f"follow  slime attach {run_dir.path}")
+    say(f"stop    slime stop {run_dir.path}")
+    return {"run_dir": str(run_dir.path), "actor": name, "address": there, "host": about["host"], "pid": about["pid"]}
+
+
+def outliving(settings: Settings) -> str:
+    """The address of the cluster, which must be there when this command is not.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    from slime_core.clusters.ray import LOCAL, address_of
+
+    config = settings.config
+    if config.cluster.cluster_backend != "ray":
+        raise ConfigError(
+            "--detach needs a Ray cluster to run on",
+            code="CFG04",
+            where="command line: --detach",
+            why=f"cluster_backend = {config.cluster.cluster_backend}: the run would end with this command",
+            fix="--cluster ray --ray-address HOST:PORT   or, on this machine alone: nohup slime run ... &",
+        )
+    address = address_of(config)
+    if address == LOCAL:
+        raise ConfigError(
+            "--detach needs a cluster that outlives the command",
+            code="CFG04",
+            where="cluster.ray_address",
+            why="a Ray cluster of the run's own ends with it" if config.cluster.ray_address else "no address is given",
+            fix="ray start --head   starts one on this machine; then --ray-address auto",
+        )
+    return address
+
+
+@contextmanager
+def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
+    """The run directory, new or old; what was made for a driver that then does not come is taken away again.
+
+    Raises:
+        ConfigError: CFG12 it holds another run, CFG16 a process runs there.
+    """
+    from slime_core.report import RunDir
+
+    if detach.old is not None:
+        old = RunDir.open(detach.old)
+        old.lock()
+        old.close()
+        before = read_record(old.path)
+        try:
+            yield old
+        except BaseException:
+            with suppress(OSError):
+                before.write(old.path) if before is not None else (old.path / FILE).unlink(missing_ok=True)
+            raise
+        return
+    fresh = RunDir.create(settings.config.name, at=detach.run_dir)
+    fresh.close()
+    try:
+        yield fresh
+    except BaseException:
+        forget(fresh.path)
+        raise
+
+
+def forget(path: Path) -> None:
+    """Remove a run directory, unless something has begun in it."""
+    from slime_core.report.rundir import check_free
+
+    with suppress(OSError):
+        (path / FILE).unlink(missing_ok=True)
+    try:
+        check_free(path)
+    except ConfigError:
+        return
+    for file in (path / LOG, path / "run.json", path / "lock"):
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    for folder in (*(each for each in path.iterdir() if each.is_dir()), path):
+        with suppress(OSError):  # it holds something
+            folder.rmdir()
+
+
+def _text(letter: Letter) -> str:
+    return json.dumps(asdict(letter))

@@ -1,0 +1,87 @@
+"""A detached run as its folder tells of it: the actor that keeps its driver, where, what it was asked, how it ended.
+
+slime run --detach --writes--> RUN_DIR/driver.json <--keeps up to date-- the actor (`clusters.ray.driver`)
+                                      `--read by slime attach, slime stop, and the driver's next process
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime_core.durable import replace_file, storage_error
+from slime_core.errors import Preempted, SlimeError
+
+FILE, LOG = "driver.json", "log/driver.log"
+PREFIX = "driver:"
+"""Beginning of the names of our actors that keep drivers."""
+CODES = {"finished": 0, "preempted": Preempted.exit_code, "interrupted": 130, "terminated": 143}
+"""Exit codes of what ``run.json`` says of a run's end; a failed one has that of its error."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Record:
+    """``driver.json``. Only who holds the actor writes it.
+
+    Example: Record(actor="driver:demo-0-1f0c...", address="10.0.0.5:6379", epoch=0, submitted=1.7e9)
+    """
+
+    actor: str
+    address: str  # of the cluster
+    epoch: int  # of the run when it was submitted; its own starts have later ones
+    submitted: float  # wall clock
+    asked: str = ""  # "stop", or "now": an end that somebody asked for
+    code: int | None = None  # exit code, once it has ended
+    last: int = 0  # epoch at its end: later starts are not of this driver
+    ended: float = 0.0  # wall clock
+
+    def write(self, run_dir: Path) -> None:
+        """Put it into the run directory.
+
+        Raises:
+            StorageError: STO109, STO110 or STO121.
+        """
+        path = run_dir / FILE
+        try:
+            replace_file(path, (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode())
+        except OSError as error:
+            raise storage_error(error, path, f"{FILE} cannot be written") from error
+
+    def asking(self, what: str) -> Record:
+        """The same, asked to end."""
+        return replace(self, asked=what)
+
+    def ending(self, code: int, epoch: int) -> Record:
+        """The same, at its end."""
+        return replace(self, code=code, last=epoch, ended=time.time())
+
+
+def read_record(run_dir: Path) -> Record | None:
+    """What a run directory says of its detached driver; None where it never had one."""
+    with suppress(OSError, ValueError, TypeError):
+        return Record(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+    return None
+
+
+def actor_name(run_dir: Path) -> str:
+    """The name of the actor that keeps the driver of a run directory, the same from wherever it is seen.
+
+    Example: actor_name(Path("/data/runs/demo-0")) == "driver:demo-0-5f4dcc3b"
+    """
+    resolved = run_dir.resolve()
+    digest = hashlib.blake2b(str(resolved).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+    return f"{PREFIX}{resolved.name}-{digest}"
+
+
+def code_of(info: Mapping[str, Any]) -> int:
+    """The exit code of the process that ``run.json`` tells of; 137 where it was killed and says nothing."""
+    if info.get("status") == "failed":
+        code = info.get("exit_code")
+        return code if isinstance(code, int) else SlimeError.exit_code
+    return CODES.get(str(info.get("status")), 137)
