@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slime_cli.settings import Settings
     from slime_core.config.schema import Config
     from slime_core.engines.sglang.command import Prepared
+    from slime_core.engines.sglang.topology import ServerGroup
 
 EXTRA = 'pip install "slime-rl[sglang]"'
 
@@ -31,6 +32,7 @@ def check_servers(settings: Settings, config: Config | None = None) -> dict[str,
     from slime_core.config import engine_rules
     from slime_core.config.problems import raise_all
     from slime_core.engines.sglang.command import prepare
+    from slime_core.engines.sglang.topology import topology
 
     config = config if config is not None else resolve_machine(settings.config)
     places = settings.loaded.origins
@@ -42,6 +44,9 @@ def check_servers(settings: Settings, config: Config | None = None) -> dict[str,
     def where(name: str) -> str:
         return places.of(("sglang", *name.split("."))) or f"sglang.{name}"
 
+    if config.cluster.cluster_backend == "ray" and not _is_here(config):
+        raise_all([places.place(problem) for problem in engine_rules.conflicts(config)])
+        return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
     return described(prepare(config, gpus=_gpus(config), where=where))
 
 
@@ -58,16 +63,19 @@ def described(prepared: Prepared) -> dict[str, Any]:
         "version": found.version,
         "python": found.python,
         "groups": [
-            {
-                "name": group.name,
-                "role": group.role,
-                "mode": group.mode,
-                "model": group.model,
-                "servers": [list(server.gpus) for server in group.servers],
-                "arguments": list(prepared.commands[group.servers[0].number].arguments),
-            }
+            _group(group) | {"arguments": list(prepared.commands[group.servers[0].number].arguments)}
             for group in prepared.topology.groups
         ],
+    }
+
+
+def _group(group: ServerGroup) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "role": group.role,
+        "mode": group.mode,
+        "model": group.model,
+        "servers": [list(server.gpus) for server in group.servers],
     }
 
 
@@ -75,7 +83,8 @@ def lines(servers: dict[str, Any]) -> dict[str, str]:
     """The same for a table of two columns."""
     if "external" in servers:
         return {"servers": f"{len(servers['external'])} that run already: {', '.join(servers['external'])}"}
-    rows = {"sglang": f"{servers['version']} of {servers['python']}"}
+    there = "looked for where the servers start"
+    rows = {"sglang": f"{servers['version']} of {servers['python']}" if servers["python"] else there}
     for group in servers["groups"]:
         gpus = "; ".join(",".join(map(str, gpus)) for gpus in group["servers"] if gpus)
         kind = "" if group["mode"] == "regular" else f" {group['mode']}"
@@ -85,8 +94,21 @@ def lines(servers: dict[str, Any]) -> dict[str, str]:
     return rows
 
 
+def _is_here(config: Config) -> bool:
+    """Whether this machine has the SGLang that [sglang] names; of a cluster the servers' machines may alone."""
+    from slime_core.engines.sglang.installation import find_python
+    from slime_core.errors import ConfigError
+
+    try:
+        return bool(find_python(config.sglang))
+    except ConfigError as error:
+        if error.code == "CFG02":
+            raise
+        return False
+
+
 def _gpus(config: Config) -> int | None:
-    if config.cluster.device != "cuda":
+    if config.cluster.device != "cuda" or config.cluster.cluster_backend == "ray":
         return None
     import torch
 

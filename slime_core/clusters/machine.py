@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.config.load import stages
 
@@ -18,12 +18,14 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products a
 
 
 def resolve_machine(config: Config) -> Config:
-    """The config with device, dtype and cpu_threads settled for this machine."""
+    """The config with device, dtype and cpu_threads settled for this machine, or for the Ray cluster of the run.
+
+    Raises:
+        ConfigError: CFG17 there is no Ray cluster that could be asked for its GPUs.
+    """
     device = config.cluster.device
     if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = _device(config)
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
@@ -37,6 +39,18 @@ def resolve_machine(config: Config) -> Config:
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+
+
+def _device(config: Config) -> Literal["cpu", "cuda"]:
+    """``cuda`` where torch sees a GPU; on a Ray cluster that is there, where one of its machines has one."""
+    if config.cluster.cluster_backend == "ray":
+        from slime_core.clusters.ray.device import device_of
+
+        if found := device_of(config):
+            return found
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engines_apart(config: Config) -> int:

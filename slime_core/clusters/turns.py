@@ -167,6 +167,8 @@ def server_turns(config: Config, engine: Engine, trainer: Trainer) -> Turns:
     Where they share processors or GPUs and nothing runs ahead, they are quiet while the trainer trains.
     """
     if gives_memory(config, engine):
+        if config.cluster.cluster_backend == "ray":  # the GPUs are those of other processes, or machines
+            return SwappingTurns(engine, trainer, given=True)
         from torch.cuda import mem_get_info
 
         return SwappingTurns(engine, trainer, given=True, free=lambda: int(mem_get_info()[0]))

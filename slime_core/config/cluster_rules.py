@@ -21,12 +21,13 @@ def conflicts(config: Config) -> Iterator[Problem]:
     cluster, rollout = config.cluster, config.rollout
     if cluster.cluster_backend != "ray":
         return
-    if rollout.rollout_engine == "sglang":
+    road = rollout.update_weight_transport
+    if rollout.rollout_engine == "sglang" and rollout.debug_rollout_only and road in ("tensor", "nccl"):
         yield conflict(
-            "cluster_backend = ray does not start SGLang servers",
-            [BACKEND, "rollout.rollout_engine"],
-            why="it places trainer ranks and embedded engines",
-            fix="--cluster local   or --rollout-engine local",
+            f"update_weight_transport = {road} with debug_rollout_only on a Ray cluster",
+            ["rollout.update_weight_transport", "rollout.debug_rollout_only", BACKEND],
+            why="no rank trains, so the weights come from the driver, which has no GPU there",
+            fix="--update-weight-transport disk   or   auto",
         )
     address = cluster.ray_address
     host, colon, port = address.removeprefix("ray://").rpartition(":")

@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError
 from slime_core.clusters.channel import Child, ProcessChannel
 from slime_core.clusters.looking import Look, state_of
 from slime_core.clusters.wire import Frame, decode
+from slime_core.engines.sglang.home import Here
 
 LARGE = 64 << 10
 """Bytes of a frame from which on it goes through the object store."""
@@ -35,6 +36,7 @@ class Host:
 
     def __init__(self) -> None:
         self._children: list[Relayed] = []
+        self._homes: dict[str, Here] = {}
 
     async def where(self) -> tuple[str, str, list[str], int]:
         """Name and address of this machine, the GPUs that Ray gave this actor, and its process id."""
@@ -46,6 +48,20 @@ class Host:
     async def look(self) -> Look:
         """What this process does; it answers, so nothing keeps it."""
         return Look(pid=os.getpid(), state=state_of(os.getpid()), why="it answers")
+
+    async def state(self, pid: int) -> str:
+        """The kernel's letter for a process of this machine; empty where there is none."""
+        return state_of(pid) if pid else ""
+
+    async def installation(self, table: dict[str, Any]) -> Any:
+        """The `Installation` that a ``[sglang]`` table names on this machine."""
+        from slime_core.clusters.site import read_here
+
+        return await asyncio.to_thread(read_here, table)
+
+    async def home(self, name: str, method: str, *args: Any) -> Any:
+        """A call of the `Here` in which a server of that name lives on this machine."""
+        return await getattr(self._homes.setdefault(name, Here()), method)(*args)
 
     async def start(self, module: str, log: str, env: dict[str, str], folder: str) -> tuple[int, int]:
         """Start a child; its number here, and its process id."""
@@ -123,8 +139,8 @@ class RayChannel:
         try:
             call = host.start.remote(child.module, str(child.log), dict(child.env), child.folder)
             number, pid = await call
-        except RayActorError as gone:
-            raise ConnectionResetError(_gone(machine, gone)) from gone
+        except RayActorError as error:
+            raise ConnectionResetError(gone(machine, error)) from error
         except ray.exceptions.RayTaskError as failed:
             raise OSError(f"{machine}: {failed.cause}") from failed
         return cls(host, machine, number, pid, child.log)
@@ -179,9 +195,9 @@ class RayChannel:
     async def _ask(self, call: Awaitable[Any]) -> Any:
         try:
             return await call
-        except RayActorError as gone:
-            self._lost = _gone(self._machine, gone)
-            raise ConnectionResetError(self._lost) from gone
+        except RayActorError as error:
+            self._lost = gone(self._machine, error)
+            raise ConnectionResetError(self._lost) from error
 
     async def _try(self, method: str, *args: Any) -> Any:
         try:
@@ -200,7 +216,7 @@ def _parts(frame: Frame) -> Parts:
     return frame.head, [np.frombuffer(blob, dtype=np.uint8) for blob in frame.blobs]
 
 
-def _gone(machine: str, error: RayActorError) -> str:
+def gone(machine: str, error: RayActorError) -> str:
     """The end of a sentence about a child whose host is gone, with Ray's reason."""
     reason = " ".join(str(error).split())
     return f"was lost with its host on {machine}: {reason[:400]}"

@@ -1,9 +1,9 @@
 """A run's parts on a Ray cluster: trainer ranks and engines in processes of their own, wherever there is room.
 
-    driver: loop, collector, ledger, plugins --- hosts (actors) --- ranks, engines (processes)
+    driver: loop, collector, ledger, plugins --- hosts (actors) --- ranks, engines, SGLang servers (processes)
 
 The driver needs no GPU. All machines see the run directory; ranks of one meet in a file there, those of several at a
-port of the first.
+port of the first. SGLang's servers are started before the ranks, which then find the memory that they leave.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
 from slime_core.clusters.engine_set import as_one, holding
-from slime_core.clusters.hangs import watching
+from slime_core.clusters.hangs import Watch, watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.ray.joining import Hosts, hosts, joined
 from slime_core.clusters.ray.placement import Plan, plan
+from slime_core.clusters.ray.servers import RayServers, RaySite
 from slime_core.clusters.ray.travelling import check_travelling
 from slime_core.clusters.remote_engine import EngineProcess, Sender
-from slime_core.clusters.turns import FreeTurns, server_turns
+from slime_core.clusters.republish import Republish
+from slime_core.clusters.sglang import Served, sglang_engines
+from slime_core.clusters.turns import FreeTurns, gives_memory, server_turns
 from slime_core.protocols import Parts
 from slime_core.threads import TorchThread
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Engine
     from slime_core.report import Report
+    from slime_core.weights.folder import ModelFolder
 
 
 @asynccontextmanager
@@ -59,20 +63,26 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             report.note(text)
         thread = TorchThread(cluster.cpu_threads)
         stack.callback(thread.close)
-        ranks, engines = (
-            _trainer(config, plugins, placed, found, run_dir, epoch),
-            _engines(config, placed, found, run_dir, epoch, thread, stack),
-        )
+        absent = config.rollout.debug_train_only
+        serving = config.rollout.rollout_engine == "sglang" and not absent
+        ranks = _trainer(config, plugins, placed, found, run_dir, epoch)
+        engines = [] if serving else _engines(config, placed, found, run_dir, epoch, thread, stack)
         processes: list[RankTrainer | EngineProcess] = [*ranks, *engines]
         watch.add(found)
         for part in processes:
             watch.add(part)
+        served = await stack.enter_async_context(
+            _served(config, folder, report, watch, placed, found, serving=serving)
+        )
         await _all(stack, *processes)
-        absent = config.rollout.debug_train_only
-        engine: Any = AbsentEngine() if absent else as_one(engines)
-        trainer: Any = ranks[0] if ranks else IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
-        roles: dict[str, Engine] = {}
-        if (teacher := teacher_of(config)) and not absent:
+        engine: Any = AbsentEngine() if absent else served.engine if served is not None else as_one(engines)
+        roles: dict[str, Engine] = served.roles if served is not None else {}
+        trainer: Any = ranks[0] if ranks else IdleTrainer(config, folder, thread, device="cpu", epoch=epoch)
+        turns: Any = FreeTurns() if absent else server_turns(config, engine, trainer)
+        if served is not None:
+            turns = Republish(turns, trainer, engine)
+            engine.fleet.source = turns.source
+        if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
         ledger = watch.ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
@@ -83,9 +93,34 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
             roles=roles,
             trainer=trainer,
             ledger=ledger,
-            turns=FreeTurns() if absent else server_turns(config, engine, trainer),
+            turns=turns,
             hold=holding(engine),
         )
+
+
+@asynccontextmanager
+async def _served(
+    config: Config, folder: ModelFolder, report: Report, watch: Watch, placed: Plan, found: Hosts, *, serving: bool
+) -> AsyncIterator[Served | None]:
+    """SGLang's servers, those of ours each in its seat; None where another engine serves.
+
+    Servers that share the ranks' GPUs have given their memory back.
+    """
+    if not serving:
+        yield None
+        return
+    site, run_dir = RaySite(config, placed, found), report.run_dir
+    if not placed.ranks and config.rollout.update_weight_transport == "auto":  # the driver sends them, without a GPU
+        rollout = config.rollout.model_copy(update={"update_weight_transport": "disk"})
+        config = config.model_copy(update={"rollout": rollout})
+    async with sglang_engines(config, folder, run_dir.path, run_dir.epoch, report.note, site=site) as served:
+        watch.add(RayServers(served.servers))
+        if gives_memory(config, served.engine):
+            await served.engine.pause("retract")
+            await served.engine.release({"kv", "weights"})
+        if placed.engines and not found.alone:
+            report.note("servers listen on their machines' addresses: tokens and rollouts travel in clear text there")
+        yield served
 
 
 def _trainer(
@@ -142,7 +177,7 @@ async def _all(stack: AsyncExitStack, *parts: RankTrainer | EngineProcess) -> No
 
 
 def _told(name: str, placed: Plan, found: Hosts) -> list[str]:
-    """Where everything lives."""
+    """Where everything lives; SGLang's servers are engines too."""
     names = [machine.name for machine in found.machines]
     where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]
     for number, machine in enumerate(names):

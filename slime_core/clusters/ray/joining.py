@@ -22,6 +22,7 @@ from ray.exceptions import RuntimeEnvSetupError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime_core.clusters import nccl
 from slime_core.clusters.channel import Channel, Child
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.looking import Look
@@ -69,10 +70,20 @@ class Machine:
 
 
 class Hosts:
-    """Hosts of a plan's bundles; ``start`` of a seat is a `channel.Start`."""
+    """Hosts of a plan's bundles; ``start`` of a seat is a `channel.Start`. ``driver``: this machine's address."""
 
-    def __init__(self, machines: Sequence[Machine]) -> None:
+    def __init__(self, machines: Sequence[Machine], driver: str) -> None:
         self.machines = machines
+        self.alone = {driver, LOOPBACK} >= {machine.address for machine in machines}
+
+    def reached(self, machine: Machine) -> str:
+        """The address at which what listens on a machine is asked: the loopback where all of them are this one."""
+        return LOOPBACK if self.alone else machine.address
+
+    def visible(self, seat: Seat) -> dict[str, str]:
+        """The variable by which a process sees the GPUs of its seat alone; empty where it has none."""
+        names = [self.machines[seat.bundle].gpus[number] for number in seat.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
     def members(self) -> list[Member]:
         """See `hangs.Watched`."""
@@ -86,9 +97,7 @@ class Hosts:
             OSError: it cannot be started there.
         """
         machine = self.machines[seat.bundle]
-        env = {**_carried(), **child.env}
-        if seat.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[number] for number in seat.gpus)
+        env = {**_carried(), **child.env, **self.visible(seat)}
         there = replace(child, env=env, folder=child.folder or str(Path.cwd()))
         return await RayChannel.start(machine.host, machine.name, there)
 
@@ -186,6 +195,10 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
     Raises:
         ConfigError: CFG18 the cluster has no room for them, with what is wanted and what is there.
     """
+    driver = str(ray.util.get_node_ip_address())
+    if not plan.bundles:
+        yield Hosts([], driver)
+        return
     group = await reserve(plan.bundles, config.cluster.ray_placement_timeout)
     actors: list[Any] = []
     try:
@@ -203,7 +216,7 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
             facts = await asyncio.gather(*(actor.where.remote() for actor in actors))
         except RuntimeEnvSetupError as error:
             raise not_set_up(error) from error
-        yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)])
+        yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)], driver)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -266,4 +279,4 @@ def machines(*, free: bool = False) -> dict[str, dict[str, float]]:
 
 def _carried() -> dict[str, str]:
     """What children need of the driver's environment, beside that of their machine."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return {name: os.environ[name] for name in ("PYTHONPATH", nccl.MEMORY) if name in os.environ}

@@ -5,7 +5,8 @@
     CPU                  the same, in processors instead of GPUs
 
 A bundle lies within one machine, so ranks of a machine and GPUs of an engine are never torn apart; Ray packs bundles
-onto as few machines as it can.
+onto as few machines as it can. Engines are embedded ones, or SGLang's servers as their topology has them: there rank n
+has GPU n, and servers that share GPUs with the trainer have lower numbers than all others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime_core.engines.sglang.topology import ServerPlace, topology
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Seat:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Plan:
-    """Bundles, and the seats of ranks and engines in them."""
+    """Bundles, and the seats of ranks and engines in them; engines, or servers, by their numbers."""
 
     bundles: tuple[dict[str, float], ...]
     ranks: tuple[Seat, ...]
@@ -47,7 +49,8 @@ def plan(config: Config) -> Plan:
     """The placement of a resolved config.
 
     Raises:
-        ConfigError: CFG04 engines whose GPUs would lie on two training machines.
+        ConfigError: CFG04 engines whose GPUs would lie on two training machines; CFG01 to CFG07 as
+            `topology.topology`.
     """
     cluster, rollout = config.cluster, config.rollout
     gpu = cluster.device == "cuda"
@@ -58,7 +61,14 @@ def plan(config: Config) -> Plan:
         for machine in range(cluster.actor_num_nodes):
             bundles.append({"GPU": each, "CPU": each} if gpu else {"CPU": each * cluster.cpu_threads})
             ranks += [Seat(bundle=machine, gpus=(i,) if gpu else ()) for i in range(each)]
-    count = 0 if rollout.debug_train_only or rollout.rollout_external_engine_addrs else engines(config)
+    served = rollout.rollout_engine == "sglang"
+    if rollout.debug_train_only or (served and rollout.rollout_external_engine_addrs):
+        return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=())
+    if served:
+        trained = len(bundles)
+        seats = [_seat(server, trained, each, cluster.cpu_threads, bundles, config) for server in _servers(config)]
+        return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
+    count = engines(config)
     size = rollout.rollout_num_gpus_per_engine if gpu else 1
     if cluster.colocate and ranks:
         seats = _shared(count, size, each, len(ranks), gpu=gpu)
@@ -68,8 +78,40 @@ def plan(config: Config) -> Plan:
     return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
 
 
+def _servers(config: Config) -> tuple[ServerPlace, ...]:
+    return topology(config).servers
+
+
+def _seat(
+    server: ServerPlace, trained: int, each: int, threads: int, bundles: list[dict[str, float]], config: Config
+) -> Seat:
+    """Of a server: among the ranks of the first ``trained`` bundles, or in a bundle that is added for it."""
+    shares, world = config.cluster.colocate and trained > 0, trained * each
+    if not server.gpus:
+        if shares:
+            return Seat(bundle=server.number % trained)
+        bundles.append({"CPU": threads})
+        return Seat(bundle=len(bundles) - 1)
+    first, last = server.gpus[0], server.gpus[-1]
+    if not shares or first >= world:
+        bundles.append({"GPU": len(server.gpus), "CPU": 1})
+        return Seat(bundle=len(bundles) - 1, gpus=tuple(range(len(server.gpus))))
+    if first // each != last // each:
+        raise ConfigError(
+            f"server {server.number} of {len(server.gpus)} GPUs would lie on two machines",
+            code="CFG04",
+            where="rollout.engine_topology"
+            if config.rollout.engine_topology
+            else "rollout.rollout_num_gpus_per_engine",
+            why=f"its GPUs are {first} to {last} of the {world} that servers share with the trainer; each training "
+            f"machine has {each}, and a server lies within one machine",
+            fix=f"servers whose sizes fill each {each} GPUs   or --no-colocate, which gives servers GPUs of their own",
+        )
+    return Seat(bundle=first // each, gpus=tuple(gpu % each for gpu in server.gpus))
+
+
 def engines(config: Config) -> int:
-    """Engines of a run: what is asked for, or what the GPUs give; 1 on a CPU."""
+    """Embedded engines of a run: what is asked for, or what the GPUs give; 1 on a CPU."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.rollout_num_engines:
         return rollout.rollout_num_engines

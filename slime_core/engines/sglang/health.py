@@ -3,6 +3,8 @@
     healthy --fails--> fenced --budget left--> starting --ready, weights, canary--> healthy
                          `--budget spent--> retired; fewer than `min_healthy` that are not: the run ends
 
+Where a server's machine is lost, it cannot come back, and the run ends too: it goes on from its checkpoint elsewhere.
+
 A connection that broke under one request is none of its business: `Fleet.fault` asks the server once more then. And a
 server may answer /health while its requests stand still, so what counts is tokens: those that the engine has seen
 come back, and those that the server itself holds (`num_used_tokens` of /v1/loads, in 0.5.12 and 0.5.23 alike), which
@@ -191,6 +193,8 @@ class Watch:
         server, ward = self._servers[number], self._wards[number]
         tail = server.tail()
         try:
+            if server.lost:
+                ward.retire()
             if not ward.next():
                 await server.stop(grace=0)
                 self._retire(number, failed, tail)
@@ -247,16 +251,18 @@ class Watch:
         self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
         left = sum(ward.usable for ward in self._wards.values())
         bare = [kind for kind in self._needed if not any(self._wards[each].usable for each in kind)]
-        if left >= self._limits.min_healthy and not bare:
+        if left >= self._limits.min_healthy and not bare and not server.lost:
             return
+        told = f"{left} of {len(self._wards)} SGLang servers are left, "
+        if server.lost:  # its machine, perhaps: what it gave the run has to be found anew
+            told = f"{server.title} {server.lost}"
+        elif bare:
+            told += f"none of {sorted(bare[0])}, without which the others serve nothing"
+        else:
+            told += f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
         self._lose(
             EngineError(
-                f"{left} of {len(self._wards)} SGLang servers are left, "
-                + (
-                    f"none of {sorted(bare[0])}, without which the others serve nothing"
-                    if bare
-                    else f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
-                ),
+                told,
                 code="ENG89" if ward.restarts else "ENG84",
                 where=server.where,
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",

@@ -129,12 +129,16 @@ class Ward:
 
     def next(self) -> bool:
         """What follows a fence: True where it is started once more, False where it is retired."""
-        if self.restarts >= self._max:
+        if self.state == "retired" or self.restarts >= self._max:
             self.state = "retired"
             return False
         self.restarts += 1
         self.state = "starting"
         return True
+
+    def retire(self) -> None:
+        """It cannot come back."""
+        self.state = "retired"
 
     def up(self) -> None:
         """It serves, with the right weights."""

@@ -4,6 +4,7 @@ import pytest
 
 from slime_core.clusters.ray.placement import Plan, Seat, lacking, plan, table
 from slime_core.config.load import load_config
+from slime_core.engines.sglang.topology import topology
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -39,6 +40,89 @@ def test_on_a_cpu_bundles_are_threads_and_engines_share_the_ranks_or_have_their_
     apart = placed("--no-colocate", "--rollout-num-engines", 2, device="cpu")
     assert apart.bundles == ({"CPU": 2}, {"CPU": 2}, {"CPU": 2})
     assert apart.engines == (Seat(bundle=1), Seat(bundle=2))
+
+
+def served(*flags, **more):
+    return placed("--rollout-engine", "sglang", *flags, **more)
+
+
+def test_servers_sit_where_embedded_engines_would():
+    """rollout_num_* describe them in the same words."""
+    for flags in (
+        ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2),
+        ("--actor-num-gpus-per-node", 2, "--no-colocate", "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2),
+    ):
+        assert served(*flags) == placed(*flags)
+    for flags in (
+        ("--actor-num-gpus-per-node", 2, "--rollout-num-engines", 3),
+        ("--actor-num-nodes", 2, "--rollout-num-engines", 3),
+        ("--no-colocate", "--rollout-num-engines", 2),
+        ("--debug-rollout-only", "--rollout-num-engines", 2),
+    ):
+        assert served(*flags, device="cpu") == placed(*flags, device="cpu")
+    assert served("--rollout-external-engine-addrs", "http://10.0.0.9:1").engines == ()
+
+
+def test_servers_that_share_no_gpu_with_a_rank_have_a_bundle_of_their_own():
+    found = served("--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 6, "--rollout-num-gpus-per-engine", 2)
+    assert found.bundles == ({"GPU": 2, "CPU": 2}, {"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1})
+    assert found.engines == tuple(Seat(bundle=b, gpus=(0, 1)) for b in range(3))
+    alone = served("--debug-rollout-only", "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2)
+    assert alone.bundles == ({"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1})
+
+
+GROUPS = """
+[[group]]
+name = "prefill"
+mode = "prefill"
+gpus = 2
+
+[[group]]
+name = "decode"
+mode = "decode"
+count = 2
+
+[[group]]
+name = "judge"
+role = "reward"
+model = "."
+"""
+
+
+def test_groups_of_a_file_are_placed_server_by_server_whatever_they_are_for(tmp_path):
+    (tmp_path / "groups.toml").write_text(GROUPS)
+    flags = ("--engine-topology", tmp_path / "groups.toml", "--rollout-router", "sglang")
+    shared = served(*flags, "--actor-num-gpus-per-node", 4)
+    assert shared.bundles == ({"GPU": 4, "CPU": 4}, {"GPU": 1, "CPU": 1})
+    seats = (Seat(bundle=0, gpus=(0, 1)), Seat(bundle=0, gpus=(2,)), Seat(bundle=0, gpus=(3,)))
+    assert shared.engines == (*seats, Seat(bundle=1, gpus=(0,)))
+    apart = served(*flags, "--no-colocate")
+    assert [bundle["GPU"] for bundle in apart.bundles] == [1, 2, 1, 1, 1]
+    assert [seat.bundle for seat in apart.engines] == [1, 2, 3, 4]
+
+
+def test_the_ranks_on_a_servers_gpus_are_told_by_the_same_numbers():
+    """Handles of memory (tensor) go from rank n to the server whose seat has GPU n of the training machines."""
+    words = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2)
+    flags = ["--hf-checkpoint", ".", "--cluster", "ray", "--device", "cuda", "--rollout-engine", "sglang", *words]
+    config = load_config(None, list(map(str, flags)))
+    ranks, servers = plan(config).ranks, plan(config).engines
+    beside = topology(config).beside(8)
+    assert beside == {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6, 7)}
+    for number, near in beside.items():
+        at = [(seat.bundle, *seat.gpus) for seat in (ranks[rank] for rank in near)]
+        assert at == [(servers[number].bundle, gpu) for gpu in servers[number].gpus]
+
+
+@pytest.mark.parametrize(("each", "size", "total"), [(3, 2, 6), (2, 4, 4), (2, 4, 8)])
+def test_a_server_that_would_lie_on_two_machines_is_refused(each, size, total):
+    flags = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", each, "--rollout-num-gpus-per-engine", size)
+    with pytest.raises(ConfigError, match="would lie on two machines") as caught:
+        served(*flags, "--rollout-num-gpus", total)
+    assert caught.value.code == "CFG04"
+    assert f"each training machine has {each}" in caught.value.why
+    apart = served(*flags, "--rollout-num-gpus", total, "--no-colocate")
+    assert {bundle["GPU"] for bundle in apart.bundles} == {each, size}
 
 
 def test_a_run_without_a_trainer_or_without_rollouts_asks_for_less():

@@ -1,0 +1,234 @@
+"""Servers on the nodes of a Ray cluster: the real launcher around a stand-in for SGLang, on two nodes of this machine
+whose addresses differ as those of machines do."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from launching import seen
+from ray_nodes import ray_cluster
+from watching import QUICK, Engine
+
+pytest.importorskip("ray", reason="not proven: Ray is not installed")
+
+from slime_core.clusters.machine import resolve_machine
+from slime_core.clusters.ray import device, servers as ray_servers
+from slime_core.clusters.ray.joining import entered, hosts
+from slime_core.clusters.ray.placement import plan
+from slime_core.clusters.ray.servers import RayServers, RaySite
+from slime_core.config.load import load_config
+from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.health import Watch
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
+from slime_core.errors import ConfigError, EngineError
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+STAND_IN = Path(__file__).parents[1] / "engines" / "sglang" / "stand_in"
+LONG = 120.0
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+FAR = "127.0.0.2"
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A head with two processors, and a node with two more and two GPUs that are but numbers.
+
+    Ray's token has its tests elsewhere; a process that joins by several fixtures cannot change what it goes by.
+    """
+    words = (f"--node-ip-address={FAR}", "--num-gpus=2")
+    with ray_cluster(**OPEN) as found, found.node("far", f"--address={found.address}", *words, processors=2):
+        yield found
+
+
+def config_of(nodes, *flags, device="cpu"):
+    words = ["--rollout-engine", "sglang", "--cluster", "ray", "--ray-address", nodes.address, "--hf-checkpoint", "."]
+    return load_config(None, [*words, "--device", device, "--cpu-threads", "2", *map(str, flags)])
+
+
+APART = ("--no-colocate", "--rollout-num-engines", 1)
+"""A bundle of two processors for the rank, another for the server: each fills a node."""
+
+
+@asynccontextmanager
+async def site(nodes, *flags, device="cpu"):
+    config = config_of(nodes, *flags, device=device)
+    placed = plan(config)
+    with entered(nodes.address):
+        async with hosts(config, placed) as found:
+            yield RaySite(config, placed, found), placed, found
+
+
+def served(tmp_path, lodging, *behave, python=sys.executable):
+    launch = Launch(
+        python=python,
+        arguments=("--behave", ",".join(behave)),
+        log=tmp_path / "log" / "engine-0.log",
+        env={"PYTHONPATH": str(STAND_IN), "PYTHONDONTWRITEBYTECODE": "1", **lodging.env},
+        host=lodging.host,
+    )
+    return Server.launch(launch, home=lodging.home)
+
+
+async def until(true):
+    async with asyncio.timeout(LONG):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_is_killed(nodes, tmp_path):
+    async def check():
+        async with site(nodes, *APART) as (where, placed, found):
+            lodging, machine = where.lodging(0), found.machines[placed.engines[0].bundle]
+            assert {one.address for one in found.machines} == {machine.address, where.meeting(["http://10.0.0.9:1"])}
+            server = served(tmp_path, lodging, "children")
+            await server.start()
+            await server.ready(LONG)
+            url, token, session = server.address.url, server.address.token, server.pid
+            assert url.startswith(f"http://{machine.address}:")
+            assert where.meeting([url]) == found.machines[placed.ranks[0].bundle].address
+            assert listening(int(url.rpartition(":")[2])) == [machine.address]
+            await until(lambda: "is up" in seen(server.log))
+            for pid in [*ports.members(session), *nodes.pids()]:
+                assert token not in seen(f"/proc/{pid}/cmdline") + seen(f"/proc/{pid}/environ")
+            assert server.where == f"{machine.name}:{server.log}"
+            (member,) = RayServers([server]).members()
+            look = await member.channel.look()
+            assert (member.name, look.pid, look.state != "") == ("SGLang server 0", session, True)
+            scheduler = int(seen(server.log).split("scheduler ")[1].split()[0])
+            os.kill(scheduler, signal.SIGKILL)
+            how = await asyncio.wait_for(server.died(), LONG)
+            assert how == f"was killed by SIGKILL after its process scheduler_0 ({scheduler}) was killed by SIGKILL"
+            assert ports.members(session) == []
+            await server.start()
+            await server.ready(LONG)
+            assert (server.address.generation, server.address.url != url, server.lost) == (2, True, "")
+            session = server.pid
+            await server.stop()
+            assert (server.pid, ports.members(session)) == (0, [])
+        said = [path for path in Path(nodes.where).rglob("*.log") if token in seen(path)]
+        assert said == [], "the token is in Ray's logs"
+
+    asyncio.run(check())
+
+
+def listening(port):
+    """Addresses on which somebody listens at a port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == ports.LISTENING]
+    return [".".join(str(b) for b in bytes.fromhex(address)[::-1]) for address, at in local if int(at, 16) == port]
+
+
+def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_elsewhere(nodes, tmp_path):
+    """However many restarts a server has left: its machine may be gone, and is not asked for again."""
+
+    async def check():
+        async with site(nodes, *APART) as (where, placed, found):
+            machine = found.machines[placed.engines[0].bundle]
+            server = served(tmp_path, where.lodging(0), "children")
+            await server.start()
+            await server.ready(LONG)
+            session, engine = server.pid, Engine()
+            engine.servers = {0: server}
+            async with Watch([server], engine, QUICK) as watch:
+                os.kill(machine.pid, signal.SIGKILL)
+                await until(lambda: engine.end is not None)
+            assert (engine.end.code, engine.end.lost) == ("ENG84", True)
+            assert f"SGLang server 0 was lost with its host on {machine.name}" in engine.end.what
+            assert (watch.states, watch.restarts) == ({0: "retired"}, {0: 0})
+            await until(lambda: not ports.members(session))  # its launcher hangs on the host's pipe
+            with pytest.raises(EngineError) as caught:
+                await server.start()
+            assert (caught.value.code, caught.value.lost) == ("ENG84", True)
+            await server.stop()
+
+    asyncio.run(check())
+
+
+def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_servers, "STARTING", 1.0)
+    monkeypatch.setattr(ray_servers, "CLEANING", 0.5)
+    monkeypatch.setattr(ray_servers, "UNDYING", 0.5)
+
+    async def check():
+        async with site(nodes, *APART) as (where, placed, found):
+            machine = found.machines[placed.engines[0].bundle]
+            server = served(tmp_path, where.lodging(0))
+            await server.start()
+            await server.ready(LONG)
+            session = server.pid
+            os.kill(machine.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(EngineError, match="does not answer") as caught:
+                await server.start()
+            assert (caught.value.code, caught.value.lost) == ("ENG69", False)
+            assert time.monotonic() - began < LONG
+        await until(lambda: not ports.members(session))  # the host was killed, stopped as it was
+
+    asyncio.run(check())
+
+
+def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, tmp_path):
+    async def check():
+        async with site(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
+            name = found.machines[placed.engines[0].bundle].name
+            server = served(tmp_path, where.lodging(0), python="/no/such/python")
+            with pytest.raises(EngineError) as caught:
+                await server.start()
+            assert (caught.value.code, caught.value.where) == ("ENG69", f"{name}:{server.log}")
+            assert "No such file" in caught.value.what
+            with pytest.raises(ConfigError) as caught:
+                await where.installation()
+            assert (caught.value.code, caught.value.where) == ("CFG05", f"{name}: sglang.python")
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("flags", [("--colocate",), ("--no-colocate", "--rollout-num-gpus", 1)])
+def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags):
+    async def check():
+        async with site(nodes, *flags, device="cuda") as (where, placed, found):
+            server = served(tmp_path, where.lodging(0), "children")
+            await server.start()
+            await server.ready(LONG)
+            words = seen(f"/proc/{ports.members(server.pid)[-1]}/environ").split("\0")
+            (name,) = found.machines[placed.engines[0].bundle].gpus
+            assert f"CUDA_VISIBLE_DEVICES={name}" in words
+            assert (server.address.url.rpartition(":")[0], found.alone) == (f"http://{FAR}", False)
+            await server.stop()
+
+    asyncio.run(check())
+
+
+def test_the_device_of_a_cluster_is_that_of_its_machines(nodes):
+    """This machine has no GPU; the cluster says that one of its nodes has."""
+    assert resolve_machine(config_of(nodes, device="auto")).cluster.device == "cuda"
+    with ray_cluster(**OPEN) as bare:
+        assert device.device_of(config_of(bare, device="auto")) == "cpu"
+    own = load_config(None, ["--hf-checkpoint", ".", "--cluster", "ray", "--ray-address", "local"])
+    assert device.device_of(own) == "", "a cluster of its own is this machine"
+
+
+def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
+    """The last test: its node does not come back."""
+
+    async def check():
+        async with site(nodes, "--no-colocate", "--rollout-num-gpus", 1, device="cuda") as (where, _, found):
+            server = served(tmp_path, where.lodging(0), "children")
+            await server.start()
+            await server.ready(LONG)
+            session = server.pid
+            for pid in [*ports.members(session), *nodes.pids("far")]:
+                os.kill(pid, signal.SIGKILL)
+            how = await asyncio.wait_for(server.died(), LONG)
+            assert how.startswith(f"was lost with its host on {found.machines[0].name}"), how
+            assert server.lost == how
+            assert await where.lodging(0).home.listener(1) == "nobody"
+
+    asyncio.run(check())

@@ -1,0 +1,40 @@
+"""Where servers live and the trainer listens for them, on this machine."""
+
+import asyncio
+
+import pytest
+
+from slime_core.clusters.site import LOOPBACK, Lodging, OneMachine, elsewhere, own_address
+from slime_core.config.load import load_config
+from slime_core.engines.sglang.home import Here
+from slime_core.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+
+def here(*flags):
+    return OneMachine(load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags]))
+
+
+def test_servers_of_this_machine_listen_on_the_loopback_and_so_does_the_trainer():
+    site = here()
+    lodging = site.lodging(3)
+    assert isinstance(lodging.home, Here)
+    assert (lodging.host, dict(lodging.env), site.gpus()) == (LOOPBACK, {}, None)
+    assert lodging.home is not Lodging().home, "one home has one process"
+    assert site.meeting(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
+
+
+def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_reaches_them():
+    assert elsewhere(["http://127.0.0.1:1", "https://127.0.0.1.example:2"]) == ("127.0.0.1.example", 2)
+    assert elsewhere(["http://10.9.8.7"]) == ("10.9.8.7", 80)
+    assert own_address("127.0.0.5", 9) == LOOPBACK  # the kernel answers: from there it is reached
+    assert own_address("no such host", 9) == LOOPBACK
+    found = here().meeting(["http://127.0.0.1:1", "http://10.9.8.7:30000"])
+    assert found == own_address("10.9.8.7", 30000)
+
+
+def test_an_sglang_that_is_not_there_is_told_as_ever():
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(here("sglang.python=/no/such/python").installation())
+    assert caught.value.code == "CFG05"
