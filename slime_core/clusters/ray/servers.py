@@ -11,12 +11,14 @@ launchers hang on a pipe that it holds.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from slime_core.clusters import nccl
 from slime_core.clusters.channel import within
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.looking import Look
@@ -112,8 +114,9 @@ class RaySite:
         return None
 
     def lodging(self, number: int) -> Lodging:
-        """See `site.Site`."""
-        return self._lodging(number, f"server {number}", self._found.visible(self._placed.engines[number]))
+        """See `site.Site`: the GPUs of its seat, and what NCCL has to be told alike there and in the ranks."""
+        told = {name: os.environ[name] for name in (nccl.MEMORY,) if name in os.environ}
+        return self._lodging(number, f"server {number}", {**told, **self._found.visible(self._placed.engines[number])})
 
     def lodging_of_router(self, role: str) -> Lodging:
         """See `site.Site`; before servers that others run it lives here."""

@@ -16,6 +16,7 @@ from watching import QUICK, Engine
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
+from slime_core.clusters import nccl
 from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.ray import device, servers as ray_servers
 from slime_core.clusters.ray.joining import entered, hosts
@@ -191,7 +192,10 @@ def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, t
 
 
 @pytest.mark.parametrize("flags", [("--colocate",), ("--no-colocate", "--rollout-num-gpus", 1)])
-def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags):
+def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkeypatch):
+    """And what NCCL is told of its memory, as the ranks are."""
+    monkeypatch.setenv(nccl.MEMORY, "0")
+
     async def check():
         async with site(nodes, *flags, device="cuda") as (where, placed, found):
             server = served(tmp_path, where.lodging(0), "children")
@@ -199,7 +203,7 @@ def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags):
             await server.ready(LONG)
             words = seen(f"/proc/{ports.members(server.pid)[-1]}/environ").split("\0")
             (name,) = found.machines[placed.engines[0].bundle].gpus
-            assert f"CUDA_VISIBLE_DEVICES={name}" in words
+            assert {f"CUDA_VISIBLE_DEVICES={name}", f"{nccl.MEMORY}=0"} <= set(words)
             assert (server.address.url.rpartition(":")[0], found.alone) == (f"http://{FAR}", False)
             await server.stop()
 
