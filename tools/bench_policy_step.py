@@ -10,8 +10,8 @@ compiled, the loss in chunks of 2048 rows and fused AdamW in bfloat16: what a lo
 A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows; one that runs out
 of memory is tried once more with a few of its layers recomputed, then with more.
 
-MFU = (6 * parameters * tokens + 6 * layers * heads * head_dim * length^2 * sequences) / seconds / peak; the second
-term is causal attention's, the peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
+MFU = operations by `slime_core.weights.flops` (6 * parameters * tokens and causal attention's) / seconds / peak; the
+peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
 """
 
 from __future__ import annotations
@@ -175,14 +175,9 @@ def work(folder: Path, length: int, sequences: int) -> float:
     """Floating-point operations of a step, recomputation not counted."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(folder)
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    from slime_core.weights.shards import Shards
+    from slime_core.weights.flops import Flops
 
-    names = Shards.open(folder)
-    parameters = sum(names[name].numel() for name in names)
-    return float(6 * parameters * length * sequences + 6 * layers * heads * width * length**2 * sequences)
+    return Flops.of(AutoConfig.from_pretrained(folder)).sequence(float(length)) * sequences
 
 
 def run_backend(backend: str, folder: Path, limit: float, *more: str) -> tuple[dict[str, Any] | None, str]:

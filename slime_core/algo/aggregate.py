@@ -38,14 +38,37 @@ def token_weights(
         ValueError: another mode.
     """
     mask = np.asarray(loss_mask, dtype=np.float64)
+    each = _weights(mask, rollout_of_token, rollouts, mode, divisor)
+    return np.asarray(mask * each, dtype=np.float32)
+
+
+def sample_weights(
+    trainable: NDArray[np.float64], rollout_of_sample: NDArray[np.int64], rollouts: int, mode: str, divisor: int = 1
+) -> NDArray[np.float32]:
+    """What :func:`token_weights` gives each trainable token of a sample, [S] float32.
+
+    Args:
+        trainable: [S], trainable tokens of each sample of the optimizer step
+        rollout_of_sample: [S], ids
+
+    Raises:
+        ValueError: another mode.
+    """
+    return _weights(trainable, rollout_of_sample, rollouts, mode, divisor).astype(np.float32)
+
+
+def _weights(
+    trainable: NDArray[np.float64], rollout_of: NDArray[np.int64], rollouts: int, mode: str, divisor: int
+) -> NDArray[np.float64]:
+    """The weight of a trainable token in each part of an optimizer step: in a sample, or where the token is alone."""
     if mode == "token_mean":
-        return np.asarray(mask / max(mask.sum(), 1.0), dtype=np.float32)
+        return np.full(len(trainable), 1.0 / max(float(trainable.sum()), 1.0))
     if mode in ("rollout_sum", "constant"):
-        return np.asarray(mask / (max(rollouts, 1) * (divisor if mode == "constant" else 1)), dtype=np.float32)
+        return np.full(len(trainable), 1.0 / (max(rollouts, 1) * (divisor if mode == "constant" else 1)))
     if mode != "rollout_mean":
         raise ValueError(f"loss aggregation {mode!r} is none of {MODES}")
-    if len(mask) == 0:
-        return np.zeros(0, dtype=np.float32)
-    _, rollout_of = np.unique(rollout_of_token, return_inverse=True)
-    trainable = np.maximum(np.bincount(rollout_of, mask), 1.0)
-    return np.asarray(mask / (trainable[rollout_of] * rollouts), dtype=np.float32)
+    if len(trainable) == 0:
+        return np.zeros(0)
+    _, number = np.unique(rollout_of, return_inverse=True)
+    total = np.maximum(np.bincount(number, trainable), 1.0)
+    return np.asarray(1.0 / (total[number] * rollouts))

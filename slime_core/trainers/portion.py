@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.algo.aggregate import token_weights
+from slime_core.algo.aggregate import sample_weights
 from slime_core.trainers.balance import karmarkar_karp
 from slime_core.trainers.pack import fewest_packs, prompts_of, split_rollouts
 from slime_core.types import Batch, Columns
@@ -87,18 +87,17 @@ class Split:
     def portions(self, batch: Batch) -> list[Portion]:
         """The portion of every rank; with one rank its batch is the Batch itself."""
         scale = np.zeros(len(batch), dtype=np.float32)
-        of_token, prompt_of = batch.sample_of_token(), prompts_of(batch)
+        ends = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.float64)])[batch.response_offsets]
+        trainable, prompt_of = np.diff(ends), prompts_of(batch)
         step_of = np.zeros(len(batch), dtype=np.int64)
         dealt: list[list[Ints]] = []
         for number, rollouts in enumerate(split_rollouts(batch, self.num_steps, self.global_batch_size)):
-            chosen = np.isin(batch.rollout, rollouts)
-            step_of[chosen], mine = number, chosen[of_token]
-            owners = of_token[mine]
-            weights = token_weights(
-                batch.loss_mask[mine], batch.rollout[owners], len(rollouts), self.aggregation, self.divisor
+            mine = np.flatnonzero(np.isin(batch.rollout, rollouts))
+            step_of[mine] = number
+            scale[mine] = sample_weights(
+                trainable[mine], batch.rollout[mine], len(rollouts), self.aggregation, self.divisor
             )
-            np.maximum.at(scale, owners, weights)  # one number a sample, and 0 where masked
-            dealt.append(deal(batch, np.flatnonzero(chosen), prompt_of, self.flops, self.ranks))
+            dealt.append(deal(batch, mine, prompt_of, self.flops, self.ranks))
         rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in dealt]
         names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
         whole: dict[str, Any] = {
@@ -106,7 +105,7 @@ class Split:
             "longest": [max(map(len, ranks)) for ranks in dealt],
             "ids": batch.sample_ids,
             "stamp": zlib.crc32(names.encode()),
-            "trained": float(batch.loss_mask.sum()),
+            "trained": float(trainable.sum()),
         }
         if self.ranks == 1:
             every = np.arange(len(batch))
@@ -186,8 +185,11 @@ def rows_of(offsets: NDArray[np.int64], places: Ints) -> Ints:
 
 
 def take(batch: Batch, places: Ints) -> Batch:
-    """A Batch of these samples."""
-    tokens, mine = rows_of(batch.offsets, places), rows_of(batch.response_offsets, places)
+    """A Batch of these samples, one at least."""
+
+    def rows(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
+        parts = zip(offsets[places].tolist(), offsets[places + 1].tolist())
+        return np.concatenate([values[start:stop] for start, stop in parts])  # faster than an index a row
 
     def chosen(values: Any) -> Any:
         return [values[i] for i in places.tolist()] if values else values
@@ -203,11 +205,11 @@ def take(batch: Batch, places: Ints) -> Batch:
         group=batch.group[places],
         rollout=batch.rollout[places],
         reward=batch.reward[places],
-        tokens=batch.tokens[tokens],
+        tokens=rows(batch.tokens, batch.offsets),
         offsets=ends(batch.lengths),
-        loss_mask=batch.loss_mask[mine],
+        loss_mask=rows(batch.loss_mask, batch.response_offsets),
         response_offsets=ends(batch.response_lengths),
-        columns={name: values[mine] for name, values in batch.columns.items()},
+        columns={name: rows(values, batch.response_offsets) for name, values in batch.columns.items()},
         temperature=batch.temperature[places] if batch.temperature is not None else None,
         multimodal=chosen(batch.multimodal),
         routed_experts=chosen(batch.routed_experts),
