@@ -19,7 +19,7 @@ def tool(monkeypatch):
 def test_the_way_ranks_are_dealt_is_more_even_than_the_way_before_it_and_sends_a_share(tool):
     args = tool.parse(["--prompts", "32", "--median", "200", "--longest", "2000", "--max-tokens", "4096"])
     row = tool.measure(args, 4)
-    assert 1.0 <= row.now < 1.05 < row.before
+    assert 1.0 <= row.now < min(row.before, 1.1)
     assert row.part < 1.3 * row.whole / 4
 
 
