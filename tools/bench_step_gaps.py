@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -136,6 +137,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> int:
         try:
             return process.wait(args.limit)
         except (subprocess.TimeoutExpired, Ended):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what the run has done is still to be read
             process.terminate()
             try:
                 process.wait(8)
@@ -227,7 +229,10 @@ def main() -> None:
         code = make_run(args, folder)
         if code:
             print(f"the run ended with exit code {code}" + (": cut off at --limit" if code == 124 else ""))
-            print((folder / "log.txt").read_text(errors="replace")[-3000:])
+            for log in [folder / "log.txt", *sorted((folder / "run" / "log").glob("*.log*"))]:
+                print(f"-- {log.name}", log.read_text(errors="replace")[-3000:], sep="\n")
+        if keep := os.environ.get("OUT"):
+            shutil.copytree(folder / "run" / "log", Path(keep) / f"gaps-{args.backend}", dirs_exist_ok=True)
         if (folder / "run" / "metrics.jsonl").is_file():
             device = "CPU" if args.smoke else torch.cuda.get_device_name()
             what = f"{args.shape}, {args.backend}, {args.engine} engine, {args.batch} x 8 samples of {args.response}"

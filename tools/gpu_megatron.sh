@@ -10,6 +10,7 @@
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
 #   tools/gpu_megatron.sh experts      experts of a layer in one product against a loop over them
+#   tools/gpu_megatron.sh convert      conversion of a model of 8 GB on the disk of $DISK (default /tmp); needs no GPU
 #   tools/gpu_megatron.sh core         all tests that are neither Megatron's nor SGLang's
 # GPU=N puts a step on GPU N (GPU=0,1 on both); without it, it sees what there is.
 set -uo pipefail
@@ -46,18 +47,19 @@ core() {  # everything that is neither Megatron's nor SGLang's
 LEARN=tests/gpu/test_megatron_with_sglang_on_gpu.py
 for part in "${@:-functional}"; do
     case $part in
-        functional) tests megatron-functional 560 tests/gpu/test_megatron_on_gpu.py ;;
+        functional) tests megatron-functional 900 tests/gpu/test_megatron_on_gpu.py ;;
         more) [ -n "$(others)" ] && tests megatron-more 240 $(others) ;;
         learn) tests megatron-learn 330 $LEARN -k one ;;
-        learn-nccl) tests megatron-learn-nccl 200 $LEARN -k other_gpu ;;
+        learn-nccl) tests megatron-learn-nccl 330 $LEARN -k other_gpu ;;
         learn-two) tests megatron-learn-two 470 $LEARN -k "tensor_parallel or pipeline" ;;
         step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
         long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench_experts.py
             step experts-many 80 python3 tools/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
+        convert) step convert 400 python3 tools/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ;;
-        gaps) step gaps-megatron 290 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 270 ;;
-        gaps-fsdp) step gaps-fsdp 290 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 270 ;;
-        *) echo "unknown part $part"; sed -n 2,16p "$0"; exit 2 ;;
+        gaps) step gaps-megatron 430 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 400 ;;
+        gaps-fsdp) step gaps-fsdp 430 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 400 ;;
+        *) echo "unknown part $part"; sed -n 2,17p "$0"; exit 2 ;;
     esac
 done

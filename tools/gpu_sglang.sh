@@ -3,8 +3,8 @@
 # gpu-sglang-requirements.txt are on PYTHONPATH. Every step is bounded, writes a log into $OUT (default /tmp/out), and
 # ends with a short table; a step that fails does not keep the next from running.
 #   tools/gpu_sglang.sh facts          seconds: what is there, where libcudart is, whether SGLang imports
-#   tools/gpu_sglang.sh functional     two server starts (0.6B shape): contract, transports, canary, determinism, swap and
-#                                      a run that repeats on one server; a whole colocated run on a server of its own
+#   tools/gpu_sglang.sh functional     one server start (0.6B shape): contract, transports, canary, determinism, swap
+#   tools/gpu_sglang.sh runs           three: whole colocated runs, without and with CUDA graphs; a run that repeats
 #   tools/gpu_sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
 #   tools/gpu_sglang.sh deterministic  the same in deterministic mode, 256 in flight
 #   tools/gpu_sglang.sh sync           weight update of 4B: tensor, disk, and with offload
@@ -59,8 +59,9 @@ tests() {  # NAME SECONDS FILE...
 }
 
 functional() {
-    tests functional 580 tests/gpu/test_checksums_on_gpu.py tests/gpu/test_sglang_on_gpu.py tests/gpu/test_colocated_run.py
+    tests functional 560 tests/gpu/test_sglang_on_gpu.py tests/gpu/test_checksums_on_gpu.py
 }
+runs() { tests runs 700 tests/gpu/test_colocated_run.py; }
 rollout() { step rollout 480 python3 tools/bench_rollout.py --limit 465; }
 deterministic() {
     step deterministic 330 python3 tools/bench_rollout.py --deterministic --in-flight 256 --rounds 2 --limit 310
@@ -73,6 +74,6 @@ sync-graphs() {
 nccl() { step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | rollout | deterministic | sync | sync-graphs | nccl | pair) "$1" ;;
+facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | pair) "$1" ;;
 *) sed -n 2,14p "$0"; exit 2 ;;
 esac

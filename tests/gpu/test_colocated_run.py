@@ -32,12 +32,15 @@ GPU = {
 }
 
 
-def recipe(place, model, *, external=""):
+GRAPHS = {"disable_cuda_graph": False, "cuda_graph_bs": [8, 64]}
+
+
+def recipe(place, model, *, external="", more=None):
     _, found = place
     rollout = {"hf_checkpoint": model, "rollout_deterministic": True, "rollout_max_response_len": 6}
     if external:  # IPC is for servers of ours, and NCCL for one GPU a rank
         rollout |= {"rollout_external_engine_addrs": [external], "update_weight_transport": "disk"}
-    sglang = {"python": found.python, **({} if external else GPU), "env": found.env}
+    sglang = {"python": found.python, **({} if external else GPU), **(more or {}), "env": found.env}
     return served_recipe.recipe(**STAGES, tables={**TABLES, "rollout": rollout, "sglang": sglang})
 
 
@@ -54,11 +57,13 @@ def figures(run_dir):
     ]
 
 
-def test_a_colocated_run_trains_saves_and_ends(place, folder, slime, tmp_path):
+@pytest.mark.parametrize("more", [{}, GRAPHS], ids=["plain", "graphs"])
+def test_a_colocated_run_trains_saves_and_ends(more, place, folder, slime, tmp_path):
     """Own server, memory saver on: every step swaps memory, checkpoints are written, the final folder is there."""
-    (tmp_path / "recipe.toml").write_text(recipe(place, folder))
+    (tmp_path / "recipe.toml").write_text(recipe(place, folder, more=more))
     done = slime("run", "recipe.toml", "--run-dir", "out", timeout=420)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "restart" not in (tmp_path / "out" / "log" / "run.log").read_text()
     steps = steps_of(tmp_path / "out")
     assert [step["stage"] for step in steps] == [name for name, count in STEPS for _ in range(count)]
     for step in steps:

@@ -18,7 +18,7 @@ from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.sglang import sglang_engines
 from slime_core.engines.sglang import ports
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
-from slime_core.weights.canary import compare
+from slime_core.weights.canary import TWIN, compare
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.hashing import expected
 
@@ -134,7 +134,8 @@ def test_both_kinds_hold_the_weights_that_were_sent(pair, folder, loop):
         handle = {"folder": str(folder)}
         update = WeightUpdate(version=1, epoch=1, transport="disk", handle=handle, fingerprints=sums)
         await asyncio.wait_for(engine.load(update), TIMEOUT)
-        assert compare(route.checks, sums, await engine.fingerprints(), 1) == len(route.checks)
+        held = [check for check in route.checks if TWIN not in check.name]
+        assert compare(route.checks, sums, await engine.fingerprints(), 1) == len(held) > 200
         done = await asyncio.wait_for(running, TIMEOUT)
         assert len(done.tokens) == 1500
         assert done.versions == sorted(done.versions)
