@@ -134,7 +134,9 @@ async def run_stage(
             progress.version, progress.step = version + 1, progress.step + 1
             last = progress.step == rollout.num_rollout
             progress.eval_due = last or bool(interval and progress.step % interval == 0)
-            if not await stage.drained(progress.stop):
+            with clock.part("rollout"):
+                drained = await stage.drained(progress.stop)
+            if not drained:
                 return await progress.preempt()  # groups of the old weights are under way: made again later
             evaluations.look()
             if progress.eval_due and evaluations.unfinished is not None:

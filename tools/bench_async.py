@@ -240,7 +240,7 @@ def real(args: argparse.Namespace) -> None:
     samples = args.batch * args.samples
     with tempfile.TemporaryDirectory(dir=args.folder or None) as made:
         folder = Path(made)
-        make_folder(folder / "model", args.shape)
+        make_folder(folder / "model", args.shape, context_len=args.prompt + args.limit_tokens)
         values = {"PROMPT": args.prompt, "MEDIAN": args.median, "SIGMA": args.sigma, "LIMIT": args.limit_tokens}
         site = plugin(folder, values)
         found: dict[str, Measured] = {}
