@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         **QWEN3,
     },
+    "30B-A3B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        **QWEN3,
+        **{"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"norm_topk_prob": True, "tie_word_embeddings": False},
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -60,7 +69,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
-"""Qwen3 shapes, embeddings tied as the released models of these sizes have them."""
+SHAPES["tiny-moe"] = {
+    **SHAPES["tiny"],
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False},
+}
+"""Qwen3 shapes; embeddings are tied where the released model of that size has them so."""
+
+SHARD = 5 << 30  # bytes of a file of weights
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 NO_SGLANG = "no SGLang here: SLIME_SGLANG_PYTHON names the python of an environment that has it"
 CPU_OPTIONS = {"mem_fraction_static": 0.2, "max_total_tokens": 20000}
@@ -210,39 +226,72 @@ def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 409
     SLIME_BENCH_MODELS names a folder, the model is made there once, and ``path`` is a link to it.
     """
     import transformers
-    from safetensors.torch import save_file
 
     if keep := os.environ.get("SLIME_BENCH_MODELS", ""):
         made = Path(keep) / f"{shape}-{seed}-{context_len}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(made)
-        if (made / "model.safetensors").is_file():  # put there whole, last of all
+        if any((made / name).is_file() for name in (WHOLE, INDEX)):  # put there last of all
             return path
     path.resolve().mkdir(parents=True, exist_ok=True)
     tokenizer = char_tokenizer()
     tokenizer.save_pretrained(str(path))
-    config = transformers.Qwen3Config(
-        **SHAPES[shape],
-        tie_word_embeddings=True,
+    moe = "num_experts" in SHAPES[shape]
+    config = (transformers.Qwen3MoeConfig if moe else transformers.Qwen3Config)(
+        **{"tie_word_embeddings": True, **SHAPES[shape]},
         max_position_embeddings=context_len,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    config.architectures = ["Qwen3ForCausalLM"]
-    dtype = torch.float32 if shape == "tiny" else torch.bfloat16
+    config.architectures = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
+    dtype = torch.float32 if shape.startswith("tiny") else torch.bfloat16
     config.dtype = dtype
     config.save_pretrained(str(path))
-    device = "cuda" if torch.cuda.is_available() and shape != "tiny" else "cpu"
+    device = "cuda" if torch.cuda.is_available() and dtype != torch.float32 else "cpu"
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     draw = torch.Generator(device).manual_seed(seed)
+    shards: list[list[str]] = []
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
-        tensor = tensor.fill_(1.0) if parameter.ndim == 1 else tensor.normal_(0.0, 0.02, generator=draw)
-        tensors[name] = tensor.cpu()
-    aside = path / f"model-{os.getpid()}.tmp"
-    save_file(tensors, str(aside), metadata={"format": "pt"})
-    aside.rename(path / "model.safetensors")
+        drawn = torch.empty(parameter.shape, dtype=dtype, device=device)
+        drawn = drawn.fill_(1.0) if parameter.ndim == 1 else drawn.normal_(0.0, 0.02, generator=draw)
+        tensors.update(published(name, drawn.cpu()))
+        if sum(tensor.nbytes for tensor in tensors.values()) > SHARD:
+            shards.append(write_shard(path, len(shards), tensors))
+            tensors = {}
+    shards.append(write_shard(path, len(shards), tensors))
+    if len(shards) == 1:
+        shard_file(path, 0).rename(path / WHOLE)
+        return path
+    places = {name: shard_file(path, number).name for number, names in enumerate(shards) for name in names}
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return path
+
+
+def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter under the names of released checkpoints, which have each expert's matrices apart."""
+    base, _, kind = name.rpartition(".")
+    if not base.endswith(".experts"):
+        yield name, tensor
+        return
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    for expert, whole in enumerate(tensor):
+        for part, matrix in zip(parts, whole.chunk(len(parts)), strict=True):
+            yield f"{base}.{expert}.{part}.weight", matrix.contiguous()
+
+
+def shard_file(path: Path, number: int) -> Path:
+    """The file of a shard."""
+    return path / f"model-{number + 1:05}.safetensors"
+
+
+def write_shard(path: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Write one file of weights, whole or not at all; its names."""
+    from safetensors.torch import save_file
+
+    aside = path / f"shard-{os.getpid()}.tmp"
+    save_file(tensors, str(aside), metadata={"format": "pt"})
+    aside.rename(shard_file(path, number))
+    return list(tensors)

@@ -2,11 +2,15 @@
 
 import asyncio
 import importlib
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.unit
 
@@ -119,3 +123,20 @@ def test_a_folder_of_a_seed_is_the_same_twice_and_another_for_another_seed(tool,
     made = [place.make_folder(tmp_path / name, "tiny", seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     first, again, other = ((path / "model.safetensors").read_bytes() for path in made)
     assert first == again != other
+
+
+def test_experts_lie_in_the_folder_as_in_released_ones(tool, tmp_path, monkeypatch):
+    """One matrix an expert, in files with an index; transformers finds every tensor."""
+    place = tool("sglang_place")
+    monkeypatch.setattr(place, "SHARD", 200_000)
+
+    folder = place.make_folder(tmp_path / "model", "tiny-moe")
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {name: list(found) for name, found in told.items() if found} == {}
+    names = json.loads((folder / place.INDEX).read_text())["weight_map"]
+    assert len(set(names.values())) > 1
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
+    with safe_open(folder / names["model.layers.1.mlp.experts.3.up_proj.weight"], "pt") as file:
+        up = file.get_tensor("model.layers.1.mlp.experts.3.up_proj.weight")
+    assert torch.equal(model.model.layers[1].mlp.experts.gate_up_proj[3, 32:], up)
