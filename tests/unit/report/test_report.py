@@ -163,6 +163,31 @@ def test_a_sink_gets_steps_and_evaluations_as_reports(run_dir):
     assert (evaluation.version, evaluation.stage, evaluation.step) == (1, "main", 0)
 
 
+def test_an_evaluation_that_ends_after_later_steps_is_told_of_its_version_and_leaves_their_time_whole(
+    run_dir, monkeypatch
+):
+    """Trackers go forward only, so it stands at the last step there; in the file it stands at its own version."""
+    now = iter([0.0, 0.0, 10.0, 13.0, 16.0])
+    monkeypatch.setattr("slime_core.report.report.time.monotonic", lambda: next(now))
+    sink = Keeping()
+    report = Report(run_dir, Config(), [sink], PlainLines(io.StringIO()))
+    report.start()
+    report.step(step(1))
+    report.step(step(2))
+    report.evaluation("held", 1, {"reward/mean": 0.25}, beside=True)
+    report.step(step(3))
+    report.finish()
+    late, last = (call[1] for call in sink.calls[3:5])
+    assert (late.version, late.metrics) == (2, {"eval/held/reward/mean": 0.25, "eval/held/version": 1.0})
+    assert last.seconds["other"] == 1.0
+    assert [(line["kind"], line["version"]) for line in lines(run_dir.metrics)] == [
+        ("step", 1),
+        ("step", 2),
+        ("eval", 1),
+        ("step", 3),
+    ]
+
+
 @pytest.mark.parametrize("where", ["start", "write"])
 def test_a_failing_sink_is_named_once_left_out_and_stops_nothing(run_dir, where):
     stream, bad, good = io.StringIO(), Failing(where), Keeping()
