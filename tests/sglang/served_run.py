@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from typing import Any
 from raw_server import ENVIRONMENT, RawServer
 from served_recipe import recipe
 
+from slime_core.buffer.ledger import SqliteLedger
 from slime_core.engines.sglang import ports
+from slime_core.testing.audit import Audit, audit
 
 TABLES: dict[str, Any] = {
     "name": "served",
@@ -39,6 +43,7 @@ STAGES = {
 }
 WARMUP, STEPS = 4, 10  # the last versions of both stages
 SAMPLES = 4 * 32 + 6 * 4 * 8
+SERVED = range(WARMUP + 1, STEPS + 1)  # versions that trained on what the server made
 SHARED = "/dev/shm/"
 LOOK = 0.25  # seconds between looks at what processes have mapped
 
@@ -177,6 +182,37 @@ class Driver:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(30)
+
+
+def in_order(work: Work) -> Audit:
+    """A run that came to its end: every sample in one state, every step in the journal, every figure a number."""
+    found = audit(work.run)
+    assert found.wrong == []
+    assert sorted(found.steps) == list(range(1, STEPS + 1))
+    trained = [sample for samples in found.steps.values() for sample in samples]
+    assert len(trained) == len(set(trained)) == SAMPLES
+    steps = {line["version"]: line["metrics"] for line in work.lines()}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert [version for version, metrics in steps.items() if not math.isfinite(metrics["loss"])] == []
+    assert [version for version, metrics in steps.items() if not metrics["grad_norm"] > 0] == []
+    return found
+
+
+def served_samples(work: Work, versions: range) -> dict[int, set[int]]:
+    """Version of a step -> versions of the weights that made its tokens."""
+
+    async def read() -> dict[int, set[int]]:
+        ledger = SqliteLedger(work.run)
+        try:
+            made = {}
+            for version in versions:
+                samples = await ledger.samples(await ledger.composition(version))
+                made[version] = {one for sample in samples for one in sample.weight_versions if one >= 0}
+            return made
+        finally:
+            await ledger.close()
+
+    return asyncio.run(read())
 
 
 def children(pid: int) -> list[int]:

@@ -6,7 +6,6 @@ for the ledger.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -14,13 +13,10 @@ from pathlib import Path
 
 import pytest
 from raw_server import START_TIMEOUT, RawServer
-from served_run import SAMPLES, STEPS, WARMUP, Driver, Work, is_settled
-
-from slime_core.testing.audit import Audit, audit
+from served_run import SERVED, STEPS, WARMUP, Driver, Work, in_order, is_settled, served_samples
 
 pytestmark = pytest.mark.system
 
-SERVED = range(WARMUP + 1, STEPS + 1)  # versions that trained on what the server made
 TOKEN = "SLIME_SGLANG_TOKEN"
 
 
@@ -36,40 +32,6 @@ def drivers() -> Iterator[list[Driver]]:
     yield started
     for driver in started:
         driver.close()
-
-
-def in_order(work: Work) -> Audit:
-    """A run that came to its end: every sample in one state, every step in the journal, every figure a number."""
-    found = audit(work.run)
-    assert found.wrong == []
-    assert sorted(found.steps) == list(range(1, STEPS + 1))
-    trained = [sample for samples in found.steps.values() for sample in samples]
-    assert len(trained) == len(set(trained)) == SAMPLES
-    steps = {line["version"]: line["metrics"] for line in work.lines()}
-    assert sorted(steps) == list(range(1, STEPS + 1))
-    assert [version for version, metrics in steps.items() if not math.isfinite(metrics["loss"])] == []
-    assert [version for version, metrics in steps.items() if not metrics["grad_norm"] > 0] == []
-    return found
-
-
-def served_samples(work: Work, versions: range) -> dict[int, set[int]]:
-    """Version of a step -> versions of the weights that made its tokens."""
-    import asyncio
-
-    from slime_core.buffer.ledger import SqliteLedger
-
-    async def read() -> dict[int, set[int]]:
-        ledger = SqliteLedger(work.run)
-        try:
-            made = {}
-            for version in versions:
-                samples = await ledger.samples(await ledger.composition(version))
-                made[version] = {one for sample in samples for one in sample.weight_versions if one >= 0}
-            return made
-        finally:
-            await ledger.close()
-
-    return asyncio.run(read())
 
 
 def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work, drivers: list[Driver]) -> None:

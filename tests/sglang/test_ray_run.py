@@ -1,0 +1,186 @@
+"""SGLang's servers and a Ray cluster: one that a host starts, alone and in a run, and a run before another's server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from raw_server import START_TIMEOUT, Loop, RawServer, shared, temporary
+from ray_nodes import ray_cluster
+from served_engine import EPOCH, PROMPT, assert_holds, begin, computing, load, request, serving, whole
+from served_run import SERVED, WARMUP, Driver, Work, children, in_order, served_samples, title
+
+pytest.importorskip("ray", reason="not proven: Ray is not installed")
+
+from slime_core.clusters.ray.joining import entered, hosts
+from slime_core.clusters.ray.placement import plan
+from slime_core.clusters.ray.servers import RaySite
+from slime_core.config.load import load_config
+from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.health import Limits
+from slime_core.engines.sglang.home import Launch
+from slime_core.engines.sglang.server import Server
+from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase, EngineCheck
+from slime_core.types import WeightUpdate
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+IN_FLIGHT, COUNT = 16, 150
+RAY = ("--cluster", "ray", "--ray-address", "local")
+
+
+@pytest.fixture(scope="module")
+def hosted(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Iterator[RawServer]:
+    """A server that a host of a Ray cluster has started; every test of this module has the same."""
+    with ray_cluster(RAY_AUTH_MODE="disabled") as nodes:
+        flags = ["--hf-checkpoint", ".", "--rollout-engine", "sglang", "--cluster", "ray", "--device", "cpu"]
+        config = load_config(None, [*flags, "--cpu-threads", "1"])
+        placed, stack = plan(config), AsyncExitStack()
+        with entered(nodes.address):
+            found = loop.run(stack.enter_async_context(hosts(config, placed)))
+            home = RaySite(config, placed, found).lodging(0).home
+            server = Server.launch(launch(), home=home)
+
+            async def up() -> None:
+                stack.push_async_callback(server.stop)
+                await server.start()
+                await server.ready(START_TIMEOUT)
+
+            try:
+                loop.run(up(), START_TIMEOUT + 20)
+                yield RawServer(server, served_model, loop)
+            finally:
+                loop.run(stack.aclose(), 120)
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+def test_sglang_engine_on_a_ray_host(
+    check: EngineCheck, hosted: RawServer, served_model: Path, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        notes: list[str] = []
+        async with serving(hosted.server, served_model, tmp_path, notes) as engine:
+
+            def update(version: int) -> WeightUpdate:
+                handle = {"folder": str(served_model)}
+                return WeightUpdate(version=version, epoch=EPOCH, transport="disk", handle=handle)
+
+            await check(EngineCase(engine=engine, update=update, prompt=list(PROMPT)))
+            assert not [note for note in notes if "restart" in note], json.dumps(notes)
+
+    try:
+        hosted.loop.run(work(), 100)
+    finally:
+        hosted.settle()
+
+
+@pytest.mark.nightly  # a second start of the server
+def test_a_server_on_a_host_that_is_killed_comes_back_with_its_weights_and_its_requests_are_answered_once(
+    hosted: RawServer, other_model: Path, served_model: Path, tmp_path: Path
+) -> None:
+    """Case 84 on another machine: who died is named, nothing is left there, the next generation has every tensor."""
+    server, session = hosted.server, hosted.server.pid
+    notes: list[str] = []
+    folder, scheduler = temporary(session), hosted.scheduler()
+    files = shared(folder)
+
+    async def work() -> None:
+        limits = Limits(interval=0.5, start_timeout=START_TIMEOUT)
+        async with serving(server, served_model, tmp_path, notes, limits=limits) as engine:
+            sent = await load(engine, other_model, 2)
+            before = server.address
+            running = begin(engine, [f"r{number}" for number in range(IN_FLIGHT)], COUNT)
+            await computing(hosted, IN_FLIGHT * 8)
+            os.kill(scheduler, signal.SIGKILL)
+            late = asyncio.create_task(engine.generate(request("late", 3)))
+            done = await asyncio.gather(*running.values())
+            assert [each.id for each in done] == list(running)
+            for each in done:
+                whole(each, COUNT)
+            whole(await late, 3)
+            assert server.address.generation == before.generation + 1
+            await assert_holds(engine, sent)
+
+    hosted.loop.run(work(), START_TIMEOUT + 120)
+    assert any(f"scheduler_0 ({scheduler}) was killed by SIGKILL; restart 1 of 3" in note for note in notes), notes
+    assert ports.members(session) == []
+    assert [path for path in (folder, *files) if os.path.exists(path)] == []
+
+
+@pytest.fixture
+def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
+    return Work.make(tmp_path / "work", served_model, sglang_python)
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    """Runs that were started; none outlives its test."""
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.close()
+
+
+@pytest.fixture
+def temporary_files() -> Iterator[Path]:
+    """Where processes of a run put theirs; Ray's sockets lie there, and their names are short."""
+    folder = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_ranks_on_a_cluster_send_weights_to_a_server_that_runs_already(
+    server: RawServer, work: Work, drivers: list[Driver], temporary_files: Path
+) -> None:
+    """Every step's samples are of the version before, and every tensor is the rank's, on another's server."""
+    address = server.server.address
+    flags = ("--rollout-external-engine-addrs", address.url, "--check-weights", "all")
+    drivers.append(work.start(*RAY, *flags, SLIME_SGLANG_TOKEN=address.token, TMPDIR=str(temporary_files)))
+    ended = drivers[-1].wait(200)
+    assert ended.code == 0, ended.output[-6000:]
+    assert "1 trainer rank(s), 0 engine(s)" in ended.output
+    in_order(work)
+    assert served_samples(work, SERVED) == {version: {version - 1} for version in SERVED}
+    for line in work.lines():
+        assert line["metrics"]["canary/tensors"] == 18
+        assert line["metrics"]["canary/logprob_diff_mean"] < line["metrics"]["canary/band"]
+    assert address.token not in ended.output
+
+
+@pytest.mark.nightly  # three starts of the server
+@pytest.mark.timeout(1800)
+def test_a_run_whose_server_and_then_whose_host_is_killed_comes_to_its_end_by_itself(
+    work: Work, drivers: list[Driver], temporary_files: Path
+) -> None:
+    """The server comes back on its host; without the host the run goes on from its checkpoint, and nothing is lost."""
+    drivers.append(work.start(*RAY, "--max-restarts", "1", TMPDIR=str(temporary_files)))
+    run = drivers[-1]
+    run.until(lambda: len(work.lines()) > WARMUP, "a step of the second stage", START_TIMEOUT + 120)
+    seen = below(run.process.pid)
+    (scheduler,) = [pid for pid in seen if title(pid).startswith("sglang::scheduler")]
+    os.kill(scheduler, signal.SIGKILL)
+    run.until(lambda: "serves again" in work.output(), "the server's second generation", START_TIMEOUT)
+    seen |= below(run.process.pid)
+    (host,) = [pid for pid in seen if title(pid).startswith("ray::Host")]
+    os.kill(host, signal.SIGKILL)
+    ended = run.wait(2 * START_TIMEOUT)
+    assert ended.code == 0, ended.output[-6000:]
+    assert "restart 1 of 3" in ended.output
+    assert "was lost with its host" in ended.output
+    in_order(work)
+    assert [title(pid) for pid in seen if title(pid)] == []
+    assert list(temporary_files.glob("slime-sglang-*")) == []
+
+
+def below(pid: int) -> set[int]:
+    """Processes that a process has started, and theirs."""
+    found = set(children(pid))
+    return found.union(*map(below, found))
