@@ -87,11 +87,11 @@ class EngineSet:
         Requests that it has end on it. Afterwards it serves with the others, at once or from the next update on.
 
         Raises:
-            EngineError: ENG06 no engine would be left, or all are paused.
+            EngineError: no engine would be left, or all are paused.
         """
         if len(self._serving()) < 2 or self._paused is not None:
             why = "they are paused" if self._paused is not None else "no other would serve requests"
-            raise EngineError(f"none of {len(self._engines)} engines can be held", code="ENG06", why=why)
+            raise EngineError(f"none of {len(self._engines)} engines can be held", why=why)
         number = self._loads.least()
         self._held.add(number)
         self._loads.add(number, APART)

@@ -84,7 +84,7 @@ FLAGS = [
     *("--max-staleness", "1", "--rollout-num-engines", "2"),
 ]
 RECIPE = '[[eval.eval_tasks]]\nname = "held"\n'
-FREE = ("--async-schedule", "free")
+FREE, ON_POLICY = ("--async-schedule", "free"), ("--max-staleness", "0")
 
 
 class Weighed(FakeEngine):
@@ -175,7 +175,7 @@ def run(tmp_path, install_plugin):
     return lambda name, *flags, **more: Run(tmp_path / name, *flags, **more)
 
 
-@pytest.mark.parametrize("schedule", [(), FREE], ids=["lockstep", "free"])
+@pytest.mark.parametrize("schedule", [(), FREE, ON_POLICY], ids=["lockstep", "free", "on-policy"])
 def test_it_gives_the_figures_of_one_in_place_and_steps_go_on_meanwhile(run, schedule):
     """The evaluation of version 0 ends only after step 2, and that of 3 after step 5: in place they never would."""
     schedule = ("--save-interval", "3", *schedule)
