@@ -19,7 +19,14 @@ from urllib.parse import urlsplit
 
 from slime_core.config.buffer_rules import is_loopback
 from slime_core.engines.sglang.home import Here, Home
-from slime_core.engines.sglang.installation import Installation, environment_of, find_python, read_installation
+from slime_core.engines.sglang.installation import (
+    Installation,
+    environment_of,
+    find_python,
+    is_here,
+    named_here,
+    read_installation,
+)
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -102,8 +109,11 @@ class OneMachine:
         return own_address(*away) if away else LOOPBACK
 
 
-def read_here(table: Mapping[str, object]) -> Installation:
-    """The SGLang of this machine that a ``[sglang]`` table names; raises as `Site.installation`."""
+def read_here(table: Mapping[str, object], named: str = "") -> Installation:
+    """The SGLang of this machine that a ``[sglang]`` table names, else the one beside slime, else the one of the
+    environment, else ``named``; raises as `Site.installation`."""
+    if named and not (table.get("python") or is_here() or named_here()):
+        table = {**table, "python": named}
     return read_installation(find_python(table), environment_of(table))
 
 

@@ -53,11 +53,11 @@ class Host:
         """The kernel's letter for a process of this machine; empty where there is none."""
         return state_of(pid) if pid else ""
 
-    async def installation(self, table: dict[str, Any]) -> Any:
-        """The `Installation` that a ``[sglang]`` table names on this machine."""
+    async def installation(self, table: dict[str, Any], named: str) -> Any:
+        """The `Installation` that a ``[sglang]`` table, or else this machine, or else the driver names."""
         from slime_core.clusters.site import read_here
 
-        return await asyncio.to_thread(read_here, table)
+        return await asyncio.to_thread(read_here, table, named)
 
     async def home(self, name: str, method: str, *args: Any) -> Any:
         """A call of the `Here` in which a server of that name lives on this machine."""

@@ -25,7 +25,7 @@ from slime_core.clusters.looking import Look
 from slime_core.clusters.ray.channel import gone
 from slime_core.clusters.site import LOOPBACK, Lodging, elsewhere
 from slime_core.engines.sglang.home import CLEANING, UNDYING, Begun, Launch, Listener
-from slime_core.engines.sglang.installation import Installation
+from slime_core.engines.sglang.installation import Installation, named_here
 from slime_core.errors import EngineError, SlimeError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class RaySite:
         """See `site.Site`: that of the first server's machine; all machines have it under the same path."""
         machine = self._found.machines[self._placed.engines[0].bundle]
         try:
-            found: Installation = await machine.host.installation.remote(dict(self._config.sglang))
+            found: Installation = await machine.host.installation.remote(dict(self._config.sglang), named_here())
         except RayTaskError as failed:
             if isinstance(failed.cause, SlimeError):
                 failed.cause.where = f"{machine.name}: {failed.cause.where}"

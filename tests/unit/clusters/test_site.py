@@ -1,12 +1,15 @@
 """Where servers live and the trainer listens for them, on this machine."""
 
 import asyncio
+import shutil
 
 import pytest
 
+from slime_core.clusters import site
 from slime_core.clusters.site import LOOPBACK, Lodging, OneMachine, elsewhere, own_address
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.home import Here
+from slime_core.engines.sglang.installation import PYTHON_ENV
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -17,12 +20,12 @@ def here(*flags):
 
 
 def test_servers_of_this_machine_listen_on_the_loopback_and_so_does_the_trainer():
-    site = here()
-    lodging = site.lodging(3)
+    place = here()
+    lodging = place.lodging(3)
     assert isinstance(lodging.home, Here)
-    assert (lodging.host, dict(lodging.env), site.gpus()) == (LOOPBACK, {}, None)
+    assert (lodging.host, dict(lodging.env), place.gpus()) == (LOOPBACK, {}, None)
     assert lodging.home is not Lodging().home, "one home has one process"
-    assert site.meeting(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
+    assert place.meeting(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
 
 
 def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_reaches_them():
@@ -32,6 +35,19 @@ def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_
     assert own_address("no such host", 9) == LOOPBACK
     found = here().meeting(["http://127.0.0.1:1", "http://10.9.8.7:30000"])
     assert found == own_address("10.9.8.7", 30000)
+
+
+def test_the_driver_names_an_sglang_where_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(site, "is_here", lambda: False)
+    monkeypatch.delenv(PYTHON_ENV, raising=False)
+    asked = []
+    monkeypatch.setattr(site, "read_installation", lambda python, env: asked.append(python))
+    shell = shutil.which("sh")
+    site.read_here({}, "sh")
+    site.read_here({"python": "ls"}, "sh")
+    monkeypatch.setenv(PYTHON_ENV, "cat")
+    site.read_here({}, "sh")
+    assert asked == [shell, shutil.which("ls"), shutil.which("cat")]
 
 
 def test_an_sglang_that_is_not_there_is_told_as_ever():
