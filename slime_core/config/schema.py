@@ -40,7 +40,9 @@ class ClusterSection(Section):
     )
     actor_num_nodes: int = Field(1, ge=1, description="Machines that train.")
     actor_num_gpus_per_node: int = Field(1, ge=1, description="Trainer ranks a machine; on CPU, processes.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where torch sees one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto takes a GPU where torch sees one, on a Ray cluster where a machine of it has one."
+    )
     cpu_threads: int = Field(0, ge=0, description="Threads of each process's torch; 0 is the cores divided.")
     colocate: bool = Field(True, description="Engine and trainer share the device and take turns.")
     ray_address: str = Field(

@@ -263,7 +263,7 @@ class Watch:
         self._lose(
             EngineError(
                 told,
-                code="ENG89" if ward.restarts else "ENG84",
+                code="ENG89" if ward.restarts and not server.lost else "ENG84",
                 where=server.where,
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
                 fix="see the log's end; what was finished is in the ledger: slime run --resume RUN_DIR",

@@ -60,7 +60,7 @@ def test_servers_sit_where_embedded_engines_would():
         ("--debug-rollout-only", "--rollout-num-engines", 2),
     ):
         assert served(*flags, device="cpu") == placed(*flags, device="cpu")
-    assert served("--rollout-external-engine-addrs", "http://10.0.0.9:1").engines == ()
+    assert served("--rollout-external-engine-addrs", "http://10.0.0.1:1").engines == ()
 
 
 def test_servers_that_share_no_gpu_with_a_rank_have_a_bundle_of_their_own():

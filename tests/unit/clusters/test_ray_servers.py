@@ -87,7 +87,7 @@ def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_i
     async def check():
         async with site(nodes, *APART) as (where, placed, found):
             lodging, machine = where.lodging(0), found.machines[placed.engines[0].bundle]
-            assert {one.address for one in found.machines} == {machine.address, where.meeting(["http://10.0.0.9:1"])}
+            assert {one.address for one in found.machines} == {machine.address, where.meeting(["http://10.0.0.1:1"])}
             server = served(tmp_path, lodging, "children")
             await server.start()
             await server.ready(LONG)

@@ -30,11 +30,11 @@ def test_servers_of_this_machine_listen_on_the_loopback_and_so_does_the_trainer(
 
 def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_reaches_them():
     assert elsewhere(["http://127.0.0.1:1", "https://127.0.0.1.example:2"]) == ("127.0.0.1.example", 2)
-    assert elsewhere(["http://10.9.8.7"]) == ("10.9.8.7", 80)
+    assert elsewhere(["http://10.0.0.1"]) == ("10.0.0.1", 80)
     assert own_address("127.0.0.5", 9) == LOOPBACK  # the kernel answers: from there it is reached
     assert own_address("no such host", 9) == LOOPBACK
-    found = here().meeting(["http://127.0.0.1:1", "http://10.9.8.7:30000"])
-    assert found == own_address("10.9.8.7", 30000)
+    found = here().meeting(["http://127.0.0.1:1", "http://10.0.0.1:30000"])
+    assert found == own_address("10.0.0.1", 30000)
 
 
 def test_the_driver_names_an_sglang_where_nothing_else_does(monkeypatch):
