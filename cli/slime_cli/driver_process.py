@@ -93,7 +93,9 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
     lost = death_of(run_dir, info)
     deaths = [*(Death(**death) for death in info.get("deaths") or ()), lost]
     if reason := refusal(deaths, letter.allowed):
-        raise given_up(deaths, reason)
+        error = given_up(deaths, reason)
+        error.why += "" if len(deaths) > 1 else f"; {reason}"
+        raise error
     say(f"RESTART {len(deaths)} of {letter.allowed} in {pause(len(deaths)):g} s, after: {lost.told}")
     try:
         with terminable():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.errors import StorageError, TrainerError
+from slime_core.errors import ConfigError, StorageError, TrainerError
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -45,6 +45,24 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
         )
     if total > 0.8 * available:
         note(f"notice: memory is short: about {total / GIB:.1f} of {available / GIB:.1f} GiB free ({parts})")
+
+
+def check_kept(at: Path | None) -> None:
+    """Refuse a run directory in a folder that Ray unpacked for a job, and removes after it.
+
+    Raises:
+        ConfigError: CFG20.
+    """
+    path = (at or Path.cwd()).expanduser().absolute()
+    if not {"runtime_resources", "working_dir_files"} <= set(path.parts):
+        return
+    raise ConfigError(
+        "the run directory would be removed with the Ray job",
+        code="CFG20",
+        where=str(path),
+        why="it is in the copy of --working-dir that Ray unpacked for this job on this machine alone",
+        fix="--run-dir DIR   on a file system that all machines see",
+    )
 
 
 def check_files(needed: int) -> None:

@@ -145,8 +145,9 @@ def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
     """The run directory, new or old; what was made for a driver that then does not come is taken away again.
 
     Raises:
-        ConfigError: CFG12 it holds another run, CFG16 a process runs there.
+        ConfigError: CFG12 it holds another run, CFG16 a process runs there, CFG20 it would not be kept.
     """
+    from slime_cli.preflight import check_kept
     from slime_core.report import RunDir
 
     if detach.old is not None:
@@ -161,6 +162,7 @@ def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
                 before.write(old.path) if before is not None else (old.path / FILE).unlink(missing_ok=True)
             raise
         return
+    check_kept(detach.run_dir)
     fresh = RunDir.create(settings.config.name, at=detach.run_dir)
     fresh.close()
     try:

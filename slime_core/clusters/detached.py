@@ -36,6 +36,7 @@ class Record:
     address: str  # of the cluster
     epoch: int  # of the run when it was submitted; its own starts have later ones
     submitted: float  # wall clock
+    keeper: str = ""  # which of the actor's processes keeps the driver; a later one takes its place
     asked: str = ""  # "stop", or "now": an end that somebody asked for
     code: int | None = None  # exit code, once it has ended
     last: int = 0  # epoch at its end: later starts are not of this driver

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ class Nodes:
     )  # sockets' names are short
     env: dict = field(default_factory=dict)
     address: str = ""
+    jobs: str = ""  # of the server that takes jobs, where there is a dashboard
 
     def __post_init__(self):
         token = uuid.uuid4().hex * 2
@@ -66,13 +68,17 @@ class Nodes:
 
 @contextmanager
 def ray_cluster(*more, processors=2, dashboard=False, **env):
-    """A head, and a node of one processor for each further name."""
+    """A head, and a node of one processor for each further name; with ``dashboard`` one that takes jobs."""
     nodes = Nodes(env=env)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, nodes.where, ignore_errors=True)
-        quiet = (f"--include-dashboard={str(dashboard).lower()}", "--disable-usage-stats", f"--temp-dir={nodes.where}")
-        ports = ("--dashboard-port=0",) if dashboard else ()
-        stack.enter_context(nodes.node("head", "--head", "--port=0", *quiet, *ports, processors=processors))
+        words = [f"--include-dashboard={str(dashboard).lower()}", "--disable-usage-stats", f"--temp-dir={nodes.where}"]
+        if dashboard:
+            with socket.create_server(("127.0.0.1", 0)) as door:
+                port = door.getsockname()[1]  # free, and nobody's when it is closed
+            nodes.jobs = f"http://127.0.0.1:{port}"
+            words += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+        stack.enter_context(nodes.node("head", "--head", "--port=0", *words, processors=processors))
         nodes.address = (Path(nodes.where) / "ray_current_cluster").read_text().strip()
         for name in more:
             stack.enter_context(nodes.node(name, f"--address={nodes.address}"))

@@ -6,8 +6,6 @@ Everything is real: Ray's own processes, the command line, a small model; a rewa
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -125,7 +123,7 @@ def same(path, other):
 
 def until(happened):
     """Wait for what another process does."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -164,3 +162,133 @@ def test_a_detached_run_is_followed_to_its_end_and_leaves_no_actor(detach, forke
     again = forked_slime("attach", path)  # its cluster need not answer any more
     assert again.returncode == 0
     assert f"done: {STEPS} steps" in again.stderr
+
+
+@pytest.mark.nightly
+def test_a_detached_run_is_listed_not_doubled_and_stopped_in_order(detach, forked_slime, nodes, work, here):
+    done, path = detach("stopped", order="8 held")
+    assert done.returncode == 0, done.stderr
+    pid, _ = held(work)
+    listed = forked_slime("attach", "--json", **where(nodes))
+    (row,) = json.loads(listed.stdout)
+    assert (row["name"], row["state"], row["run_dir"], row["pid"]) == ("stopped", "running", str(path), pid)
+    before = record(path)
+    twice = forked_slime("run", "--resume", path, "--detach", **where(nodes))
+    assert twice.returncode == 2, twice.stderr
+    assert "error CFG16" in twice.stderr
+    assert f"slime attach {path}" in twice.stderr
+    assert record(path) == before
+    stopped = forked_slime("stop", "stopped", **where(nodes))
+    assert stopped.returncode == 0, stopped.stderr
+    assert f"ended with exit code 75: {path}" in stopped.stderr
+    assert f"slime run --resume {path}" in stopped.stderr
+    assert (record(path)["code"], record(path)["asked"]) == (75, "stop")
+    assert forked_slime("attach", path).returncode == 75
+    again = forked_slime("run", "--resume", path, "--detach", "--ray-address", nodes.address, **nodes.env)
+    assert again.returncode == 0, again.stderr
+    ended = forked_slime("attach", path, **nodes.env)
+    assert ended.returncode == 0, ended.stderr
+    same(path, here)
+    assert [start["status"] for start in json.loads((path / "run.json").read_text())["starts"]] == [
+        "preempted",
+        "finished",
+    ]
+
+
+@pytest.mark.nightly
+def test_stop_now_ends_a_run_that_does_not_listen(detach, forked_slime, nodes, work):
+    done, path = detach("now", order="8 SIGSTOP driver")
+    assert done.returncode == 0, done.stderr
+    pid, _ = held(work)
+    stopped = forked_slime("stop", path, "--now", "--json", **nodes.env)
+    assert stopped.returncode == 0, stopped.stderr
+    assert json.loads(stopped.stdout) == {"exit_code": 137, "run_dir": str(path)}
+    assert not Path(f"/proc/{pid}").exists()
+    until(lambda: not drivers(nodes))
+
+
+def restarted(path, nodes, here, causes):
+    """The run went on after each cause, lost nothing, and left no actor behind."""
+    same(path, here)
+    info = json.loads((path / "run.json").read_text())
+    assert [start["status"] for start in info["starts"]] == ["running"] * len(causes) + ["finished"]
+    assert [death["error"]["code"] for death in info["deaths"]] == ["SLM01"] * len(causes)
+    log = (path / "log" / "driver.log").read_text()
+    for number, cause in enumerate(causes, 1):
+        assert f"RESTART {number} of 3 in {2 * number} s, after: SLM01 {cause}" in log
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["cause"].split()[0] for row in rows if row["kind"] == "restart"] == ["SLM01"] * len(causes)
+    until(lambda: not drivers(nodes))
+
+
+@pytest.mark.nightly
+def test_a_driver_that_is_killed_and_then_its_keeper_are_no_end(detach, forked_slime, nodes, work, here):
+    """The first is started again by its keeper, the second by Ray; both are restarts of one run, and counted as such."""
+    done, path = detach("killed", order="9 SIGKILL driver")
+    assert done.returncode == 0, done.stderr
+    first, keeper = held(work)
+    (work / "order").write_text("8 SIGKILL keeper")  # in the step after
+    second, still = held(work)
+    assert (second != first, still) == (True, keeper)
+    seen = forked_slime("attach", path, **nodes.env)
+    assert seen.returncode == 0, seen.stderr
+    assert not Path(f"/proc/{second}").exists()  # it died with its keeper
+    restarted(path, nodes, here, [f"the driver, process {pid} on " for pid in (first, second)])
+
+
+@pytest.mark.nightly
+def test_a_driver_that_is_lost_too_often_gives_up_with_the_first_cause(detach, forked_slime, nodes, work):
+    done, path = detach("given-up", "--max-restarts", 1, order="2 SIGKILL driver")
+    assert done.returncode == 0, done.stderr
+    first, _ = held(work)
+    (work / "order").write_text("1 SIGKILL driver")
+    held(work)
+    seen = forked_slime("attach", path, **nodes.env)
+    assert seen.returncode == 1, seen.stderr
+    assert f"error SLM01  the driver, process {first} on " in seen.stderr
+    assert "1 restart(s) were allowed (cluster.max_restarts)" in seen.stderr
+    assert record(path)["code"] == 1
+
+
+@pytest.mark.nightly
+def test_a_driver_whose_machine_is_lost_goes_on_on_another(detach, forked_slime, nodes, work, here):
+    """All of a node is killed but the cluster's head process, and its launcher, which would end that too."""
+    done, path = detach("moved", order="9 held")
+    assert done.returncode == 0, done.stderr
+    driver, keeper = held(work)
+    name = "head" if keeper in nodes.pids("head") else "a"
+    others = {*nodes.pids(name, "gcs_server"), *nodes.pids(name, "ray start")}
+    for pid in nodes.pids(name, "ray start"):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in set(nodes.pids(name)) - others:
+        os.kill(pid, signal.SIGKILL)
+    seen = forked_slime("attach", path, timeout=200, **nodes.env)
+    assert seen.returncode == 0, seen.stderr
+    assert (
+        f"RESTART 1 of 3 in 2 s, after: SLM01 the driver, process {driver}"
+        in (path / "log" / "driver.log").read_text()
+    )
+    same(path, here)
+
+
+@pytest.mark.parametrize(
+    ("more", "env", "told"),
+    [
+        pytest.param(("--cluster", "local"), {}, "--detach needs a Ray cluster to run on", id="no ray"),
+        pytest.param(("--ray-address", "local"), {}, "a Ray cluster of the run's own ends with it", id="own"),
+        pytest.param((), {"RAY_ADDRESS": ""}, "no address is given", id="no address"),
+    ],
+)
+def test_a_run_that_would_not_outlive_the_command_is_refused(detach, more, env, told):
+    done, path = detach("refused", *more, **env)
+    assert done.returncode == 2
+    assert "error CFG04" in done.stderr
+    assert told in done.stderr
+    assert not path.exists()
+
+
+def test_a_run_that_is_too_large_is_refused_before_it_has_a_folder(detach):
+    done, path = detach("large", "--actor-num-gpus-per-node", 9)
+    assert done.returncode == 2
+    assert "error CFG18" in done.stderr
+    assert not path.exists()

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from slime_core.report.rundir import RunDir
 
 START = 120.0  # seconds in which the actor must have come up
 ANSWER = 10.0  # seconds in which one that is up answers
+LOOK = 1.0  # seconds between looks whether a keeper still is the one
 AGAIN, PATIENCE = 0.25, 20.0  # seconds between signals to a process that is to end at once, and of all of them
 
 
@@ -61,6 +63,7 @@ class Driver:
         self._order, self._path = order, Path(order.run_dir)
         self._me = ray.get_runtime_context().current_actor
         self._child: subprocess.Popen[bytes] | None = None
+        self._name = uuid.uuid4().hex
         self._asked = False
         self._guard = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="slime-driver").start()
@@ -95,6 +98,8 @@ class Driver:
             record = read_record(self._path)
             if record is None or record.code is not None:  # of another machine's disk, or ended as the actor was lost
                 return
+            with self._guard:
+                replace(record, keeper=self._name).write(self._path)
             try:
                 code = self._keep(asked=bool(record.asked))
             except OSError as error:  # it cannot be started
@@ -112,7 +117,7 @@ class Driver:
         if asked:
             return code_of(RunDir(self._path).read_info())
         code = 0
-        for _ in range(self._order.restarts + 1):
+        for _ in range(self._order.restarts + 2):  # the last one says why there is no other
             code = self._run()
             if code >= 0 or self._asked:
                 break
@@ -127,7 +132,7 @@ class Driver:
             with self._guard, (self._path / LOG).open("ab") as out:
                 if self._asked:
                     return 128 + signal.SIGTERM
-                self._child = subprocess.Popen(
+                self._child = child = subprocess.Popen(
                     [sys.executable, *order.program, str(os.getpid())],
                     env={**order.environment, **self._modules(), LETTER: str(memory)},
                     cwd=order.folder if Path(order.folder).is_dir() else order.run_dir,
@@ -139,7 +144,21 @@ class Driver:
                 )
         finally:
             os.close(memory)
-        return self._child.wait()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(LOOK)
+            self._look()
+
+    def _look(self) -> None:
+        """End a process that the cluster gave up, with its machine, and for which it has another keeper by now.
+
+        What Ray knows by the actor's name is that one, which may not be killed for it.
+        """
+        record = read_record(self._path)
+        if record is not None and record.keeper != self._name and self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            os._exit(0)
 
     def _modules(self) -> dict[str, str]:
         """PYTHONPATH: what travelled to this machine comes before what the command had."""

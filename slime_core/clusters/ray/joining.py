@@ -29,6 +29,7 @@ from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
+from slime_core.clusters.ray.token import let_in
 from slime_core.clusters.ray.travelling import not_set_up, travelling
 from slime_core.errors import ConfigError
 
@@ -40,6 +41,8 @@ NAMESPACE = "slime"  # of our actors' names
 LOOPBACK = "127.0.0.1"
 PROBE = 10.0  # seconds in which a head must take a connection
 STARTS = 3  # tries to start a cluster of our own
+TOKEN = "export RAY_AUTH_MODE=token, and the cluster's own token: RAY_AUTH_TOKEN=... or ~/.ray/auth_token"
+STATUS = "ray status --address HOST:PORT   shows whether it runs; --ray-address local starts one of its own"
 KEPT = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are ours before and after Ray has started."""
 
@@ -147,12 +150,13 @@ def _init(address: str, processors: int, env: dict[str, Any]) -> None:
             _probe(address)
             ray.init(address, **common)
     except Exception as error:  # Ray has no class of its own for most of what can go wrong here
+        shut = isinstance(error, PermissionError) or "token" in str(error).lower()
         raise ConfigError(
             f"no Ray cluster can be joined at {address}",
             code="CFG17",
             where=ADDRESS,
             why=" ".join(str(error).split())[:600],
-            fix="ray status --address HOST:PORT   shows whether it runs; --ray-address local starts one of its own",
+            fix=TOKEN if shut else STATUS,
         ) from error
 
 
@@ -170,10 +174,12 @@ def _own(processors: int, common: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> None:
-    """Ray asks for minutes at an address where nobody listens; this asks once, and raises an OSError."""
+    """Ray asks for long at an address where nobody listens, or lets it in; this asks once, and raises an OSError."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), PROBE).close()
+        if not let_in(address):
+            raise PermissionError("the cluster asks for another token than this process has")
 
 
 @contextmanager

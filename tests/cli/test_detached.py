@@ -1,0 +1,319 @@
+"""Detached runs without their cluster: what a folder tells of one, what its driver does next, `attach` and `stop`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime_cli.driver_process import Letter, next_words
+from slime_cli.failure import Session
+from slime_cli.following import Lines, Steps, named, plain
+from slime_cli.main import main
+from slime_cli.restarts import past
+from slime_cli.submit import Detach, forget
+from slime_core.clusters.detached import Record, actor_name, code_of, read_record
+from slime_core.errors import ConfigError, SlimeError
+from slime_core.report import RunDir
+
+pytestmark = pytest.mark.integration
+
+
+def record(**parts):
+    return Record(**{"actor": "driver:x-0", "address": "10.0.0.5:6379", "epoch": 0, "submitted": 1.0, **parts})
+
+
+def test_an_actors_name_is_of_the_run_directory_however_it_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "runs" / "demo-0"
+    path.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    name = actor_name(path)
+    assert name.startswith("driver:demo-0-")
+    assert plain(name) == "demo-0"
+    assert {actor_name(Path("runs/demo-0")), actor_name(tmp_path / "link")} == {name}
+    assert actor_name(tmp_path / "other" / "demo-0") != name
+
+
+def test_a_record_is_what_was_written_and_a_torn_one_is_none(tmp_path):
+    assert read_record(tmp_path) is None
+    record(asked="stop").write(tmp_path)
+    assert read_record(tmp_path) == record(asked="stop")
+    ended = record().asking("now").ending(75, 3)
+    assert (ended.asked, ended.code, ended.last) == ("now", 75, 3)
+    (tmp_path / "driver.json").write_text('{"actor": ')
+    assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        ({"status": "finished"}, 0),
+        ({"status": "preempted"}, 75),
+        ({"status": "interrupted"}, 130),
+        ({"status": "terminated"}, 143),
+        ({"status": "failed", "error": "TRN105", "exit_code": 6}, 6),
+        ({"status": "failed", "error": "ValueError"}, 1),
+        ({"status": "running"}, 137),
+        ({}, 137),
+    ],
+)
+def test_how_a_run_ended_is_an_exit_code(info, code):
+    assert code_of(info) == code
+
+
+def made(tmp_path, *starts, **info):
+    """A run directory with these starts, by status."""
+    with RunDir.create("x", at=tmp_path / "x") as run_dir:
+        rows = [{"epoch": n, "pid": 40 + n, "host": "node-a", "status": status} for n, status in enumerate(starts, 1)]
+        status = starts[-1] if starts else None
+        run_dir.write_info({"epoch": len(starts), "starts": rows, "status": status, **info})
+        if starts:
+            run_dir.write_config("")
+    return run_dir
+
+
+def letter(run_dir, **parts):
+    given = {"run_dir": str(run_dir.path), "words": ["run", "--run-dir", "x", "r.toml"], "epoch": 0, "allowed": 3}
+    return Letter(**{**given, **parts})
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No pause before a restart."""
+    monkeypatch.setattr("slime_cli.driver_process.pause", lambda number: 0.0)
+
+
+def test_the_first_process_runs_the_command_as_it_was_typed(tmp_path):
+    run_dir = made(tmp_path)
+    assert next_words(letter(run_dir), run_dir, Session()) == ["run", "--run-dir", "x", "r.toml"]
+    old = made(tmp_path / "old", "finished")
+    words = ["run", "--resume", "x", "--lr", "1"]
+    assert next_words(letter(old, words=words, epoch=1), old, Session()) == words
+
+
+def test_time_that_is_left_goes_on_from_the_submission(tmp_path):
+    run_dir = made(tmp_path)
+    words = next_words(letter(run_dir, until=time.time() + 100), run_dir, Session())
+    assert words[:2] == ["run", "--stop-after"]
+    assert 90 < float(words[2]) <= 100
+    late = next_words(letter(run_dir, until=time.time() - 100), run_dir, Session())
+    assert float(late[2]) == 1.0
+
+
+def test_a_process_that_was_lost_is_a_restart_that_knows_its_past(tmp_path, quick, capsys):
+    run_dir = made(tmp_path, "running")
+    run_dir.metrics.write_text('{"kind": "step", "version": 2}\n')
+    given = letter(run_dir, forced=["lr"], verify_step=3, secrets={"plugin.x.api_key": "hush"})
+    words = next_words(given, run_dir, Session(verbose=True))
+    assert words == ["run", "--resume", str(run_dir.path), "--force-key", "lr", "--verify-step", "3", "--verbose"]
+    found = past()
+    assert (found.number, found.allowed, found.secrets) == (1, 3, {"plugin.x.api_key": "hush"})
+    assert found.deaths[0].told == "SLM01 the driver, process 41 on node-a, was lost (at version 2)"
+    assert "RESTART 1 of 3 in 0 s, after: SLM01" in capsys.readouterr().err
+
+
+def test_restarts_of_the_driver_count_with_those_that_it_made_itself(tmp_path, quick):
+    """It had lost a rank before it was lost itself, at the same version: it would end so again."""
+    before = {
+        "version": 0,
+        "kind": "TrainerError",
+        "error": {"what": "rank 1 is gone", "code": "TRN105", "where": "a"},
+    }
+    before["error"] |= {"why": "b", "fix": "c"}
+    run_dir = made(tmp_path, "failed", "running", deaths=[before])
+    with pytest.raises(SlimeError, match="TRN105 rank 1 is gone") as told:
+        next_words(letter(run_dir), run_dir, Session())
+    assert "restart 1 ended with SLM01 the driver, process 42" in told.value.why
+    assert "step 1 was not finished after the restart either" in told.value.why
+    allowed = made(tmp_path / "two", "running")
+    with pytest.raises(SlimeError, match=r"0 restart\(s\) were allowed"):
+        next_words(letter(allowed, allowed=0), allowed, Session())
+
+
+@pytest.mark.parametrize("status", ["finished", "preempted", "terminated"])
+def test_a_run_that_had_ended_as_its_keeper_was_lost_is_not_begun_again(tmp_path, status):
+    run_dir = made(tmp_path, status)
+    assert next_words(letter(run_dir), run_dir, Session()) is None
+
+
+def test_the_drivers_words_name_the_run_directory_and_keep_the_users(tmp_path):
+    def words(**parts):
+        given = {"session": Session(), "words": ("r.toml", "--lr", "1"), "run_dir": None, "resume": None, "old": None}
+        return Detach(**{**given, "forced": (), "stop_after": None, "verify_step": 0, **parts}).first(Path("/runs/x"))
+
+    assert words() == ["run", "--run-dir", "/runs/x", "r.toml", "--lr", "1"]
+    assert words(resume="auto", verify_step=2)[:6] == [
+        "run",
+        "--resume",
+        "auto",
+        "--run-dir",
+        "/runs/x",
+        "--verify-step",
+    ]
+    again = words(resume="runs/x", forced=("lr",), session=Session(verbose=True))
+    assert again[:6] == ["run", "--resume", "/runs/x", "--force-key", "lr", "--verbose"]
+
+
+def test_a_folder_is_taken_away_again_only_where_nothing_has_begun(tmp_path):
+    for name, begun in (("a", False), ("b", True)):
+        with RunDir.create(name, at=tmp_path / name) as run_dir:
+            record().write(run_dir.path)
+            (run_dir.log / "driver.log").touch()
+            if begun:
+                run_dir.write_config("")
+        forget(run_dir.path)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert (tmp_path / "b" / "run.json").exists()
+
+
+def test_a_folder_with_a_record_and_the_drivers_output_is_still_free(tmp_path):
+    with RunDir.create("x", at=tmp_path / "x") as run_dir:
+        record().write(run_dir.path)
+        (run_dir.log / "driver.log").write_text("importing\n")
+    with RunDir.create("x", at=tmp_path / "x") as again:
+        assert again.path == run_dir.path
+
+
+def test_lines_come_whole_and_once_and_the_first_look_gives_the_last_of_them(tmp_path):
+    path = tmp_path / "log"
+    lines = Lines(path, last=2)
+    assert lines.new() == []
+    path.write_text("a\nb\nc\nd")
+    assert lines.new() == ["b", "c"]
+    with path.open("a") as file:
+        file.write("e\nf\n")
+    assert lines.new() == ["de", "f"]
+    assert lines.new() == []
+    path.write_text("x\n")  # trimmed, as figures are at a resume
+    assert lines.new() == ["x"]
+
+
+def test_figures_are_said_as_the_run_says_them(small):
+    rows = (small.run / "metrics.jsonl").read_text().splitlines()
+    steps = Steps(RunDir.open(small.run))
+    said = [steps.line(row) for row in rows]
+    assert said[0].startswith("warmup step 1/1  ")
+    assert any(line.startswith("grpo step 3/3  ") and line.endswith("eta 0s") for line in said)
+    assert any(line.startswith("eval held at step ") for line in said)
+    assert steps.line('{"kind": "restart"}') == steps.line('{"kind": "st') == ""
+
+
+def test_attach_shows_a_finished_run_and_ends_as_it_did(cli, small):
+    done = cli("attach", small.run)
+    assert done.code == 0
+    assert "grpo step 3/3" in done.err
+
+
+def test_attach_ends_with_what_the_newer_of_two_processes_ended_with(cli, tmp_path):
+    """A detached run that somebody went on with in the foreground."""
+    run_dir = made(tmp_path, "preempted", "failed", exit_code=6, error="TRN105")
+    record().ending(75, 1).write(run_dir.path)
+    assert cli("attach", run_dir.path).code == 6
+    record().ending(6, 2).write(run_dir.path)
+    (run_dir.log / "driver.log").write_text("the driver said this\n")
+    done = cli("attach", run_dir.path)
+    assert (done.code, "the driver said this" in done.err) == (6, True)
+
+
+def test_attach_and_stop_refuse_what_is_no_run(cli, tmp_path):
+    for verb in ("attach", "stop"):
+        done = cli(verb, tmp_path)
+        assert done.code == 2
+        assert "error CFG05" in done.err
+    with pytest.raises(ConfigError, match="CFG05"):
+        named(f"{tmp_path}/gone/", "")
+
+
+def test_a_run_in_the_foreground_is_followed_and_stopped_in_order(own, tmp_path, capsys):
+    """It is held in a reward; another process asks it to end, a third one has followed it all the while."""
+    (own.path / "judge.py").write_text(HELD)
+    path = tmp_path / "held"
+    words = [sys.executable, "-m", "slime_cli.main", "run", *map(str, own.flags), "--run-dir", str(path)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            until((own.path / "held").exists)
+            attach = [sys.executable, "-m", "slime_cli.main", "attach", str(path)]
+            with subprocess.Popen(attach, stderr=subprocess.PIPE, text=True) as follower:
+                assert "main step 1/4" in until_said(follower, "main step 1/4")
+                assert main(["stop", str(path)]) == 0
+                assert follower.wait(60) == 75
+                follower.stderr.close()
+            assert run.wait(60) == 75
+        finally:
+            run.kill()
+            run.stderr.close()
+    assert "ended with exit code 75" in capsys.readouterr().err
+    assert json.loads((path / "run.json").read_text())["exit_code"] == 75
+    assert main(["stop", str(path)]) == 2
+    assert "no process runs in this run directory" in capsys.readouterr().err
+
+
+HELD = '''
+import asyncio
+from itertools import count
+from pathlib import Path
+
+calls = count(1)
+
+async def reward(args, sample, **kwargs):
+    """The sixth call, in the second step, waits until the run is asked to end."""
+    if next(calls) == 6:
+        Path(__file__).with_name("held").touch()
+        await asyncio.sleep(600)
+    return len(sample.response) % 3 / 3
+'''
+
+
+def until(happened):
+    """Wait for what another process does."""
+    end = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def until_said(process, words):
+    """Its talk up to a line with the words."""
+    said = ""
+    while words not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+STUBBORN = """
+import signal, sys, time
+from pathlib import Path
+from slime_core.report import RunDir
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with RunDir.reopen(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_stop_now_kills_a_process_that_does_not_listen(tmp_path, monkeypatch, capsys):
+    run_dir = made(tmp_path, "running")
+    monkeypatch.setattr("slime_cli.stop.NOW", 0.5)
+    with subprocess.Popen([sys.executable, "-c", STUBBORN, str(run_dir.path)], stdout=subprocess.PIPE) as held:
+        assert held.stdout.readline() == b"held\n"
+        assert main(["stop", str(run_dir.path), "--now"]) == 0
+        assert held.wait(30) == -signal.SIGKILL
+    assert "ended with exit code 137" in capsys.readouterr().err
+
+
+def test_a_process_on_another_machine_is_not_signalled(tmp_path, monkeypatch, capsys):
+    run_dir = made(tmp_path, "running")
+    with RunDir.reopen(run_dir.path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        assert main(["stop", str(run_dir.path)]) == 2
+    said = capsys.readouterr().err
+    assert "the run's process is on another machine" in said
+    assert f"kill -TERM {os.getpid()}" in said
