@@ -4,6 +4,7 @@
     python tools/bench_weight_sync.py --offload              # and engine and trainer giving each other their memory
     python tools/bench_weight_sync.py --transports nccl      # two GPUs: the trainer on one, the server on the other
     python tools/bench_weight_sync.py --prefill-graphs       # SGLang's prefill in CUDA graphs: see below
+    python tools/bench_weight_sync.py --transports nccl --shape 30B-A3B --ranks 2 --engine-gpus 2     # four GPUs
     python tools/bench_weight_sync.py --smoke                # what a CPU can: a tiny model
 
 The real trainer (float32 masters, bfloat16 compute) and the real server stand side by side; the server's KV cache is
@@ -32,18 +33,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_place import Place, Served, make_folder, scratch, serving
+from sglang_place import SHAPES, Place, Served, make_folder, scratch, serving
 
+from slime_core.clusters import nccl
+from slime_core.clusters.machine import resolve_machine
+from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import SwappingTurns
 from slime_core.config.schema import Config
 from slime_core.engines.sglang.client import Client
 from slime_core.plugins import load_plugins
+from slime_core.protocols import Trainer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import GenerateRequest, SamplingParams
@@ -142,7 +147,7 @@ async def first_token(served: Served, version: int, name: str = "first") -> None
         raise SystemExit(f"the first token is of version {list(done.versions)}, not {version}")
 
 
-async def one_round(found: Rounds, served: Served, trainer: FsdpTrainer, version: int, *, count: bool) -> None:
+async def one_round(found: Rounds, served: Served, trainer: Trainer, version: int, *, count: bool) -> None:
     """One update; the first of a transport makes buffers and groups, and does not count."""
     watch = Watch()
     route = await served.engine.route("rolling")
@@ -209,10 +214,20 @@ def disk_bound(size: int, folder: Path) -> tuple[float, float]:
     return min(writes), min(reads)
 
 
-def make_trainer(config: Config, folder: Path, thread: TorchThread, device: str) -> FsdpTrainer:
-    """The real trainer of the folder's weights; it takes no step, so it has no moments."""
-    model = ModelFolder.open(folder)
-    return FsdpTrainer(config, load_plugins(config), model, thread=thread, device=device, epoch=1)
+@asynccontextmanager
+async def training(config: Config, folder: Path, thread: TorchThread, place: Place, run_dir: Path) -> Any:
+    """The real trainer of the folder's weights, here or in ranks; it takes no step, so it has no moments."""
+    world, device, plugins = config.cluster.actor_num_gpus_per_node, place.device, load_plugins(config)
+    if world == 1:
+        model = ModelFolder.open(folder)
+        yield await asyncio.to_thread(FsdpTrainer, config, plugins, model, thread=thread, device=device, epoch=1)
+        return
+    settled = resolve_machine(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    async with RankTrainer(
+        settled, plugins, world=world, device=device, cpu_threads=4, run_dir=run_dir, epoch=1
+    ) as ranks:
+        yield ranks
 
 
 def config_of(args: argparse.Namespace, place: Place, folder: Path, transport: str, served: Served | None) -> Config:
@@ -228,14 +243,16 @@ def config_of(args: argparse.Namespace, place: Place, folder: Path, transport: s
         else:
             options |= {"disable_piecewise_cuda_graph": True}
     if transport == "nccl" and place.device == "cuda":
-        flags += ["--no-colocate", "--rollout-num-gpus", "1"]
+        flags += ["--no-colocate", "--rollout-num-gpus", str(args.engine_gpus)]
+        flags += ["--rollout-num-gpus-per-engine", str(args.engine_gpus)]
+    flags += ["--actor-num-gpus-per-node", str(args.ranks)]
     if served is not None:
         flags += ["--rollout-external-engine-addrs", served.url]
         options = {}
     return place.config(folder, *flags, sglang=options)
 
 
-async def swap(served: Served, trainer: FsdpTrainer, version: int, rounds: int, free: Callable[[], int]) -> Any:
+async def swap(served: Served, trainer: Trainer, version: int, rounds: int, free: Callable[[], int]) -> Any:
     """Whole turns of engine and trainer on one device; the metrics of each but the first."""
     turns, found = SwappingTurns(served.engine, trainer, free=free), []
     for number in range(rounds + 1):
@@ -255,13 +272,14 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> None:
     first = args.transports[0]
     config = config_of(args, place, folder, first, None)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    nccl.agree(resolve_machine(config), os.environ)  # before the first rank starts
     begin = time.perf_counter()
-    building = asyncio.create_task(asyncio.to_thread(make_trainer, config, folder, thread, place.device))
-    async with serving(config, folder.parent / "run") as served:
-        print(f"  server ready after {time.perf_counter() - begin:.0f} s; SGLang {served.sglang}", flush=True)
-        trainer = await building
+    async with AsyncExitStack() as stack:
+        server = stack.enter_async_context(serving(config, folder.parent / "run"))
+        trainer = stack.enter_async_context(training(config, folder, thread, place, folder.parent / "ranks"))
+        served, trainer = await asyncio.gather(server, trainer)
+        print(f"  ready after {time.perf_counter() - begin:.0f} s; SGLang {served.sglang}", flush=True)
         await trainer.begin(config)
-        print(f"  trainer ready after {time.perf_counter() - begin:.0f} s", flush=True)
         results, version = [], 0
         for transport in args.transports:
             found = Rounds(transport)
@@ -281,7 +299,7 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> None:
     thread.close()
 
 
-async def rounds_of(rounds: int, found: Rounds, served: Served, trainer: FsdpTrainer, version: int) -> int:
+async def rounds_of(rounds: int, found: Rounds, served: Served, trainer: Trainer, version: int) -> int:
     """All rounds of a transport; the version that is served afterwards."""
     for number in range((min(rounds, 3) if found.transport == "disk" else rounds) + 1):
         version += 1
@@ -344,7 +362,9 @@ def summary(results: list[Rounds], size: int, place: Place) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=("4B", "0.6B", "tiny"), default="4B")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="4B")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, a GPU each")
+    parser.add_argument("--engine-gpus", type=int, default=1, help="of the server, tensor parallel; for nccl")
     parser.add_argument("--transports", nargs="+", choices=("tensor", "disk", "nccl"), default=["tensor", "disk"])
     parser.add_argument("--rounds", type=int, default=7, help="that count; at most 3 of disk")
     parser.add_argument("--offload", action="store_true", help="also whole turns with memory given and taken")
@@ -356,7 +376,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="the tiny model on a CPU: it proves nothing")
     args = parser.parse_args()
     if args.smoke:
-        args.shape, args.rounds, args.transports = "tiny", 3, ["disk"]  # the others move tensors of GPUs
+        args.shape, args.rounds = "tiny-moe" if "A" in args.shape else "tiny", 3
+        args.transports = ["disk"]  # the others move tensors of GPUs
     return args
 
 
@@ -366,7 +387,9 @@ def main() -> None:
     place = Place.to_measure(smoke=args.smoke)
     if place is None:
         return
-    with tempfile.TemporaryDirectory(dir=args.folder or scratch(36 << 30)) as made:
+    with tempfile.TemporaryDirectory(
+        dir=args.folder or scratch((80 if args.shape == "30B-A3B" else 36) << 30)
+    ) as made:
         begin = time.perf_counter()
         folder = make_folder(Path(made) / "model", args.shape)
         print(f"  {args.shape} folder made in {time.perf_counter() - begin:.0f} s", flush=True)

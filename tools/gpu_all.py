@@ -42,6 +42,7 @@ class Part(NamedTuple):
 
 
 PARTS = [
+    Part("sglang", "nccl-30b", 4, 500),
     Part("sglang", "rollout", 1, 480),
     Part("megatron", "step", 1, 290),
     Part("megatron", "learn-two", 2, 470),

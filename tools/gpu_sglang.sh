@@ -10,6 +10,7 @@
 #   tools/gpu_sglang.sh sync           weight update of 4B: tensor, disk, and with offload
 #   tools/gpu_sglang.sh sync-graphs    the same by tensor alone, the server's prefill in CUDA graphs: what they save
 #   tools/gpu_sglang.sh nccl           weight update of 4B from one GPU to the other
+#   tools/gpu_sglang.sh nccl-30b       the same of Qwen3-30B-A3B: two trainer GPUs to a server of two
 #   tools/gpu_sglang.sh pair           a prefill and a decode server on two GPUs; needs sglang-router and nixl beside SGLang
 # GPU=N puts a step on GPU N, GPU=N,M on two.
 set -uo pipefail
@@ -71,9 +72,12 @@ sync() { step sync 300 python3 tools/bench_weight_sync.py --transports tensor di
 sync-graphs() {
     step sync-graphs 190 python3 tools/bench_weight_sync.py --transports tensor --prefill-graphs "${GRAPHS:-piecewise}" --limit 175
 }
+nccl-30b() {
+    step nccl-30b 500 python3 tools/bench_weight_sync.py --transports nccl --shape 30B-A3B --ranks 2 --engine-gpus 2 --limit 480
+}
 nccl() { step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | pair) "$1" ;;
-*) sed -n 2,14p "$0"; exit 2 ;;
+facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | nccl-30b | pair) "$1" ;;
+*) sed -n 2,15p "$0"; exit 2 ;;
 esac
