@@ -139,8 +139,8 @@ class Sample:
             ValueError: trainable tokens without log-probs, or lists that differ in length.
         """
         count = len(tokens)
-        masks = [int(mask)] * count if isinstance(mask, int) else [int(m) for m in mask]
-        versions = [int(version)] * count if isinstance(version, int) else [int(v) for v in version]
+        masks = [int(mask)] * count if isinstance(mask, int) else list(map(int, mask))
+        versions = [int(version)] * count if isinstance(version, int) else list(map(int, version))
         if log_probs is None:
             if any(masks):
                 raise ValueError(f"sample {self.id}: {count} trainable tokens came without log-probs; pass mask=0")
@@ -210,7 +210,7 @@ class Group:
 
     def lowest_version(self, default: int) -> int:
         """The oldest weights that made a token here, or ``default`` where no model did."""
-        versions = [v for sample in self.samples for v in sample.weight_versions if v >= 0]
+        versions = {v for sample in self.samples for v in set(sample.weight_versions) if v >= 0}
         return min(versions, default=default)
 
 

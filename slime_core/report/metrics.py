@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -161,4 +162,4 @@ def _trained_log_probs(sample: Sample) -> list[float]:
     if sample.rollout_log_probs is None:
         return []
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    return [p for p, m in zip(sample.rollout_log_probs, mask) if m]
+    return list(compress(sample.rollout_log_probs, mask))

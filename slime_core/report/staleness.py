@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 from slime_core.types import Group, Sample
 
@@ -16,13 +17,13 @@ KINDS = ("dropped", "restarted", "masked")
 """What may become of samples that are too old: for each kind their lengths are counted."""
 
 
-def trained_versions(sample: Sample) -> list[int]:
-    """The versions that made a sample's trainable tokens."""
+def trained_versions(sample: Sample) -> Counter[int]:
+    """How many of a sample's trainable tokens each version made."""
     if sample.remove_sample or not sample.weight_versions:
-        return []
-    if sample.loss_mask is None:
-        return [v for v in sample.weight_versions if v >= 0]
-    return [v for v, on in zip(sample.weight_versions, sample.loss_mask, strict=True) if on and v >= 0]
+        return Counter()
+    mask, versions = sample.loss_mask, sample.weight_versions
+    found = Counter(versions if mask is None else compress(versions, mask))
+    return Counter({version: count for version, count in found.items() if version >= 0})
 
 
 def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[str, float]:
@@ -33,16 +34,16 @@ def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[
     """
     if not groups:
         return {}
-    made = [[v for sample in group.samples for v in trained_versions(sample)] for group in groups]
+    made = [sum(map(trained_versions, group.samples), Counter[int]()) for group in groups]
     ages = [version - min(versions, default=version) for versions in made]
-    tokens = [version - v for versions in made for v in versions]
+    tokens = Counter({version - v: count for v, count in sum(made, Counter[int]()).items()})
     metrics = {
         "staleness/mean": sum(ages) / len(ages),
         "staleness/min": float(min(ages)),
         "staleness/max": float(max(ages)),
     }
     highest = max([most, *ages, *tokens])
-    metrics |= {f"staleness/{age}": share for age, share in _shares(ages, highest)}
+    metrics |= {f"staleness/{age}": share for age, share in _shares(Counter(ages), highest)}
     return metrics | {f"staleness/tokens/{age}": share for age, share in _shares(tokens, highest)}
 
 
@@ -80,6 +81,6 @@ def bucket(length: int) -> str:
     return f"len_{low}_{high}"
 
 
-def _shares(ages: Sequence[int], highest: int) -> Iterable[tuple[int, float]]:
-    counts = Counter(ages)
-    return [(age, counts[age] / len(ages) if ages else 0.0) for age in range(highest + 1)]
+def _shares(ages: Counter[int], highest: int) -> Iterable[tuple[int, float]]:
+    total = max(ages.total(), 1)
+    return [(age, ages[age] / total) for age in range(highest + 1)]

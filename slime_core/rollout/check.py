@@ -68,21 +68,23 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
             why="loss_mask, rollout_log_probs and weight_versions have one entry a response token",
             fix="add turns with sample.append_response(tokens, log_probs, mask)",
         )
-    outside = [token for token in sample.tokens if not 0 <= token < vocab_size]
-    if outside:
+    if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < vocab_size:
+        outside = next(token for token in sample.tokens if not 0 <= token < vocab_size)
         raise EngineError(
-            f"sample {sample.id} holds token id {outside[0]}, outside the vocabulary of {vocab_size}",
+            f"sample {sample.id} holds token id {outside}, outside the vocabulary of {vocab_size}",
             code="TOK44",
             where=f"sample {sample.id}",
             fix="use the model's own tokenizer; nothing may be re-encoded",
         )
-    for position, value in enumerate(sample.rollout_log_probs or ()):
-        if not math.isfinite(value) or value > SLACK:
-            raise EngineError(
-                f"sample {sample.id} has log-prob {value} at response token {position}",
-                code="ENG80",
-                where=f"sample {sample.id}",
-                why="a log-prob is finite and not above 0",
-            )
-    if any(mask not in (0, 1) for mask in sample.loss_mask):
+    log_probs = sample.rollout_log_probs
+    if log_probs and (not math.isfinite(sum(log_probs)) or max(log_probs) > SLACK):  # NaN and inf stay in a sum
+        for position, value in enumerate(log_probs):
+            if not math.isfinite(value) or value > SLACK:
+                raise EngineError(
+                    f"sample {sample.id} has log-prob {value} at response token {position}",
+                    code="ENG80",
+                    where=f"sample {sample.id}",
+                    why="a log-prob is finite and not above 0",
+                )
+    if sample.loss_mask.count(0) + sample.loss_mask.count(1) != count:
         raise EngineError(f"sample {sample.id} has a loss_mask entry other than 0 and 1", code="ENG79")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def _columns(version: int, stage: str, samples: list[Sample], groups: list[int],
 
 
 def _flat(rows: Sequence[Sequence[Any]], dtype: Any) -> Any:
-    return np.fromiter((value for row in rows for value in row), dtype=dtype, count=sum(map(len, rows)))
+    return np.fromiter(chain.from_iterable(rows), dtype=dtype, count=sum(map(len, rows)))
 
 
 def _offsets(lengths: Sequence[int]) -> Any:
@@ -145,13 +146,14 @@ def _check_numbers(sample: Sample, where: str) -> None:
         raise _wrong(f"{where} has reward {reward}", where, code="TRN95", why="nothing is replaced by 0 silently")
     for name in PER_TOKEN:
         values = getattr(sample, name)
-        bad = next((i for i, value in enumerate(values or ()) if not math.isfinite(value)), None)
-        if values is not None and bad is not None:
-            raise _wrong(f"{where} has {name} {values[bad]} at response token {bad}", where, code="TRN95")
+        if values and not math.isfinite(sum(values)):  # one that is not finite stays so in the sum
+            bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+            if bad is not None:
+                raise _wrong(f"{where} has {name} {values[bad]} at response token {bad}", where, code="TRN95")
     low, high = min(sample.tokens), max(sample.tokens)
     if low < 0 or high > INT32_MAX:
         raise _wrong(f"{where} holds token id {low if low < 0 else high}", where)
-    if any(value not in (0, 1) for value in sample.loss_mask or ()):
+    if sample.loss_mask and sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):
         raise _wrong(f"{where} has a loss_mask entry other than 0 and 1", where)
     trainable = not sample.remove_sample and (sample.loss_mask is None or any(sample.loss_mask))
     if sample.response_length and trainable and sample.rollout_log_probs is None:
