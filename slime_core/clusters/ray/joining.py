@@ -28,7 +28,8 @@ from slime_core.clusters.hangs import Member
 from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
-from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, table
+from slime_core.clusters.ray.domains import selectors
+from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, oversize, table
 from slime_core.clusters.ray.token import let_in
 from slime_core.clusters.ray.travelling import not_set_up, travelling
 from slime_core.errors import ConfigError
@@ -205,7 +206,8 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
     if not plan.bundles:
         yield Hosts([], driver)
         return
-    group = await reserve(plan.bundles, config.cluster.ray_placement_timeout)
+    ranks = len({seat.bundle for seat in plan.ranks})
+    group = await reserve(plan.bundles, config.cluster.ray_placement_timeout, ranks=ranks)
     actors: list[Any] = []
     try:
         made = ray.remote(Host)
@@ -229,14 +231,19 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
         remove_placement_group(group)
 
 
-async def reserve(bundles: Sequence[Resources], timeout: float) -> Any:
-    """A placement group of these bundles, packed.
+async def reserve(bundles: Sequence[Resources], timeout: float, *, ranks: int = 0) -> Any:
+    """A placement group of these bundles, packed, within one NVLink domain where machines name theirs (`domains`).
+
+    The first ``ranks`` bundles are the trainer's.
 
     Raises:
         ConfigError: CFG18 machines that are too small, or others' work that does not end within ``timeout`` seconds.
     """
     check_room(bundles)
-    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    labels = {name: node["Labels"] for name, node in _nodes().items()}
+    within = selectors(bundles, ranks, machines(free=True), labels)
+    wanted = [dict(bundle) for bundle in bundles]
+    group = placement_group(wanted, strategy="PACK", bundle_label_selector=within or None)
     try:
         await asyncio.wait_for(group.ready(), timeout)
     except TimeoutError:
@@ -255,7 +262,8 @@ def check_room(bundles: Sequence[Resources]) -> None:
         ConfigError: CFG18.
     """
     if missing := lacking(bundles, machines()):
-        _no_room(bundles, f"{len(missing)} of {len(bundles)} find no machine that is large enough", machines())
+        told = f"{len(missing)} of {len(bundles)} find no machine that is large enough"
+        _no_room(bundles, oversize(bundles, machines()) or told, machines())
 
 
 def _no_room(bundles: Sequence[Resources], why: str, there: Mapping[str, Resources]) -> None:
@@ -274,12 +282,20 @@ def machines(*, free: bool = False) -> dict[str, dict[str, float]]:
 
     now = available_resources_per_node() if free else {}
     found: dict[str, dict[str, float]] = {}
+    for name, node in _nodes().items():
+        resources = now.get(node["NodeID"], {}) if free else node["Resources"]
+        found[name] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
+    return found
+
+
+def _nodes() -> dict[str, dict[str, Any]]:
+    """Ray's facts about each living machine, by name."""
+    found: dict[str, dict[str, Any]] = {}
     for node in ray.nodes():
         if node["Alive"]:
-            resources = now.get(node["NodeID"], {}) if free else node["Resources"]
             name = str(node["NodeName"])
             name = f"{name}#{node['NodeID'][:6]}" if name in found else name  # two nodes of one machine
-            found[name] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
+            found[name] = node
     return found
 
 

@@ -158,6 +158,21 @@ def lacking(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> l
     return sorted(out)
 
 
+def oversize(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
+    """Why the largest bundle would fit no machine, were it empty; nothing where it fits one.
+
+    Example: oversize([{"GPU": 8}], {"node-a": {"GPU": 4}})
+    """
+    for kind in ("GPU", "CPU"):
+        asked = max((bundle.get(kind, 0) for bundle in wanted), default=0)
+        there = max((machine.get(kind, 0) for machine in machines.values()), default=0)
+        if asked > there:
+            return (
+                f"an engine, or a machine's ranks, of {asked:g} {kind} lie within one machine: none has over {there:g}"
+            )
+    return ""
+
+
 def table(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
     """Wanted against available, for a person.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.clusters.ray.placement import Plan, Seat, lacking, plan, table
+from slime_core.clusters.ray.placement import Plan, Seat, lacking, oversize, plan, table
 from slime_core.config.load import load_config
 from slime_core.engines.sglang.topology import topology
 from slime_core.errors import ConfigError
@@ -151,6 +151,16 @@ def test_what_finds_no_room_is_known_before_anything_waits():
     assert lacking([{"CPU": 9}], machines) == [0]
     assert lacking([one], {}) == [0]
     assert machines["a"] == {"GPU": 4, "CPU": 8}, "it only looks"
+
+
+def test_what_would_have_to_lie_on_several_machines_is_told_so():
+    """An engine of 16 GPUs on machines of 8: more machines would not help."""
+    machines = {"a": {"GPU": 8, "CPU": 64}, "b": {"GPU": 8, "CPU": 64}}
+    told = oversize([{"GPU": 2, "CPU": 2}, {"GPU": 16, "CPU": 1}], machines)
+    assert told == "an engine, or a machine's ranks, of 16 GPU lie within one machine: none has over 8"
+    assert oversize([{"GPU": 8, "CPU": 8}] * 3, machines) == "", "a machine more would do"
+    assert oversize([{"CPU": 65}], machines).endswith("none has over 64")
+    assert oversize([{"GPU": 1}], {}).endswith("none has over 0")
 
 
 def test_wanted_and_free_are_told_together():

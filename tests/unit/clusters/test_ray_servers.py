@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import routing
 from launching import seen
 from ray_nodes import ray_cluster
 from watching import QUICK, Engine
@@ -24,6 +26,7 @@ from slime_core.clusters.ray.placement import plan
 from slime_core.clusters.ray.servers import RayServers, RaySite
 from slime_core.config.load import load_config
 from slime_core.engines.sglang import ports
+from slime_core.engines.sglang.gateway import Process
 from slime_core.engines.sglang.health import Watch
 from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.server import Server
@@ -50,7 +53,8 @@ def nodes():
 
 def config_of(nodes, *flags, device="cpu"):
     words = ["--rollout-engine", "sglang", "--cluster", "ray", "--ray-address", nodes.address, "--hf-checkpoint", "."]
-    return load_config(None, [*words, "--device", device, "--cpu-threads", "2", *map(str, flags)])
+    threads = () if "--cpu-threads" in flags else ("--cpu-threads", "2")
+    return load_config(None, [*words, "--device", device, *threads, *map(str, flags)])
 
 
 APART = ("--no-colocate", "--rollout-num-engines", 1)
@@ -171,6 +175,30 @@ def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, mo
             assert (caught.value.code, caught.value.lost) == ("ENG69", False)
             assert time.monotonic() - began < LONG
         await until(lambda: not ports.members(session))  # the host was killed, stopped as it was
+
+    asyncio.run(check())
+
+
+def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where_they_are_placed(nodes, tmp_path):
+    (tmp_path / "groups.toml").write_text('[[group]]\ncount = 2\n[[group]]\nrole = "reward"\nmodel = "."\n')
+
+    async def check():
+        flags = ("--debug-rollout-only", "--engine-topology", tmp_path / "groups.toml")
+        async with site(nodes, *flags, "--cpu-threads", "1") as (where, placed, found):
+            assert len(found.machines) == len(placed.engines) == 3
+            homes = [where.lodging(number).home for number in range(3)]
+            assert [home.machine for home in homes] == found.machines
+            at = where.lodging_of_router("policy")
+            assert (at.home.machine, at.host) == (found.machines[0], found.reached(found.machines[0]))
+            words = routing.launch(tmp_path)
+            router = Process.launch(replace(words, host=at.host), number=-1, home=at.home)
+            await router.start()
+            await router.ready(LONG)
+            assert router.address.url.startswith(f"http://{at.host}:")
+            pid = router.pid
+            await router.stop()
+            assert ports.members(pid) == []
+            assert where.meeting([router.address.url]) == "127.0.0.1", "no rank listens"
 
     asyncio.run(check())
 
