@@ -51,6 +51,8 @@ from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer
 
 WORK, SYNC = ("score", "verify", "train"), ("sync",)
+HEAD = """| run | samples/s | of sync | step | what the stages allow | share | longest | training | parts |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +87,8 @@ def allowed(
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """All steps of a run; a line that was cut off is left out."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in rows if row["kind"] == "step"]
 
@@ -204,14 +207,18 @@ def told(found: Measured, samples: int, sync: float) -> str:
     )
 
 
+def workload(args: argparse.Namespace) -> str:
+    """Its name, and how much of it a step is."""
+    name = f"lognormal-{args.median:g}-{args.sigma:g}-{args.limit_tokens}"
+    return f"{name}, {args.batch * args.samples} samples a step"
+
+
 def simulated(args: argparse.Namespace) -> None:
     """All modes, one after another, and their rows."""
     samples = args.batch * args.samples
-    name = f"lognormal-{args.median:g}-{args.sigma:g}-{args.limit_tokens}"
-    print(f"{name}, {samples} samples a step, {args.gpus} simulated GPUs ({args.trainers} of them train apart),")
+    print(f"{workload(args)}, {args.gpus} simulated GPUs ({args.trainers} of them train apart),")
     print(f"time x {args.faster:g}, a token stands for {args.grain}; seconds are the model's")
-    print("| run | samples/s | of sync | step | what the stages allow | share | longest | training | parts |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    print(HEAD, flush=True)
     with tempfile.TemporaryDirectory(dir=args.folder or None) as made:
         values = {"PROMPT": args.prompt // args.grain, "MEDIAN": args.median / args.grain, "SIGMA": args.sigma}
         sys.path.insert(0, str(plugin(Path(made), values | {"LIMIT": args.limit_tokens // args.grain})))
@@ -243,6 +250,10 @@ def real(args: argparse.Namespace) -> None:
         make_folder(folder / "model", args.shape, context_len=args.prompt + args.limit_tokens)
         values = {"PROMPT": args.prompt, "MEDIAN": args.median, "SIGMA": args.sigma, "LIMIT": args.limit_tokens}
         site = plugin(folder, values)
+        print(
+            f"{workload(args)}, {args.shape}, {args.backend}, {args.gpus} GPUs ({args.trainers} of them train apart)"
+        )
+        print(HEAD, flush=True)
         found: dict[str, Measured] = {}
         for mode, ahead in [("sync", 0), *(("free", k) for k in args.ahead)]:
             code = run(args, folder, site, mode, ahead, place)
@@ -278,7 +289,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("fsdp", "megatron"), default="megatron")
     parser.add_argument("--shape", choices=("4B", "0.6B", "tiny"), default="4B")
     parser.add_argument("--mem-fraction", type=float, default=0.5, help="SGLang's mem_fraction_static")
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds until a real run is cut off and read")
+    parser.add_argument("--limit", type=float, default=270.0, help="seconds until a real run is cut off and read")
     parser.add_argument("--smoke", action="store_true", help="with --real: a tiny model on a CPU; it proves nothing")
     args = parser.parse_args(words)
     given = {"gpus": 8, "trainers": 6, "batch": 64, "median": 800.0, "limit_tokens": 16384, "ahead": [1, 2]}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -87,11 +86,11 @@ def run(args: argparse.Namespace, folder: Path, site: Path, mode: str, ahead: in
         try:
             return process.wait(args.limit)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             try:
-                process.wait(60)
+                process.wait(15)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.kill()  # its children end with it
                 process.wait()
             return 124
 
@@ -121,7 +120,9 @@ def recipe(args: argparse.Namespace, mode: str, ahead: int, place: Any) -> str:
     if not args.smoke and not shared:
         tables["rollout"]["rollout_num_gpus"] = args.gpus - args.trainers
     if place is not None:
-        options = {**GPU_OPTIONS, "mem_fraction_static": args.mem_fraction, "disable_piecewise_cuda_graph": True}
+        graphs = {"cuda_graph_bs": [8, 32, 64, 128, 256], "max_running_requests": 256}
+        graphs |= {"mem_fraction_static": args.mem_fraction, "disable_piecewise_cuda_graph": True}
+        options = {**GPU_OPTIONS, **graphs}
         tables["sglang"] = {"python": place.python, "env": dict(place.env), **options}
     lines = ['name = "async"', f"plugins = {_toml(['models', 'long_tail'])}"]
     for name, keys in tables.items():
