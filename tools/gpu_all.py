@@ -60,6 +60,8 @@ PARTS = [
     Part("sglang", "deterministic", 1, 330),
     Part("megatron", "more", 1, 240),
     Part("megatron", "experts", 1, 150),
+    Part("sglang", "ahead-four", 4, 600),
+    Part("sglang", "ahead", 2, 600),
     Part("sglang", "pair", 2, 580),
     Part("megatron", "core", 2, 300),
     Part("megatron", "convert", 0, 400),

@@ -12,6 +12,8 @@
 #   tools/gpu_sglang.sh nccl           weight update of 4B from one GPU to the other
 #   tools/gpu_sglang.sh nccl-30b       the same of Qwen3-30B-A3B: two trainer GPUs to a server of two
 #   tools/gpu_sglang.sh pair           a prefill and a decode server on two GPUs; needs sglang-router and nixl beside SGLang
+#   tools/gpu_sglang.sh ahead          two GPUs: a run that takes turns against one ahead of training, long-tailed lengths
+#   tools/gpu_sglang.sh ahead-four     the same on four
 # GPU=N puts a step on GPU N, GPU=N,M on two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -75,9 +77,11 @@ sync-graphs() {
 nccl-30b() {
     step nccl-30b 500 python3 tools/bench_weight_sync.py --transports nccl --shape 30B-A3B --ranks 2 --engine-gpus 2 --limit 480
 }
+ahead() { step ahead 600 python3 tools/bench_async.py --real --gpus 2 --limit 270; }
+ahead-four() { step ahead-four 600 python3 tools/bench_async.py --real --gpus 4 --trainers 2 --batch 64 --limit 270; }
 nccl() { step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | nccl-30b | pair) "$1" ;;
-*) sed -n 2,15p "$0"; exit 2 ;;
+facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | nccl-30b | pair | ahead | ahead-four) "$1" ;;
+*) sed -n 2,18p "$0"; exit 2 ;;
 esac
