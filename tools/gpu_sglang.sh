@@ -83,5 +83,5 @@ nccl() { step nccl 330 python3 tools/bench_weight_sync.py --transports nccl --li
 
 case "${1:-}" in
 facts | functional | runs | rollout | deterministic | sync | sync-graphs | nccl | nccl-30b | pair | ahead | ahead-four) "$1" ;;
-*) sed -n 2,18p "$0"; exit 2 ;;
+*) sed -n 2,17p "$0"; exit 2 ;;
 esac
