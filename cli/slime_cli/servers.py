@@ -29,6 +29,7 @@ def check_servers(settings: Settings, config: Config | None = None) -> dict[str,
     if not serves(settings.config):
         return None
     from slime_core.clusters.machine import resolve_machine
+    from slime_core.clusters.ray.placement import plan
     from slime_core.config import engine_rules
     from slime_core.config.problems import raise_all
     from slime_core.engines.sglang.command import prepare
@@ -44,9 +45,11 @@ def check_servers(settings: Settings, config: Config | None = None) -> dict[str,
     def where(name: str) -> str:
         return places.of(("sglang", *name.split("."))) or f"sglang.{name}"
 
-    if config.cluster.cluster_backend == "ray" and not _is_here(config):
+    if config.cluster.cluster_backend == "ray":
         raise_all([places.place(problem) for problem in engine_rules.conflicts(config)])
-        return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
+        plan(config)
+        if not _is_here(config):
+            return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
     return described(prepare(config, gpus=_gpus(config), where=where))
 
 

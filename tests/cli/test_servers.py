@@ -102,6 +102,35 @@ def test_servers_that_run_already_need_no_sglang_here(cli, recipe, monkeypatch):
     assert json.loads(done.out)["servers"] == {"external": [address]}
 
 
+RAY = ("--cluster", "ray", "--ray-address", "local")
+
+
+def test_on_a_cluster_the_servers_machines_may_have_sglang_alone(cli, recipe, monkeypatch):
+    """The driver's machine has none: servers are shown, and their options are read where they start."""
+    monkeypatch.delenv(PYTHON_ENV, raising=False)
+    path = recipe('python = "/only/there/bin/python"')
+    done = cli("config", "check", path, *RAY, "--rollout-num-engines", 2, "--json")
+    assert done.code == 0, done.err
+    servers = json.loads(done.out)["servers"]
+    assert (servers["python"], servers["groups"][0]["servers"]) == ("", [[], []])
+    assert "arguments" not in servers["groups"][0]
+    assert cli("config", "check", path).code == 2, "on this machine it is missed"
+    wrong = cli("config", "check", path, "sglang.python=3", *RAY)
+    assert (wrong.code, "CFG02" in wrong.err) == (2, True)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_servers_that_would_lie_on_two_machines_are_refused_before_a_cluster_is_asked(cli, stand_in, recipe, here):
+    """Servers of two GPUs on the GPUs of three ranks a machine; --device cuda, whatever this machine has."""
+    path = recipe('python = "/only/there/bin/python"' * (not here))
+    if here:
+        stand_in()
+    ranks = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 3, "--rollout-num-gpus-per-engine", 2)
+    done = cli("config", "check", path, *RAY, "--device", "cuda", *ranks)
+    assert done.code == 2
+    assert "server 1 of 2 GPUs would lie on two machines" in done.err
+
+
 def test_training_from_a_dump_needs_no_sglang(cli, recipe, monkeypatch, tmp_path):
     monkeypatch.delenv(PYTHON_ENV, raising=False)
     (tmp_path / "dump").mkdir()
