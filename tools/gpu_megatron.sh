@@ -6,6 +6,7 @@
 #   tools/gpu_megatron.sh more         all other tests of Megatron there are: experts, offload
 #   tools/gpu_megatron.sh learn        whole runs with SGLang that learn: on one GPU
 #   tools/gpu_megatron.sh learn-two    the same on two: tensor parallel, pipeline; learn-nccl: server and trainer on a GPU each
+#   tools/gpu_megatron.sh ray-two      the same placed by Ray (carry its wheel), servers beside ranks and apart; ray-four
 #   tools/gpu_megatron.sh step         MFU of a policy step, Qwen3-4B shape, 8k tokens: both backends and a plain loop
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
@@ -52,6 +53,8 @@ for part in "${@:-functional}"; do
         learn) tests megatron-learn 330 $LEARN -k one ;;
         learn-nccl) tests megatron-learn-nccl 330 $LEARN -k other_gpu ;;
         learn-two) tests megatron-learn-two 470 $LEARN -k "tensor_parallel or pipeline" ;;
+        ray-two) tests ray-two 580 tests/gpu/test_ray_on_gpu.py -k two ;;
+        ray-four) tests ray-four 580 tests/gpu/test_ray_on_gpu.py -k four ;;
         step) step megatron-step 290 python3 tools/bench_policy_step.py --backend megatron fsdp plain --limit 95 ;;
         long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench_experts.py
@@ -60,6 +63,6 @@ for part in "${@:-functional}"; do
         core) tests core 300 $(core) ;;
         gaps) step gaps-megatron 430 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 400 ;;
         gaps-fsdp) step gaps-fsdp 430 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 400 ;;
-        *) echo "unknown part $part"; sed -n 2,17p "$0"; exit 2 ;;
+        *) echo "unknown part $part"; sed -n 2,18p "$0"; exit 2 ;;
     esac
 done

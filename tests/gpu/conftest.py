@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from carry_runs import make_warm
 
 TOOLS = Path(__file__).parents[2] / "tools"
 DEVICE = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cuda")
@@ -76,3 +77,12 @@ def served(place, folder, loop):
         one.engine._settings = replace(one.engine._settings, memory_saver=True)
     yield one
     loop.run(stack.aclose())
+
+
+@pytest.fixture(scope="session")
+def warmed(place, tmp_path_factory):
+    """A folder with the recipe of `carry_runs`, the model, and ``warm/final`` of the warm-up."""
+    _, found = place
+    folder = tmp_path_factory.mktemp("learning")
+    make_warm(folder, found)
+    return folder

@@ -1,7 +1,7 @@
 """Whole runs on a Ray cluster of this machine that learn to carry: Megatron's ranks and SGLang's servers, each in the
 seat that Ray gives it, on two GPUs and on four.
 
-Recipe, warm-up and what must be learnt are those of `test_megatron_with_sglang_on_gpu`. Which way the weights go
+Recipe, warm-up and what must be learnt are those of `carry_runs`, as on one machine. Which way the weights go
 follows from placement alone: from memory to memory where servers share the ranks' GPUs, by NCCL where they do not.
 SLIME_GPU_TESTS_DEVICE=cpu tries the smallest layout on a CPU, by disk.
 """
@@ -15,15 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_megatron_with_sglang_on_gpu import (
-    BAND,
-    CPU,
-    LEARN,
-    LEARNT,
-    STEPS,
-    slime,
-    work as warmed,  # noqa: F401  the fixture
-)
+from carry_runs import BAND, CPU, LEARN, LEARNT, STEPS, slime
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
@@ -61,7 +53,7 @@ def short():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ray_places_ranks_and_servers_and_the_run_learns(warmed, layout, short):  # noqa: F811
+def test_ray_places_ranks_and_servers_and_the_run_learns(warmed, layout, short):
     gpus, flags, transport, servers = LAYOUTS[layout]
     if not CPU and torch.cuda.device_count() < gpus:
         pytest.skip(f"not proven: the layout {layout} needs {gpus} GPUs")
