@@ -26,6 +26,7 @@ import numpy as np
 from slime_core import durable, loop
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.checkpoint import Checkpoints
+from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
 from slime_core.plugins import load_plugins
@@ -88,6 +89,11 @@ name = "main"
 num_rollout = 4
 eval_interval = 2
 """
+BESIDE = {**AHEAD, "max_staleness": 1, "eval_async": True, "rollout_num_engines": 2, "eval_interval": 2}
+EVALUATED = """
+[[eval.eval_tasks]]
+name = "default"
+"""
 SCENARIOS = {
     item.name: item
     for item in (
@@ -98,6 +104,7 @@ SCENARIOS = {
         Scenario(name="over", keys=OVER, drops=True, stored_stand=False),
         Scenario(name="lockstep", keys={**AHEAD, "max_staleness": 1}, drops=True),
         Scenario(name="lockstep2", keys={**AHEAD, "max_staleness": 2}, plugins=("chaos_turns",)),
+        Scenario(name="beside", keys=BESIDE, stages=EVALUATED, drops=True),
         Scenario(name="free", keys={**AHEAD, "max_staleness": 1, "async_schedule": "free"}, drops=True, exact=False),
         Scenario(name="free_over", keys={**OVER, "async_schedule": "free"}, exact=False, stored_stand=False),
     )
@@ -268,7 +275,9 @@ class World:
     @asynccontextmanager
     async def cluster(self, config: Any, plugins: Any, report: Any) -> AsyncIterator[Parts]:
         """One class each for engine and trainer; the ledger is the real one."""
-        engine, ledger = HashEngine(), SlowLedger(self.run_dir)
+        engines = [HashEngine() for _ in range(config.rollout.rollout_num_engines or 1)]
+        engine: Any = as_one(engines)
+        ledger = SlowLedger(self.run_dir)
         ledger.turns = self.slow
         try:
             yield Parts(
@@ -278,6 +287,7 @@ class World:
                 trainer=HashTrainer(),
                 ledger=ledger,
                 turns=FreeTurns() if config.rollout.max_staleness else QuietTurns(engine),
+                hold=holding(engine),
             )
         finally:
             await ledger.close()
