@@ -144,8 +144,10 @@ def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run,
     done, path = run("own", *flags, RAY_ADDRESS="", **{MARK: "own"})
     assert done.returncode == 0, done.stderr
     assert steps(path)[1]["trained"] == STEPS * BATCH * SAMPLES
-    pids, open_to_others = json.loads((work / "listening.json").read_text())
+    pids, open_to_others, of_the_dashboard, modes = json.loads((work / "listening.json").read_text())
     assert open_to_others == []
+    assert of_the_dashboard == []  # its process gathers nothing and serves nobody
+    assert modes == ["token"] * 2  # of the head and of the node
     assert len(pids) > 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and MARK in environ(pid)]
 
@@ -164,24 +166,33 @@ import os
 from pathlib import Path
 
 def look(args, samples, **kw):
-    mark, pids, sockets = b"SLIME_TEST_NODE=own", [], set()
+    mark, pids, sockets, dashboard, modes = b"SLIME_TEST_NODE=own", [], set(), set(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if mark in (entry / "environ").read_bytes():
+                if mark in (environ := (entry / "environ").read_bytes()):
                     pids.append(int(entry.name))
-                    sockets |= {os.readlink(fd) for fd in (entry / "fd").iterdir()}
+                    mine = {os.readlink(fd) for fd in (entry / "fd").iterdir()}
+                    sockets |= mine
+                    line = (entry / "cmdline").read_bytes().split(b"\\0")
+                    if any(word.endswith(b"/dashboard.py") for word in line):
+                        dashboard |= mine
+                    if line[0].endswith((b"/gcs_server", b"/raylet")):
+                        found = [word for word in environ.split(b"\\0") if word.startswith(b"RAY_AUTH_MODE=")]
+                        modes += [word.decode().partition("=")[2] for word in found]
             except OSError:
                 continue
-    others = []
+    others, served = [], []
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             words = line.split()
             ours = words[3] == "0A" and f"socket:[{words[9]}]" in sockets
+            if words[3] == "0A" and f"socket:[{words[9]}]" in dashboard:
+                served.append(words[1])
             address = words[1].partition(":")[0]
             if ours and address not in ("0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"):
                 others.append(words[1])
-    Path(__file__).with_name("listening.json").write_text(json.dumps([pids, others]))
+    Path(__file__).with_name("listening.json").write_text(json.dumps([pids, others, served, modes]))
 '''
 
 
