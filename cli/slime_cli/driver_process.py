@@ -24,7 +24,7 @@ from typing import Any
 from slime_cli.failure import Session, Terminated, report_failure, say
 from slime_cli.restarts import MEMORY, Command, Death, Past, given_up, pause, refusal
 from slime_cli.signals import terminable
-from slime_core.clusters.detached import LOG, code_of
+from slime_core.clusters.detached import DETACHED, LOG, code_of
 from slime_core.clusters.parent import end_with
 from slime_core.clusters.ray import LETTER
 from slime_core.errors import Preempted, SlimeError
@@ -63,6 +63,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_DFL)
     with os.fdopen(int(os.environ.pop(LETTER)), encoding="utf-8") as file:
         letter = Letter(**json.load(file))
+    os.environ[DETACHED] = "1"
     run_dir = RunDir(Path(letter.run_dir))
     session = Session(verbose=letter.verbose, run_dir=run_dir, secrets=frozenset(letter.secrets.values()))
     try:
@@ -86,6 +87,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
     info = run_dir.read_info()
     begun = any((start.get("epoch") or 0) > letter.epoch for start in run_dir.starts())
     if not (begun and run_dir.config.is_file()):
+        wait_for_the_lock(run_dir)  # which the command holds until it has seen this process
         stop_after = [] if letter.left is None else ["--stop-after", str(letter.left)]
         return [letter.words[0], *stop_after, *letter.words[1:]]
     if info.get("status") not in ("running", "failed"):

@@ -41,8 +41,11 @@ class Target:
 
     @property
     def detached(self) -> bool:
-        """Whether its driver is an actor's, and has not ended."""
-        return self.record is not None and self.record.code is None
+        """Whether its driver is an actor's and has not ended, and nobody has gone on with the run elsewhere."""
+        if self.record is None or self.record.code is not None:
+            return False
+        info = self.run_dir.read_info()
+        return (info.get("epoch") or 0) <= self.record.epoch or bool(info.get("detached", True))
 
     @property
     def code(self) -> int:
@@ -106,6 +109,23 @@ def reached(address: str) -> Iterator[Drivers]:
         yield drivers
 
 
+@contextmanager
+def reached_of(target: Target, address: str) -> Iterator[Drivers]:
+    """The cluster of a detached run.
+
+    Raises:
+        ConfigError: CFG17 it does not answer, with the way to go on without it.
+    """
+    assert target.record is not None
+    try:
+        with reached(address or target.record.address) as drivers:
+            yield drivers
+    except ConfigError as error:
+        if error.code == "CFG17":
+            error.fix += f"\nwhere that cluster is gone: slime run --resume {target.path}"
+        raise
+
+
 class Lines:
     """Whole lines that are appended to a file; the first look gives the last of those that are there."""
 
@@ -145,9 +165,8 @@ def follow(target: Target, address: str, show: Callable[[str], None] = say) -> i
 
 def follow_detached(target: Target, address: str, show: Callable[[str], None]) -> int:
     """Its driver's output; its actor is asked now and then, its record is looked at always."""
-    assert target.record is not None
     lines, name = Lines(target.path / LOG), actor_name(target.path)
-    with reached(address or target.record.address) as drivers:
+    with reached_of(target, address) as drivers:
         asked = -ASK
         while True:
             now = target_of(target.path)

@@ -365,6 +365,7 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
 
     from slime_cli.resume import plugin_versions, references
     from slime_core import __version__
+    from slime_core.clusters.detached import DETACHED
     from slime_core.clusters.machine import machine_facts
     from slime_core.config.dump import fingerprint, redacted
     from slime_core.config.redact import redact
@@ -374,6 +375,7 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
     return {
         "error": None,
         "exit_code": None,
+        "detached": DETACHED in os.environ,
         "deaths": redact([asdict(death) for death in session.past.deaths] if session.past else [], secrets),
         "command": redact(["slime", *session.argv], secrets),
         "cwd": str(Path.cwd()),

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from slime_cli.failure import INTERRUPTED, say
-from slime_cli.following import POLL, Target, follow, named, reached, target_of
+from slime_cli.following import POLL, Target, follow, named, reached_of, target_of
 from slime_core.clusters.detached import actor_name
 from slime_core.errors import ConfigError
 
@@ -48,8 +48,7 @@ def command(run: str, now: bool, address: str, as_json: bool) -> int:
 
 def stop_detached(target: Target, now: bool, address: str, said: list[str]) -> int:
     """Ask its actor, and follow it to its end."""
-    assert target.record is not None
-    with reached(address or target.record.address) as drivers:
+    with reached_of(target, address) as drivers:
         while target_of(target.path).detached and not drivers.stop(actor_name(target.path), now=now):
             time.sleep(POLL)
     return follow(target_of(target.path), address, said.append)

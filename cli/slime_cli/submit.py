@@ -142,7 +142,7 @@ def outliving(settings: Settings) -> str:
 
 @contextmanager
 def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
-    """The run directory, new or old; what was made for a driver that then does not come is taken away again.
+    """The run directory, new or old, locked until a driver waits for it; without one it is as it was.
 
     Raises:
         ConfigError: CFG12 it holds another run, CFG16 a process runs there, CFG20 it would not be kept.
@@ -150,26 +150,25 @@ def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
     from slime_cli.preflight import check_kept
     from slime_core.report import RunDir
 
-    if detach.old is not None:
-        old = RunDir.open(detach.old)
-        old.lock()
-        old.close()
-        before = read_record(old.path)
-        try:
-            yield old
-        except BaseException:
-            with suppress(OSError):
-                before.write(old.path) if before is not None else (old.path / FILE).unlink(missing_ok=True)
-            raise
-        return
     check_kept(detach.run_dir)
-    fresh = RunDir.create(settings.config.name, at=detach.run_dir)
-    fresh.close()
+    if detach.old is None:
+        run_dir, before = RunDir.create(settings.config.name, at=detach.run_dir), None
+    else:
+        run_dir, before = RunDir.open(detach.old), read_record(detach.old)
+        run_dir.lock()
     try:
-        yield fresh
+        yield run_dir
     except BaseException:
-        forget(fresh.path)
+        run_dir.close()
+        if detach.old is None:
+            forget(run_dir.path)
+        elif before is not None:
+            before.write(run_dir.path)
+        else:
+            (run_dir.path / FILE).unlink(missing_ok=True)
         raise
+    finally:
+        run_dir.close()
 
 
 def forget(path: Path) -> None:

@@ -19,6 +19,8 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.errors import Preempted, SlimeError
 
 FILE, LOG = "driver.json", "log/driver.log"
+DETACHED = "SLIME_DETACHED"
+"""Variable of a detached driver's processes; ``run.json`` says under ``detached`` whether the last one was such."""
 PREFIX = "driver:"
 """Beginning of the names of our actors that keep drivers."""
 CODES = {"finished": 0, "preempted": Preempted.exit_code, "interrupted": 130, "terminated": 143}

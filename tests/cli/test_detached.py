@@ -13,7 +13,7 @@ import pytest
 
 from slime_cli.driver_process import Letter, next_words
 from slime_cli.failure import Session
-from slime_cli.following import Lines, Steps, named, plain
+from slime_cli.following import Lines, Steps, named, plain, target_of
 from slime_cli.main import main
 from slime_cli.restarts import past
 from slime_cli.submit import Detach, forget
@@ -219,6 +219,41 @@ def test_attach_ends_with_what_the_newer_of_two_processes_ended_with(cli, tmp_pa
     (run_dir.log / "driver.log").write_text("the driver said this\n")
     done = cli("attach", run_dir.path)
     assert (done.code, "the driver said this" in done.err) == (6, True)
+
+
+def test_a_run_that_somebody_goes_on_with_is_not_looked_for_on_its_old_cluster(tmp_path):
+    """Its record has no end: the cluster was gone before the actor could write one."""
+    run_dir = made(tmp_path, "running")
+    record().write(run_dir.path)
+    assert target_of(run_dir.path).detached
+    run_dir.write_info({"detached": True})
+    assert target_of(run_dir.path).detached
+    run_dir.write_info({"detached": False, "status": "finished"})
+    assert not target_of(run_dir.path).detached
+    assert target_of(run_dir.path).code == 0
+
+
+def test_a_cluster_that_is_gone_is_told_with_the_way_to_go_on(cli, tmp_path):
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    run_dir = made(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = f"127.0.0.1:{door.getsockname()[1]}"  # nobody's, when it is closed
+    record(address=address).write(run_dir.path)
+    for verb in ("attach", "stop"):
+        done = cli(verb, run_dir.path)
+        assert done.code == 2
+        assert f"error CFG17  no Ray cluster can be joined at {address}" in done.err
+        assert f"slime run --resume {run_dir.path}" in done.err
+
+
+def test_a_run_directory_in_a_job_of_ray_is_refused(cli, own, tmp_path, monkeypatch):
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    done = cli("run", *own.flags)
+    assert done.code == 2
+    assert "error CFG20" in done.err
+    assert list(folder.iterdir()) == []
 
 
 def test_attach_and_stop_refuse_what_is_no_run(cli, tmp_path):

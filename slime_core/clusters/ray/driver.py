@@ -66,10 +66,13 @@ class Driver:
         self._name = uuid.uuid4().hex
         self._asked = False
         self._guard = threading.Lock()
-        threading.Thread(target=self._watch, daemon=True, name="slime-driver").start()
+        self._watching = threading.Thread(target=self._watch, daemon=True, name="slime-driver")
+        self._watching.start()
 
     async def about(self) -> dict[str, Any]:
-        """Where it is and what it keeps."""
+        """Where it is and what it keeps, once that has begun."""
+        while self._child is None and self._watching.is_alive():
+            await asyncio.sleep(AGAIN / 10)
         child = self._child
         return {
             "run_dir": self._order.run_dir,
