@@ -44,7 +44,7 @@ class Context:
 
     def with_options(self, options: Any) -> Context:
         """The same context for another plugin."""
-        return replace(self, options=options)
+        return self if options is self.options else replace(self, options=options)
 
     async def generate(self, sample: Sample, params: SamplingParams | None = None) -> Completion:
         """One model turn: continue the sample's tokens, append what came and set its status.

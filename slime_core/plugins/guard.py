@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGQUIT")
     if hasattr(signal, name)
 )
+_handler: Callable[[Any], Any] = getattr(getattr(signal, "_signal", signal), "getsignal")  # noqa: B009
+"""`signal.getsignal` without the member of an enum that it makes of its answer, which takes ten times longer."""
 DRAWS = (
     "a run that is resumed draws other numbers; derive yours: "
     "random.Random(slime_core.seeds.seed_of(ctx.config.seed, sample.id))"
@@ -47,7 +49,7 @@ class State:
             cwd = os.getcwd()
         except OSError:  # the folder is gone
             cwd = ""
-        return cls(cwd, locale.setlocale(locale.LC_ALL), tuple(map(signal.getsignal, SIGNALS)))
+        return cls(cwd, locale.setlocale(locale.LC_ALL), tuple(map(_handler, SIGNALS)))
 
 
 class Guard:

@@ -25,6 +25,7 @@ from slime_core.plugins.boundary import wrong
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.types import Batch, Group, Prompt, Sample, StepReport
 
+PROMPT_OF = "prompt"
 PROMPT = ("id", "task", "position", "tokens", "label")
 SAMPLE = ("id", "tokens", "response_length", "rollout_log_probs", "weight_versions", "rollout_id", "attempt", "label")
 JUDGED = (*SAMPLE, "reward", "status")
@@ -39,7 +40,11 @@ OF_SAMPLES = {
 }
 OWN_SAMPLES = {"rollout_sample_hook_path", "custom_generate_function_path"}  # slime's, which may return other samples
 
-Place = tuple[str, str]  # whose field, and its name
+Whose = str | int  # of what a field is: the number of a group's sample, or a word
+Row = tuple[Whose, str, Any, int, Any]
+"""A field before the call: whose, its name, the list or array itself and its length (None and -1 for others), and the
+value of one that is none, or its content's hash."""
+PLAIN = (str, int, float, Enum, type(None))
 
 
 class Protected:
@@ -54,7 +59,7 @@ class Protected:
     def __init__(self, answer: Answer, arguments: Mapping[str, Any], *, content: bool) -> None:
         self._answer, self._content = answer, content
         self._arguments = arguments if answer.provider.source != CORE else {}
-        self._before = {place: self._look(value) for place, value in self._fields()}
+        self._before = [self._row(*field) for field in self._fields()]
 
     def compare(self, about: str) -> None:
         """Look again.
@@ -62,74 +67,85 @@ class Protected:
         Raises:
             PluginError: PLG61 with plugin, hook, field and id.
         """
-        now = dict(self._fields())
-        for place, (kept, size, mark) in self._before.items():
-            if place not in now or not self._same(now[place], kept, size, mark):
-                raise self._changed(*place, about)
-        more = next((place for place in now if place not in self._before), None)
-        if more is not None:
-            raise self._changed(*more, about)
+        now = {(whose, name): value for whose, name, value in self._fields()}
+        for whose, name, kept, size, mark in self._before:
+            if (whose, name) not in now or not self._same(now.pop((whose, name)), kept, size, mark):
+                raise self._changed(whose, name, about)
+        if now:
+            raise self._changed(*next(iter(now)), about)
 
-    def _changed(self, whose: str, field: str, about: str) -> PluginError:
+    def _changed(self, whose: Whose, name: str, about: str) -> PluginError:
         return wrong(
             self._answer,
-            f"changed {field} of {whose}",
+            f"changed {name} of {self._named(whose)}",
             about,
             code="PLG61",
             why="what was sampled and what others have found is not a hook's to change",
             fix="work on a copy; annotations belong in sample.metadata",
         )
 
-    def _look(self, value: Any) -> tuple[Any, int, Any]:
-        if isinstance(value, dict):
-            return None, -1, dict(value)
+    def _named(self, whose: Whose) -> str:
+        for value in self._arguments.values():
+            if isinstance(value, Group) and whose != PROMPT_OF:
+                return f"sample {whose} of group '{value.id}'" if isinstance(whose, int) else f"{whose} '{value.id}'"
+            if isinstance(value, (Group, Prompt)):
+                return f"{whose} '{value.id}'"
+        return str(whose)
+
+    def _row(self, whose: Whose, name: str, value: Any) -> Row:
         if isinstance(value, (list, np.ndarray)):
-            return value, len(value), _hash(value) if self._content else None
-        return None, -1, value if isinstance(value, (str, int, float, Enum, type(None))) else type(value)
+            return whose, name, value, len(value), _hash(value) if self._content else None
+        return whose, name, None, -1, _plain(value)
 
     def _same(self, value: Any, kept: Any, size: int, mark: Any) -> bool:
-        if kept is None:
-            return bool(self._look(value)[2] == mark) or value != value  # a figure that is not a number
+        if size < 0:
+            return value is mark or bool(_plain(value) == mark) or value != value  # a figure that is not a number
+        if value is kept and mark is None:
+            return len(value) == size
         if not isinstance(value, (list, np.ndarray)) or len(value) != size:
             return False
         if mark is not None:
             return bool(_hash(value) == mark)
-        return value is kept or bool(np.array_equal(np.asarray(value), np.asarray(kept)))
+        return bool(np.array_equal(np.asarray(value), np.asarray(kept)))
 
-    def _fields(self) -> Iterator[tuple[Place, Any]]:
+    def _fields(self) -> Iterator[tuple[Whose, str, Any]]:
         hook, given = self._answer.hook, self._arguments
         fields = OF_SAMPLES.get(hook, ())
         if self._answer.provider.name in OWN_SAMPLES:
             fields = ()
         for value in given.values():
             if isinstance(value, Prompt):
-                yield from _of(value, f"prompt '{value.id}'", PROMPT)
+                yield from _of(value, PROMPT_OF, PROMPT)
             elif isinstance(value, Group) and (fields or hook == "slime_generate"):
-                yield from _of(value.prompt, f"prompt '{value.id}'", PROMPT)
+                yield from _of(value.prompt, PROMPT_OF, PROMPT)
                 yield from _of_group(value, fields)
             elif isinstance(value, Sample) and fields:
                 yield from _of(value, "the sample", fields)
             elif isinstance(value, Batch):
                 yield from _of(value, "the batch", BATCH if hook == "slime_batch" else SCORED)
                 if hook != "slime_batch":
-                    yield from (
-                        (("the batch", f"columns[{name!r}]"), column) for name, column in value.columns.items()
-                    )
+                    yield from (("the batch", f"columns[{name!r}]", column) for name, column in value.columns.items())
             elif isinstance(value, StepReport):
                 yield from _of(value, "the report", REPORT)
 
 
-def _of(value: Any, whose: str, names: Sequence[str]) -> Iterator[tuple[Place, Any]]:
-    return (((whose, name), getattr(value, name)) for name in names)
+def _of(value: Any, whose: Whose, names: Sequence[str]) -> list[tuple[Whose, str, Any]]:
+    return [(whose, name, getattr(value, name)) for name in names]
 
 
-def _of_group(group: Group, fields: Sequence[str]) -> Iterator[tuple[Place, Any]]:
+def _of_group(group: Group, fields: Sequence[str]) -> Iterator[tuple[Whose, str, Any]]:
     if not fields:
         return
-    yield (f"group '{group.id}'", "rollouts"), {rollout: tuple(of) for rollout, of in group.rollouts.items()}
-    yield (f"group '{group.id}'", "samples"), len(group.samples)
+    yield "group", "rollouts", {rollout: tuple(of) for rollout, of in group.rollouts.items()}
+    yield "group", "samples", len(group.samples)
     for number, sample in enumerate(group.samples):
-        yield from _of(sample, f"sample {number} of group '{group.id}'", fields)
+        yield from _of(sample, number, fields)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return value if isinstance(value, PLAIN) else type(value)
 
 
 def _hash(value: Any) -> Any:

@@ -77,6 +77,12 @@ class Functions(Protocol):
         ...
 
 
+def core_has_work(hook: str, config: Config) -> bool:
+    """Whether core's own answer to a vote or tell hook does anything: it is asked for every sample."""
+    train = config.train
+    return hook != "slime_sample_done" or bool(train.teacher_load and train.teacher_place == "engine")
+
+
 class Router:
     """Answers by hook and task, resolved once a config and kept."""
 
@@ -108,7 +114,8 @@ class Router:
         self.hold(config)
         key = (id(config), hook)
         if key not in self._listeners:
-            mine = [plugin.answers[hook] for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
+            asked = [*self._loaded.values(), *([self._core] if core_has_work(hook, config) else [])]
+            mine = [plugin.answers[hook] for plugin in asked if hook in plugin.answers]
             self._listeners[key] = [*self._functions.listeners(hook, config), *mine]
         return self._listeners[key]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 
@@ -112,8 +112,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])
     metrics["truncated_ratio"] = mean([s.status is Status.TRUNCATED for s in samples])
     metrics["failed_ratio"] = mean([s.metadata.get("reward_kind") == "failed" for s in samples])
-    drawn = [p for s in samples for p in _trained_log_probs(s)]
-    if drawn:
+    if drawn := list(chain.from_iterable(map(_trained_log_probs, samples))):
         metrics["rollout/log_probs"] = mean(drawn)
     return metrics
 
@@ -158,8 +157,8 @@ def _trained(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
-def _trained_log_probs(sample: Sample) -> list[float]:
-    if sample.rollout_log_probs is None:
-        return []
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    return list(compress(sample.rollout_log_probs, mask))
+def _trained_log_probs(sample: Sample) -> Iterable[float]:
+    found, mask = sample.rollout_log_probs, sample.loss_mask
+    if found is None:
+        return ()
+    return found if mask is None else compress(found, mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 
 from slime_core.types import Group, Sample
 
@@ -17,13 +17,21 @@ KINDS = ("dropped", "restarted", "masked")
 """What may become of samples that are too old: for each kind their lengths are counted."""
 
 
-def trained_versions(sample: Sample) -> Counter[int]:
+def trained_versions(sample: Sample) -> set[int]:
+    """The versions that made a sample's trainable tokens."""
+    return set(trained_tokens(sample))
+
+
+def trained_tokens(sample: Sample) -> dict[int, int]:
     """How many of a sample's trainable tokens each version made."""
-    if sample.remove_sample or not sample.weight_versions:
-        return Counter()
-    mask, versions = sample.loss_mask, sample.weight_versions
-    found = Counter(versions if mask is None else compress(versions, mask))
-    return Counter({version: count for version, count in found.items() if version >= 0})
+    versions, mask = sample.weight_versions, sample.loss_mask
+    if sample.remove_sample or not versions:
+        return {}
+    if len(only := set(versions)) == 1:  # as it is but for updates in flight: a tenth of the time
+        found = {only.pop(): len(versions) if mask is None else len(mask) - mask.count(0)}
+    else:
+        found = dict(Counter(versions if mask is None else compress(versions, mask)))
+    return {version: count for version, count in found.items() if version >= 0 and count}
 
 
 def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[str, float]:
@@ -34,9 +42,12 @@ def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[
     """
     if not groups:
         return {}
-    made = [sum(map(trained_versions, group.samples), Counter[int]()) for group in groups]
-    ages = [version - min(versions, default=version) for versions in made]
-    tokens = Counter({version - v: count for v, count in sum(made, Counter[int]()).items()})
+    ages, tokens = [], Counter[int]()
+    for group in groups:
+        made = [trained_tokens(sample) for sample in group.samples]
+        ages.append(version - min(chain.from_iterable(made), default=version))
+        for of_sample in made:
+            tokens.update({version - v: count for v, count in of_sample.items()})
     metrics = {
         "staleness/mean": sum(ages) / len(ages),
         "staleness/min": float(min(ages)),

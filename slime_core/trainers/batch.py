@@ -59,9 +59,9 @@ def _columns(version: int, stage: str, samples: list[Sample], groups: list[int],
         group=np.array(groups, dtype=np.int64),
         rollout=np.array(rollouts, dtype=np.int64),
         reward=np.array([float(sample.reward) for sample in samples], dtype=np.float64),  # type: ignore[arg-type]
-        tokens=_flat([sample.tokens for sample in samples], np.int32),
+        tokens=_tokens(samples),
         offsets=_offsets([len(sample.tokens) for sample in samples]),
-        loss_mask=_flat([_mask(sample) for sample in samples], np.float32),
+        loss_mask=_masks(samples),
         response_offsets=_offsets([sample.response_length for sample in samples]),
         columns=_per_token(samples),
         temperature=np.array([sample.temperature for sample in samples], dtype=np.float32),
@@ -75,14 +75,37 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: Any) -> Any:
     return np.fromiter(chain.from_iterable(rows), dtype=dtype, count=sum(map(len, rows)))
 
 
+def _tokens(samples: Sequence[Sample]) -> Any:
+    """All token ids, int32.
+
+    Raises:
+        TrainerError: TRN00 one that no int32 holds.
+    """
+    try:
+        found = _flat([sample.tokens for sample in samples], np.int64)
+        fit = not len(found) or (found.min() >= 0 and found.max() <= INT32_MAX)
+    except OverflowError:
+        fit = False
+    if not fit:
+        sample, token = next((s, t) for s in samples for t in s.tokens if not 0 <= t <= INT32_MAX)
+        raise _wrong(f"sample {sample.id} holds token id {token}", f"sample {sample.id}")
+    return found.astype(np.int32)
+
+
+def _masks(samples: Sequence[Sample]) -> Any:
+    """All masks, float32; most are 1 throughout."""
+    ends = _offsets([sample.response_length for sample in samples])
+    found = np.ones(int(ends[-1]), dtype=np.float32)
+    for sample, start, stop in zip(samples, ends[:-1].tolist(), ends[1:].tolist()):
+        if sample.remove_sample:
+            found[start:stop] = 0
+        elif sample.loss_mask is not None and 0 in sample.loss_mask:
+            found[start:stop] = sample.loss_mask
+    return found
+
+
 def _offsets(lengths: Sequence[int]) -> Any:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _mask(sample: Sample) -> Sequence[int]:
-    if sample.remove_sample:
-        return [0] * sample.response_length
-    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
 
 
 def _per_token(samples: Sequence[Sample]) -> Columns:
@@ -150,9 +173,6 @@ def _check_numbers(sample: Sample, where: str) -> None:
             bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
             if bad is not None:
                 raise _wrong(f"{where} has {name} {values[bad]} at response token {bad}", where, code="TRN95")
-    low, high = min(sample.tokens), max(sample.tokens)
-    if low < 0 or high > INT32_MAX:
-        raise _wrong(f"{where} holds token id {low if low < 0 else high}", where)
     if sample.loss_mask and sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):
         raise _wrong(f"{where} has a loss_mask entry other than 0 and 1", where)
     trainable = not sample.remove_sample and (sample.loss_mask is None or any(sample.loss_mask))

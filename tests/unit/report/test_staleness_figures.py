@@ -29,7 +29,7 @@ def test_shares_of_groups_and_of_tokens_by_age_add_up_to_one():
 
 def test_masked_tokens_and_tokens_that_no_model_made_have_no_age():
     group = _group([1, 2, 5], masks=[[0, 1, 1]])
-    assert trained_versions(group.samples[0]) == {2: 1, 5: 1}
+    assert trained_versions(group.samples[0]) == {2, 5}
     assert staleness_metrics([group], 5, 3)["staleness/max"] == 3.0
     supervised = Group(
         prompt=Prompt(id="a"), samples=[Sample(id="a-0", tokens=[1, 2], response_length=1)], rollouts={}
@@ -37,7 +37,7 @@ def test_masked_tokens_and_tokens_that_no_model_made_have_no_age():
     metrics = staleness_metrics([supervised], 5, 1)
     assert (metrics["staleness/max"], metrics["staleness/tokens/0"]) == (0.0, 0.0)
     group.samples[0].remove_sample = True
-    assert trained_versions(group.samples[0]) == {}
+    assert trained_versions(group.samples[0]) == set()
 
 
 def test_an_age_above_the_bound_is_shown_and_not_cut():
