@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +18,7 @@ from slime_core.clusters import build_serving
 from slime_core.clusters.machine import resolve_machine
 from slime_core.context import Context
 from slime_core.data.source import EvalSet, eval_sets
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, EngineError
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.dump import Dump
@@ -51,6 +51,9 @@ class Evaluator:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report.
 
         With an engine that is ``held`` all requests go to it, and steps go on meanwhile.
+
+        Raises:
+            EngineError: ENG83 a hook got tokens of other weights than the held engine's.
         """
         ctx = replace(self._ctx, version=version, engine=self._ctx.engine if held is None else held)
         results: dict[str, dict[str, float]] = {}
@@ -58,6 +61,8 @@ class Evaluator:
         for eval_set in self.sets:
             start = time.monotonic()
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
+            if held is not None:
+                check_weights(groups, held.version)
             await asyncio.to_thread(self._dump.write_evaluation, eval_set.name, version, ctx.stage, groups)
             metrics = evaluation_metrics(groups) | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
@@ -85,6 +90,23 @@ class Evaluator:
             if reward.kind == "infra_error":
                 sample.reward = None
         return group
+
+
+def check_weights(groups: Sequence[Group], version: int) -> None:
+    """Refuse figures of mixed weights.
+
+    Raises:
+        EngineError: ENG83 a token that ``version`` did not make, with its sample.
+    """
+    for sample in (sample for group in groups for sample in group.samples):
+        if other := {made for made in sample.weight_versions if made >= 0} - {version}:
+            raise EngineError(
+                f"an evaluation of version {version} got tokens of version {', '.join(map(str, sorted(other)))}",
+                code="ENG83",
+                where=sample.id,
+                why="a hook asked another engine than the one of its context, which keeps the weights",
+                fix="generate by ctx.generate or ctx.engine, or --no-eval-async",
+            )
 
 
 class Evaluations:

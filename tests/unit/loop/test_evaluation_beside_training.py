@@ -296,6 +296,38 @@ def test_what_it_runs_into_ends_the_run(run):
     assert len(one.trainer.batches) < 6
 
 
+KEEPER = """
+
+kept = []
+
+
+@slime_core.hookimpl
+async def slime_generate(group, ctx):
+    \"\"\"Asks the engine that it met first.\"\"\"
+    kept[:] = kept or [ctx.engine]
+    if ctx.evaluation and ctx.version in until:
+        await until[ctx.version].wait()
+    for sample in group.samples:
+        await dataclasses.replace(ctx, engine=kept[0]).generate(sample)
+    return group
+"""
+
+
+def test_tokens_of_other_weights_end_the_run_instead_of_becoming_a_figure(tmp_path, install_plugin):
+    install_plugin("watched", "import dataclasses\n" + PLUGIN + KEEPER)
+    one = Run(tmp_path / "mixed", "--eval-async", "--save-interval", "3", "--skip-eval-before-train")
+
+    def hold(module):
+        module.kept.clear()
+        module.until[3] = module.marks["step 5"] = asyncio.Event()
+
+    with pytest.raises(EngineError, match="evaluation of version 3 got tokens of version") as caught:
+        one.start(beside=hold)
+    assert caught.value.code == "ENG83"
+    assert caught.value.where.startswith("eval/held/")
+    assert one.evaluations() == []
+
+
 def test_one_engine_is_refused_before_anything_is_trained(run):
     one = run("one", "--eval-async", engines=1)
     with pytest.raises(ConfigError, match="one engine") as caught:
