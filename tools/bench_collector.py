@@ -7,7 +7,7 @@
 Everything between a prompt and a group that can be trained on is the product's own: data positions, admission, the
 choice of an engine, generation, checks, a plugin's reward (a thread a group; by path a thread a sample), order. What
 an engine answers was made before; each answer comes after one pass of the event loop. A sample has 32 tokens. The
-median of --rounds.
+median of --rounds. "us of CPU" is the whole process's time a sample, which other work on the machine lengthens little.
 """
 
 from __future__ import annotations
@@ -87,24 +87,26 @@ class Prompts:
         ]
 
 
-async def collect(engines: int, steps: int, ledger: Any, plugins: Plugins, config: Any) -> float:
-    """Samples a second over ``steps`` steps of GROUPS groups, after one that does not count."""
+async def collect(engines: int, steps: int, ledger: Any, plugins: Plugins, config: Any) -> tuple[float, float]:
+    """Samples a second, and CPU seconds a sample, over steps of GROUPS groups after one that does not count."""
     engine: Any = EngineSet([QuickEngine() for _ in range(engines)])  # type: ignore[misc]
     ctx = Context(config=config, engine=engine, tokenizer=CharTokenizer(), sampling=training_params(config))
     source: Any = Prompts()
     collector = Collector(source=source, ledger=ledger, plugins=plugins, ctx=ctx, vocab_size=VOCAB, steps=steps + 1)
-    start = 0.0
+    start = cpu = 0.0
     async with collector:
         for number in range(steps + 1):
-            start = start or (time.perf_counter() if number else 0.0)
+            if number == 1:
+                start, cpu = time.perf_counter(), time.process_time()
             groups = await collector.take(GROUPS)
             assert sum(len(group.samples) for group in groups) == GROUPS * SAMPLES
             collector.pop_counts()
             collector.admit(0)
-    return GROUPS * SAMPLES * steps / (time.perf_counter() - start)
+    samples = GROUPS * SAMPLES * steps
+    return samples / (time.perf_counter() - start), (time.process_time() - cpu) / samples
 
 
-async def row(args: argparse.Namespace, engines: int, plugins: Plugins, config: Any) -> list[float]:
+async def row(args: argparse.Namespace, engines: int, plugins: Plugins, config: Any) -> list[tuple[float, float]]:
     """One measurement a round."""
     found = []
     for _ in range(args.rounds):
@@ -135,14 +137,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def tell(args: argparse.Namespace, plugins: Plugins, config: Any) -> bool:
     """Print the rows; the answer is whether one misses its target."""
     late = False
-    print(f"| engines | samples/s, ledger: {args.ledger} | from | to | target |")
-    print("| --- | --- | --- | --- | --- |", flush=True)
+    print(f"| engines | samples/s, ledger: {args.ledger} | from | to | us of CPU | target |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for engines in args.engines:
-        found = asyncio.run(row(args, engines, plugins, config))
+        found, cpu = zip(*asyncio.run(row(args, engines, plugins, config)))
         middle = statistics.median(found)
         late |= args.ledger == "none" and middle < TARGET
         target = f"{TARGET:,.0f}" if args.ledger == "none" else "reported"
-        print(f"| {engines} | {middle:,.0f} | {min(found):,.0f} | {max(found):,.0f} | {target} |", flush=True)
+        each = f"{1e6 * statistics.median(cpu):.0f}"
+        print(f"| {engines} | {middle:,.0f} | {min(found):,.0f} | {max(found):,.0f} | {each} | {target} |", flush=True)
     return late
 
 

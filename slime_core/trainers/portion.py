@@ -150,7 +150,8 @@ def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int)
         prompts = {owner[i] for i in members}
         return float(sum(tail[i] for i in members) + sum(head[prompt] for prompt in prompts))
 
-    least = max([cost(samples.tolist()) / ranks, *(cost([sample]) for sample in samples.tolist())])
+    longest = max(tail[sample] + head[owner[sample]] for sample in samples.tolist())
+    least = max(cost(samples.tolist()) / ranks, longest)
     chunk = max(map(len, by_prompt.values()), default=1)
     best, found = float("inf"), [samples]
     while True:
