@@ -233,6 +233,33 @@ def test_a_run_that_somebody_goes_on_with_is_not_looked_for_on_its_old_cluster(t
     assert target_of(run_dir.path).code == 0
 
 
+GIVEN_UP = """
+import subprocess, sys, time
+from pathlib import Path
+from slime_core.clusters.ray.driver import Driver
+
+keeper = Driver.__new__(Driver)
+keeper._path, keeper._name = Path(sys.argv[1]), "old"
+keeper._child = subprocess.Popen(["sleep", "600"])
+print(keeper._child.pid, flush=True)
+keeper._look()
+print("it is the keeper still", flush=True)
+keeper._child.kill()
+"""
+
+
+@pytest.mark.parametrize("keeper", ["new", "old"])
+def test_a_keeper_that_was_given_up_ends_its_process_and_touches_nothing(tmp_path, keeper):
+    """Its machine was out of reach, and another has the actor's name by now: one kill by that name would end it."""
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    record(keeper=keeper).write(tmp_path)
+    done = subprocess.run([sys.executable, "-c", GIVEN_UP, tmp_path], capture_output=True, text=True, timeout=120)
+    pid, *said = done.stdout.split("\n")
+    assert (done.returncode, said[0]) == (0, "it is the keeper still" if keeper == "old" else "")
+    assert not Path(f"/proc/{pid}").exists()
+    assert read_record(tmp_path) == record(keeper=keeper)
+
+
 def test_a_cluster_that_is_gone_is_told_with_the_way_to_go_on(cli, tmp_path):
     pytest.importorskip("ray", reason="not proven: Ray is not installed")
     run_dir = made(tmp_path)

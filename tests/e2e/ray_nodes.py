@@ -74,12 +74,22 @@ def ray_cluster(*more, processors=2, dashboard=False, **env):
         stack.callback(shutil.rmtree, nodes.where, ignore_errors=True)
         words = [f"--include-dashboard={str(dashboard).lower()}", "--disable-usage-stats", f"--temp-dir={nodes.where}"]
         if dashboard:
-            with socket.create_server(("127.0.0.1", 0)) as door:
-                port = door.getsockname()[1]  # free, and nobody's when it is closed
+            port, agents = free_ports(2)
             nodes.jobs = f"http://127.0.0.1:{port}"
-            words += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+            words += [
+                "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={port}",
+                f"--dashboard-agent-listen-port={agents}",
+            ]
         stack.enter_context(nodes.node("head", "--head", "--port=0", *words, processors=processors))
         nodes.address = (Path(nodes.where) / "ray_current_cluster").read_text().strip()
         for name in more:
             stack.enter_context(nodes.node(name, f"--address={nodes.address}"))
         yield nodes
+
+
+def free_ports(count):
+    """Ports of the loopback that are nobody's; what Ray takes by itself another cluster here may have."""
+    with ExitStack() as stack:
+        doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [door.getsockname()[1] for door in doors]

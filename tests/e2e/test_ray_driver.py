@@ -166,9 +166,12 @@ def test_a_detached_run_is_followed_to_its_end_and_leaves_no_actor(detach, forke
 
 @pytest.mark.nightly
 def test_a_detached_run_is_listed_not_doubled_and_stopped_in_order(detach, forked_slime, nodes, work, here):
-    done, path = detach("stopped", order="8 held")
+    done, path = detach("stopped", order="8 held", OMP_NUM_THREADS="3")
     assert done.returncode == 0, done.stderr
     pid, _ = held(work)
+    assert (
+        b"OMP_NUM_THREADS=3\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    )  # the command's, not that of Ray's worker
     listed = forked_slime("attach", "--json", **where(nodes))
     (row,) = json.loads(listed.stdout)
     assert (row["name"], row["state"], row["run_dir"], row["pid"]) == ("stopped", "running", str(path), pid)
