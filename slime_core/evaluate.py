@@ -183,16 +183,16 @@ def holder(config: Config, hold: Hold | None) -> Hold | None:
     """What lends an engine to a stage's evaluations; None where they are in place.
 
     Raises:
-        ConfigError: CFG04 `eval.eval_async` with one engine.
+        ConfigError: CFG04 `eval.eval_async` where none can be held.
     """
     if not config.eval.eval_async or config.rollout.debug_train_only:
         return None
     if hold is None:
         raise ConfigError(
-            "eval_async = true with one engine",
+            "eval_async = true with engines of which none can be held",
             code="CFG04",
             where="eval.eval_async",
-            why="one engine keeps the weights that are evaluated, and rollouts need another",
+            why="one engine keeps the weights that are evaluated, and rollouts need another, chosen by slime itself",
             fix="--rollout-num-engines 2   or   --no-eval-async",
         )
     return hold

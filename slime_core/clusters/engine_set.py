@@ -9,7 +9,7 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slime_core.errors import EngineError
 
@@ -80,6 +80,11 @@ class EngineSet:
         apart = self._held | self._behind
         return [number for number in range(len(self._engines)) if number not in apart]
 
+    @property
+    def lends(self) -> bool:
+        """Whether :meth:`hold` would find an engine."""
+        return len(self._serving()) > 1 and self._paused is None
+
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Engine]:
         """The engine that owes the fewest tokens, for a while: it gets no other requests, and takes no update.
@@ -89,7 +94,7 @@ class EngineSet:
         Raises:
             EngineError: no engine would be left, or all are paused.
         """
-        if len(self._serving()) < 2 or self._paused is not None:
+        if not self.lends:
             why = "they are paused" if self._paused is not None else "no other would serve requests"
             raise EngineError(f"none of {len(self._engines)} engines can be held", why=why)
         number = self._loads.least()
@@ -200,6 +205,20 @@ def as_one(engines: Sequence[Engine]) -> Engine:
     return engines[0] if len(engines) == 1 else whole
 
 
-def holding(engine: Engine) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
+@runtime_checkable
+class Lender(Protocol):
+    """What can hold one of several engines: a set of them, or servers as one."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether it has one to hold."""
+        ...
+
+    def hold(self) -> AbstractAsyncContextManager[Engine]:
+        """See `EngineSet.hold`."""
+        ...
+
+
+def holding(engine: object) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
     """See `protocols.Parts.hold`."""
-    return engine.hold if isinstance(engine, EngineSet) else None
+    return engine.hold if isinstance(engine, Lender) and engine.lends else None

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from slime_core.clusters.embedded import embedded_engine
-from slime_core.clusters.engine_set import EngineSet, Loads
+from slime_core.clusters.engine_set import EngineSet, Loads, holding
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
@@ -190,6 +190,7 @@ def test_an_engine_is_held_only_where_another_serves(state):
                 await stack.enter_async_context(them.hold())
             if state == "paused":
                 await them.pause("keep")
+            assert holding(them) is None
             with pytest.raises(EngineError, match="engines can be held"):
                 await stack.enter_async_context(them.hold())
 

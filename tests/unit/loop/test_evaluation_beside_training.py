@@ -13,7 +13,7 @@ import pytest
 from slime_core import loop
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.checkpoint import Checkpoints
-from slime_core.clusters.engine_set import EngineSet
+from slime_core.clusters.engine_set import EngineSet, holding
 from slime_core.clusters.turns import FreeTurns
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError, Preempted
@@ -150,7 +150,7 @@ class Run:
                 trainer=self.trainer,
                 ledger=ledger,
                 turns=FreeTurns(),
-                hold=engines.hold if self.engines > 1 else None,
+                hold=holding(engines),
             )
         finally:
             await ledger.close()
@@ -330,7 +330,7 @@ def test_tokens_of_other_weights_end_the_run_instead_of_becoming_a_figure(tmp_pa
 
 def test_one_engine_is_refused_before_anything_is_trained(run):
     one = run("one", "--eval-async", engines=1)
-    with pytest.raises(ConfigError, match="one engine") as caught:
+    with pytest.raises(ConfigError, match="none can be held") as caught:
         one.start()
     assert caught.value.code == "CFG04"
     assert "--rollout-num-engines 2" in caught.value.fix
