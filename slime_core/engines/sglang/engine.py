@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.engines.sglang.fleet import Fleet, ServerMode, Settings
 from slime_core.engines.sglang.gateway_router import GatewayRouter
+from slime_core.engines.sglang.lending import LentServer
 from slime_core.engines.sglang.requests import Requests
 from slime_core.engines.sglang.router import Lane, Middleware, Router, chained
 from slime_core.engines.sglang.weights import Weights
@@ -72,7 +73,7 @@ class SglangEngine:
             high=lambda: max(self.fleet.version, self.fleet.newest),
             attempts=settings.retries + 1,
         )
-        self._settings = settings
+        self._settings, self._middleware = settings, tuple(middleware)
         self._chain = chained(middleware, self.requests.generate)
         self._depth = 0  # of pauses
         self._halted: dict[Lane, ServerMode] = {}  # servers that hold requests themselves
@@ -198,6 +199,24 @@ class SglangEngine:
         """Let servers compute what they hold."""
         lanes, self._halted = list(self._halted), {}
         await self.fleet.each([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
+
+    @property
+    def lends(self) -> bool:
+        """Whether :meth:`hold` would find a server."""
+        return self.fleet.lending.lends
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[LentServer]:
+        """The least loaded server, for a while: it gets no other requests, and takes no update.
+
+        What it runs ends on it. Afterwards it serves with the others, at once or from the next update on.
+
+        Raises:
+            EngineError: no other would serve, or SGLang's router spreads the requests.
+        """
+        self._require_weights("hold")
+        async with self.fleet.lent(self._middleware) as server:
+            yield server
 
     # -- weights
 

@@ -1,14 +1,14 @@
 """The servers of one engine: which of them take requests, what weights they have, what becomes of one that fails.
 
-load -> every open server at once -> those that fail: fenced, restarted by the `health.Watch`
+load -> every open server but a lent one, at once -> those that fail: fenced, restarted by the `health.Watch`
 bring_up: restarted -> weights of the others (the trainer publishes once more, or the folder) -> compared -> open
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime_core.engines.sglang.bodies import NO_TOKENIZER
 from slime_core.engines.sglang.client import Client
 from slime_core.engines.sglang.gateway_client import GatewayClient
-from slime_core.engines.sglang.router import Lane, Router
+from slime_core.engines.sglang.http import BROKEN
+from slime_core.engines.sglang.lending import Lending, LentServer
+from slime_core.engines.sglang.router import Lane, Middleware, Router
 from slime_core.engines.sglang.vocabulary import check_vocabulary
 from slime_core.engines.sglang.weights import Weights, told
 from slime_core.errors import EngineError
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 ServerMode = Literal["abort", "retract", "in_place"]
-BROKEN = frozenset({"ENG69", "ENG77"})  # a connection, not an answer
 ALIVE = 30.0  # seconds in which a server says that it lives, all tries together
 Quiet = Callable[[], AbstractAsyncContextManager[bool]]
 """Nothing runs on servers inside; the value says whether their prefix cache can be dropped."""
@@ -94,6 +95,7 @@ class Fleet:
         self.updating = asyncio.Lock()  # servers take weights, or come back
         self.filling = asyncio.Event()  # the memory of weights is not given back
         self.filling.set()
+        self.lending = Lending(router)
         self._coming = asyncio.Event()  # a load that will fill whoever has no weights
         self._servers = {server.address.number: server for server in servers}
         self._weights, self._tokenizer = weights, tokenizer
@@ -114,7 +116,7 @@ class Fleet:
         """Fail what waits with ENG84 and close all connections."""
         if self.over is None or self.over.code != "ENG84":
             self.over = EngineError("the engine was closed", code="ENG84")
-        self.router.lost(self.over)
+        self.lost(self.over)
         closing = [lane.client.close() for lane in self._lanes.values()]
         await asyncio.gather(*closing, self.router.close(), *self._closing, *self._doubts.values())
 
@@ -130,7 +132,8 @@ class Fleet:
         self.require_open()
         if not self.router.lanes:
             await self._some_server()
-        return await self._weights.route(check, self.router.lanes)
+        lanes = [*self.router.lanes, *self.lending.promised()]
+        return await self._weights.route(check, sorted(lanes, key=lambda lane: lane.number))
 
     async def load(self, update: WeightUpdate, quiet: Quiet) -> None:
         """See `SglangEngine.load`."""
@@ -150,11 +153,12 @@ class Fleet:
             self.newest = update.version
             try:
                 async with quiet() as flush:
-                    lanes = self.router.lanes
+                    lanes = [*self.router.lanes, *self.lending.due(folder=update.transport == "disk")]
                     failures = await self.each(lanes, lambda lane: self._take(lane, update, flush=flush))
                     self._update = update
                     if len(failures) < len(lanes):
                         self.version = update.version
+                    await self.lending.caught_up(update.version)
             finally:
                 self._coming.clear()
         return failures
@@ -176,6 +180,26 @@ class Fleet:
     async def _take(self, lane: Lane, update: WeightUpdate, *, flush: bool) -> None:
         await self._weights.load(lane, update, flush=flush)
         lane.version = update.version
+
+    @asynccontextmanager
+    async def lent(self, middleware: Sequence[Middleware]) -> AsyncIterator[LentServer]:
+        """A server for a while, which keeps its weights; see `lending`."""
+        settings, lane = self.settings, self.lending.choose()
+        server = LentServer(
+            lane,
+            tokenizer=self._tokenizer,
+            fault=self.fault,
+            attempts=settings.retries + 1,
+            abilities=settings.abilities,
+            epoch=settings.epoch,
+            middleware=middleware,
+        )
+        self.lending.add(server)
+        try:
+            yield server
+        finally:
+            async with self.updating:
+                await self.lending.back(server, self.newest)
 
     async def fingerprints(self) -> dict[str, str]:
         """Checksum of every tensor by `transfer.Held.key`; where servers differ, words that name the server."""
@@ -207,6 +231,7 @@ class Fleet:
     def fence(self, number: int, error: EngineError) -> None:
         """See `health.Engine`: its requests go to other servers with what they have."""
         lane = self.router.fence(number, error, dying=self._servers[number].owned)
+        lane = self.lending.fence(number, error) or lane
         if lane is not None:
             task = asyncio.get_running_loop().create_task(lane.client.close())
             self._closing.add(task)
@@ -274,6 +299,7 @@ class Fleet:
         """See `health.Engine`."""
         self.over = self.over or error
         self.router.lost(error)
+        self.lending.lost(error)
 
     async def _meet(self, number: int) -> Lane:
         """A lane to a server that is ready; raises TOK40 where its token ids are not the model's."""

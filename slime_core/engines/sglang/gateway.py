@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from slime_core.engines.sglang.address import Address
 from slime_core.engines.sglang.home import Home, Launch
-from slime_core.engines.sglang.http import ServerFault, Transport, decoded, dumps, fault, message
+from slime_core.engines.sglang.http import BROKEN, ServerFault, Transport, decoded, dumps, fault, message
 from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError, SlimeError
 
@@ -28,7 +28,7 @@ NUMBER = -1
 ASK = 10.0  # seconds for one call of its interface
 JOINING = 60.0  # seconds until the router has met a server that it was told of
 POLL = 0.05  # seconds between looks whether it has
-DYING = 10.0  # seconds for a router that refuses connections to be found dead
+DYING = 10.0  # seconds for a router whose connections break to be found dead
 REFUSALS = 3  # looks in a row that found nobody, until a router whose process lives counts as failed
 LONGEST_PAUSE = 60.0  # seconds before a restart; the first waits one interval, each further one twice as long
 LOG = "gateway.log"
@@ -307,7 +307,7 @@ class Gateway:
                 if died.done():
                     return fault(f"SGLang's router {died.result()}", "ENG84", "")
                 if poked.done() and self._reported is not None:
-                    if self._reported.code == "ENG69":  # most likely it is dying, and its end can be named
+                    if self._reported.code in BROKEN and not await self.alive():  # dying, and its end can be named
                         await asyncio.wait({died}, timeout=DYING)
                     if not died.done():
                         return self._reported

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.engines.sglang.gateway import KINDS, NUMBER, Gateway, Worker
+from slime_core.engines.sglang.http import BROKEN, ServerFault
 from slime_core.engines.sglang.router import Lane, LaneKey, Place, Router
 from slime_core.errors import EngineError
 
@@ -21,11 +22,7 @@ if TYPE_CHECKING:
     from slime_core.engines.sglang.address import Address
     from slime_core.engines.sglang.client import Client
     from slime_core.engines.sglang.gateway_client import GatewayClient
-    from slime_core.engines.sglang.http import ServerFault
     from slime_core.types import GenerateRequest
-
-BROKEN = frozenset({"ENG69", "ENG77"})
-"""Faults of the connection to the gateway, where no server is named."""
 
 
 class GatewayRouter(Router):
@@ -166,6 +163,5 @@ class GatewayRouter(Router):
 
 
 def _same(error: EngineError) -> ServerFault:
-    from slime_core.engines.sglang.http import ServerFault
 
     return error if isinstance(error, ServerFault) else ServerFault(**error.as_dict())

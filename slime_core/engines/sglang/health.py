@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self
 
-from slime_core.engines.sglang.http import ServerFault, Transport, fault
+from slime_core.engines.sglang.http import BROKEN, ServerFault, Transport, fault
 from slime_core.engines.sglang.pulse import Limits, Look, Pulse, State, Ward
 from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError, SlimeError
 
 DYING = 10.0
-"""Seconds for a server of ours that refuses connections to be found dead, so that its end can be named."""
+"""Seconds for a server of ours whose connections break to be found dead, so that its end can be named."""
 
 
 class Engine(Protocol):
@@ -163,7 +163,10 @@ class Watch:
                     await asyncio.wait(either, timeout=DYING, return_when=asyncio.FIRST_COMPLETED)
                 if self._pokes[number].is_set():
                     self._pokes[number].clear()
-                    return self._reports.pop(number)
+                    told = self._reports.pop(number)
+                    if told.code in BROKEN and server.owned:  # most likely it is dying too
+                        await asyncio.wait({died}, timeout=DYING)
+                    return self._dead(died.result()) if died.done() else told
                 if died.done():
                     failed = self._dead(died.result())
                 if failed is not None:

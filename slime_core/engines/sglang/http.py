@@ -37,6 +37,10 @@ BUSY = frozenset({429, 503})
 FAILED = frozenset({500, 502, 504})
 
 
+BROKEN = frozenset({"ENG69", "ENG77"})
+"""Faults of a connection, not answers: the other end may be dying."""
+
+
 class ServerFault(EngineError):
     """The server failed, not the request: another server, or this one later, may serve the same request."""
 

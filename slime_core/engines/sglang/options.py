@@ -24,7 +24,9 @@ JSON_TYPES = ("loads", "json_list_type")
 COUNT = re.compile(r"\d+(\.\d+)?[kMGT]|\d+([KMGT]i)?")
 INTEGER = re.compile(r"[+-]?\d+")
 
-ADDRESS = "slime chooses it where the server lives; servers of others: --rollout-external-engine-addrs http://HOST:PORT"
+ADDRESS = (
+    "slime chooses it where the server lives; servers of others: --rollout-external-engine-addrs http://HOST:PORT"
+)
 PLACE = "slime places servers: --rollout-num-gpus N --rollout-num-gpus-per-engine N, or --engine-topology FILE"
 MODEL = "--hf-checkpoint DIR, or model of a [[group]] in --engine-topology FILE"
 TOKEN = "slime draws a token for its own servers; that of others: --rollout-engine-token-env NAME"

@@ -143,6 +143,10 @@ class Router:
         """:meth:`admit`, once whoever else chooses servers knows this one."""
         self.admit(lane)
 
+    def withdraw(self, number: int) -> None:
+        """Choose this server no more, until it is admitted again; what it runs ends there."""
+        del self._lanes[number]
+
     def fence(self, number: int, error: EngineError, *, dying: bool = True) -> Lane | None:
         """Choose this server no more, until it is admitted again; the answer is its lane where it had one.
 

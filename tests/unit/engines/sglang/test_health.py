@@ -74,6 +74,23 @@ def test_a_killed_server_is_fenced_restarted_filled_and_healthy_again(stand_in):
     assert "serves again (generation 2)" in notes[1]
 
 
+def test_a_server_that_breaks_a_connection_and_dies_is_said_to_have_died(stand_in):
+    """The engine may tell of the connection before the process is gone; what is wrong is the process."""
+    notes = []
+
+    async def check():
+        server = stand_in()
+        async with watched([server], notes=notes) as (watch, engine):
+            watch.report(0, EngineError("the connection broke", code="ENG77"))
+            assert [error.code for _, error in engine.fenced] == ["ENG77"]
+            kill(server)
+            await watch.settled()
+            assert watch.restarts == {0: 1}
+
+    asyncio.run(check())
+    assert "was killed by SIGKILL; restart 1 of 3" in notes[0]
+
+
 def test_a_server_that_answers_health_while_requests_stand_still_is_restarted(stand_in):
     """Case 85: /health and /v1/loads answer at once; no token comes."""
 
