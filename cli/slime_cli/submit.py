@@ -79,36 +79,38 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
 
         check_room(plan(config).bundles)
         with claimed(detach, settings) as run_dir:
-            name = actor_name(run_dir.path)
+            name, letter = actor_name(run_dir.path), letter_of(detach, settings, run_dir)
             if name in drivers.names():
                 raise taken(str(run_dir.path), name)
-            epoch = 0 if detach.old is None else int(run_dir.read_info().get("epoch") or 0)
-            until = None if detach.stop_after is None else time.time() + detach.stop_after
-            letter = Letter(
-                run_dir=str(run_dir.path),
-                words=detach.first(run_dir.path),
-                epoch=epoch,
-                forced=list(detach.forced),
-                until=until,
-                verify_step=detach.verify_step,
-                verbose=detach.session.verbose,
-                allowed=allowed(config),
-                secrets=unsaved(settings),
-            )
             order = Order(
-                run_dir=str(run_dir.path),
+                run_dir=letter.run_dir,
                 program=PROGRAM,
                 folder=str(Path.cwd()),
-                letter=_text(letter),
+                letter=json.dumps(asdict(letter)),
                 environment={**environment, "RAY_ADDRESS": there},
                 restarts=letter.allowed,
             )
-            Record(actor=name, address=there, epoch=epoch, submitted=time.time()).write(run_dir.path)
+            Record(actor=name, address=there, epoch=letter.epoch, submitted=time.time()).write(run_dir.path)
             about = drivers.submit(name, order)
     say(f"the driver is process {about['pid']} on {about['host']}; its output: {run_dir.path / LOG}")
     say(f"follow  slime attach {run_dir.path}")
     say(f"stop    slime stop {run_dir.path}")
     return {"run_dir": str(run_dir.path), "actor": name, "address": there, "host": about["host"], "pid": about["pid"]}
+
+
+def letter_of(detach: Detach, settings: Settings, run_dir: RunDir) -> Letter:
+    """What the driver's processes are told."""
+    return Letter(
+        run_dir=str(run_dir.path),
+        words=detach.first(run_dir.path),
+        epoch=0 if detach.old is None else int(run_dir.read_info().get("epoch") or 0),
+        forced=list(detach.forced),
+        until=None if detach.stop_after is None else time.time() + detach.stop_after,
+        verify_step=detach.verify_step,
+        verbose=detach.session.verbose,
+        allowed=allowed(settings.config),
+        secrets=unsaved(settings),
+    )
 
 
 def outliving(settings: Settings) -> str:
@@ -187,7 +189,3 @@ def forget(path: Path) -> None:
     for folder in (*(each for each in path.iterdir() if each.is_dir()), path):
         with suppress(OSError):  # it holds something
             folder.rmdir()
-
-
-def _text(letter: Letter) -> str:
-    return json.dumps(asdict(letter))
