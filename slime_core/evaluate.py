@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from slime_core.clusters import build_serving
 from slime_core.clusters.machine import resolve_machine
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from slime_core.report import Report
 
     Hold = Callable[[], AbstractAsyncContextManager[Engine]]
+
+T = TypeVar("T")
 
 
 class Evaluator:
@@ -126,7 +128,7 @@ class Evaluations:
         self.seconds = 0.0  # the longest beside training so far
 
     @property
-    def beside(self) -> bool:
+    def apart(self) -> bool:
         """Whether training may go on meanwhile."""
         return self._hold is not None and bool(self._evaluator.sets)
 
@@ -160,6 +162,19 @@ class Evaluations:
         if self._task is not None and self._task.done():
             task, self._task = self._task, None
             task.result()
+
+    async def beside(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The answer of ``work``; raises at once what an evaluation runs into meanwhile."""
+        waiting = asyncio.ensure_future(work())
+        try:
+            while not waiting.done():
+                tasks = {waiting} if self._task is None else {waiting, self._task}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                self.look()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
     async def settle(self) -> None:
         """Wait for the one that is under way; raises what it ran into."""

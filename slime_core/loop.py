@@ -122,7 +122,8 @@ async def run_stage(
             clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
                 recorded = positions(await parts.ledger.composition(version + 1))
-                groups = await progress.stop.unless(collector.take(rollout.rollout_batch_size, recorded))
+                taken = partial(collector.take, rollout.rollout_batch_size, recorded)
+                groups = await progress.stop.unless(evaluations.beside(taken))
             if groups is None:
                 return await progress.preempt(collector)
             if stage.dump.saves:
@@ -135,7 +136,7 @@ async def run_stage(
             last = progress.step == rollout.num_rollout
             progress.eval_due = last or bool(interval and progress.step % interval == 0)
             with clock.part("rollout"):
-                drained = await stage.drained(progress.stop)
+                drained = await evaluations.beside(partial(stage.drained, progress.stop))
             if not drained:
                 return await progress.preempt()  # groups of the old weights are under way: made again later
             evaluations.look()
@@ -160,7 +161,7 @@ async def evaluate_if_due(
     Raises:
         Preempted: the run was asked to stop; the evaluation is made again when it goes on.
     """
-    if progress.eval_due and beside and evaluations.beside:
+    if progress.eval_due and beside and evaluations.apart:
         await evaluations.begin(progress.version)
     elif progress.eval_due and await progress.stop.unless(evaluations.run(progress.version)) is None:
         await progress.preempt(collector)

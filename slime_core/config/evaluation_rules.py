@@ -19,14 +19,14 @@ def conflicts(config: Config) -> Iterator[Problem]:
     rollout, cluster = config.rollout, config.cluster
     if not config.eval.eval_async or rollout.debug_train_only:
         return
-    if rollout.rollout_engine != "local":
+    ours = rollout.rollout_router == "auto" and bool(rollout.rollout_external_engine_addrs)
+    if rollout.rollout_engine == "sglang" and rollout.rollout_router != "builtin" and not ours:
         yield conflict(
-            f"eval_async = true with rollout_engine = {rollout.rollout_engine}",
-            [KEY, "rollout.rollout_engine"],
-            why="all servers take every update together, so none keeps the weights that are evaluated",
-            fix=f"{IN_PLACE}   or --rollout-engine local",
+            f"eval_async = true with rollout_router = {rollout.rollout_router}",
+            [KEY, "rollout.rollout_router"],
+            why="SGLang's router spreads requests over all servers, also over the one that keeps the weights",
+            fix=f"--rollout-router builtin   or   {IN_PLACE}",
         )
-        return
     if cluster.colocate:
         yield conflict(
             "eval_async = true with colocate = true",
@@ -57,11 +57,16 @@ def notices(config: Config) -> Iterator[str]:
 
 
 def engines(config: Config) -> int:
-    """Embedded engines that the keys ask for; GPUs count where the device may be one."""
+    """Engines that the keys ask for, 2 where a file says it; GPUs count where the device may be one."""
     rollout, cluster = config.rollout, config.cluster
+    if rollout.rollout_engine == "sglang" and rollout.engine_topology:
+        return 2  # whether there are so many is told at the start
+    if rollout.rollout_engine == "sglang" and rollout.rollout_external_engine_addrs:
+        return len(rollout.rollout_external_engine_addrs)
     if rollout.rollout_num_engines:
         return rollout.rollout_num_engines
-    on_gpus = cluster.cluster_backend == "ray" and cluster.device != "cpu"
+    placed = cluster.cluster_backend == "ray" or rollout.rollout_engine == "sglang"
+    on_gpus = placed and cluster.device != "cpu"
     return max(1, rollout.rollout_num_gpus // rollout.rollout_num_gpus_per_engine) if on_gpus else 1
 
 

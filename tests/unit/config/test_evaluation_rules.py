@@ -11,6 +11,7 @@ pytestmark = pytest.mark.unit
 
 GOOD = {"cluster": {"colocate": False}, "rollout": {"rollout_num_engines": 2}, "eval": {"eval_async": True}}
 RAY = {"cluster_backend": "ray", "colocate": False, "device": "cuda"}
+SGLANG = {"rollout_engine": "sglang", "rollout_num_engines": 0, "rollout_router": "builtin"}
 TASK = ({"name": "a", "prompt_data": "x.jsonl", "generate": "f.py:g"},)
 
 
@@ -33,9 +34,12 @@ def told(made):
             "rollout": {"rollout_num_engines": 0, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},
         },
         {"rollout": {"max_staleness": 1}},
+        {"rollout": {**SGLANG, "rollout_num_engines": 2}},
+        {"rollout": {**SGLANG, "rollout_num_gpus": 2}},
+        {"rollout": {**SGLANG, "rollout_external_engine_addrs": ("http://h:1", "http://h:2")}},
         {"eval": {"eval_async": False}, "cluster": {"colocate": True}, "rollout": {"rollout_num_engines": 0}},
     ],
-    ids=["local", "ray by GPUs", "ahead", "in place"],
+    ids=["local", "ray by GPUs", "ahead", "servers", "servers by GPUs", "servers of others", "in place"],
 )
 def test_where_another_engine_serves_rollouts_it_may_be_had(more):
     assert told(config(**more)) == []
@@ -60,7 +64,21 @@ def test_where_another_engine_serves_rollouts_it_may_be_had(more):
             "--rollout-num-engines 2",
             id="one engine of two GPUs",
         ),
-        pytest.param({"rollout": {"rollout_engine": "sglang"}}, "rollout_engine = sglang", "local", id="servers"),
+        *(
+            pytest.param(
+                {"rollout": {**SGLANG, "rollout_router": router, "rollout_num_engines": 2}},
+                f"rollout_router = {router}",
+                "--rollout-router builtin",
+                id=f"router {router}",
+            )
+            for router in ("auto", "sglang")
+        ),
+        pytest.param(
+            {"rollout": {**SGLANG, "rollout_external_engine_addrs": ("http://h:1",)}},
+            "one engine",
+            "2",
+            id="one server",
+        ),
         pytest.param(
             {"rollout": {"custom_generate_function_path": "f.py:g"}},
             "rollout.custom_generate_function_path",

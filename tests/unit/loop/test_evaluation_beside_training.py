@@ -296,6 +296,36 @@ def test_what_it_runs_into_ends_the_run(run):
     assert len(one.trainer.batches) < 6
 
 
+def test_who_waits_for_samples_hears_at_once_of_an_evaluation_that_failed(run):
+    """Training samples of the third step are never judged, so nothing else would end that wait."""
+
+    class Breaks(Weighed):
+        async def generate(self, request):
+            if request.id.startswith("eval/"):
+                await one.module.until["failing"].wait()
+                raise EngineError("it fell", code="ENG84")
+            if request.id.startswith("main/4-"):
+                one.module.tell("waiting")
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    one = run("broken", "--eval-async", "--save-interval", "0", kind=Breaks)
+
+    def hold(module):
+        module.until["failing"] = module.marks["phase rollout"] = Third()
+
+    class Third(asyncio.Event):
+        """Set when the third step waits for its samples."""
+
+        def set(self):
+            if len(one.trainer.batches) == 2 and "waiting" in one.module.told:
+                asyncio.get_running_loop().call_later(0.05, super().set)
+
+    with pytest.raises(EngineError, match="it fell"):
+        one.start(beside=hold)
+    assert len(one.trainer.batches) == 2
+
+
 KEEPER = """
 
 kept = []
