@@ -14,8 +14,11 @@ Always: names, numbers, the length of lists and arrays, and the content of one t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from functools import cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,10 +44,9 @@ OF_SAMPLES = {
 OWN_SAMPLES = {"rollout_sample_hook_path", "custom_generate_function_path"}  # slime's, which may return other samples
 
 Whose = str | int  # of what a field is: the number of a group's sample, or a word
-Row = tuple[Whose, str, Any, int, Any]
-"""A field before the call: whose, its name, the list or array itself and its length (None and -1 for others), and the
-value of one that is none, or its content's hash."""
-PLAIN = (str, int, float, Enum, type(None))
+Field = tuple[Whose, str, Any]
+"""Whose, its name, its value."""
+PLAIN = (str, int, type(None), float, Enum)
 
 
 class Protected:
@@ -59,7 +61,11 @@ class Protected:
     def __init__(self, answer: Answer, arguments: Mapping[str, Any], *, content: bool) -> None:
         self._answer, self._content = answer, content
         self._arguments = arguments if answer.provider.source != CORE else {}
-        self._before = [self._row(*field) for field in self._fields()]
+        self._fields_before = list(self._fields())
+        plainly = () if content else (list,)  # most fields are lists: no call for each
+        self._before = [
+            (len(value), None) if type(value) in plainly else self._look(value) for *_, value in self._fields_before
+        ]
 
     def compare(self, about: str) -> None:
         """Look again.
@@ -67,8 +73,11 @@ class Protected:
         Raises:
             PluginError: PLG61 with plugin, hook, field and id.
         """
-        now = {(whose, name): value for whose, name, value in self._fields()}
-        for whose, name, kept, size, mark in self._before:
+        found = list(self._fields())
+        if all(map(_untouched, found, self._fields_before, self._before)) and len(found) == len(self._before):
+            return
+        now = {(whose, name): value for whose, name, value in found}
+        for (whose, name, kept), (size, mark) in zip(self._fields_before, self._before):
             if (whose, name) not in now or not self._same(now.pop((whose, name)), kept, size, mark):
                 raise self._changed(whose, name, about)
         if now:
@@ -92,14 +101,15 @@ class Protected:
                 return f"{whose} '{value.id}'"
         return str(whose)
 
-    def _row(self, whose: Whose, name: str, value: Any) -> Row:
+    def _look(self, value: Any) -> tuple[int, Any]:
+        """The length of a list or array and the hash of its content, where that is wanted; else -1 and the value."""
         if isinstance(value, (list, np.ndarray)):
-            return whose, name, value, len(value), _hash(value) if self._content else None
-        return whose, name, None, -1, _plain(value)
+            return len(value), _hash(value) if self._content else None
+        return -1, _plain(value)
 
     def _same(self, value: Any, kept: Any, size: int, mark: Any) -> bool:
         if size < 0:
-            return value is mark or bool(_plain(value) == mark) or value != value  # a figure that is not a number
+            return bool(_plain(value) == mark) or value != value  # a figure that is not a number
         if value is kept and mark is None:
             return len(value) == size
         if not isinstance(value, (list, np.ndarray)) or len(value) != size:
@@ -108,7 +118,7 @@ class Protected:
             return bool(_hash(value) == mark)
         return bool(np.array_equal(np.asarray(value), np.asarray(kept)))
 
-    def _fields(self) -> Iterator[tuple[Whose, str, Any]]:
+    def _fields(self) -> Iterator[Field]:
         hook, given = self._answer.hook, self._arguments
         fields = OF_SAMPLES.get(hook, ())
         if self._answer.provider.name in OWN_SAMPLES:
@@ -129,11 +139,24 @@ class Protected:
                 yield from _of(value, "the report", REPORT)
 
 
-def _of(value: Any, whose: Whose, names: Sequence[str]) -> list[tuple[Whose, str, Any]]:
-    return [(whose, name, getattr(value, name)) for name in names]
+@cache
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*names)
 
 
-def _of_group(group: Group, fields: Sequence[str]) -> Iterator[tuple[Whose, str, Any]]:
+def _of(value: Any, whose: Whose, names: tuple[str, ...]) -> Iterator[Field]:
+    return zip(repeat(whose), names, _getter(names)(value))
+
+
+def _untouched(now: Field, before: Field, look: tuple[int, Any]) -> bool:
+    """Whether a field is plainly as it was: the same object, and as long."""
+    value, (size, mark) = now[2], look
+    if value is not before[2] or now[0] != before[0]:
+        return bool(size < 0 and mark == value and now[:2] == before[:2])
+    return (size < 0 and value is mark) or (mark is None and len(value) == size)
+
+
+def _of_group(group: Group, fields: tuple[str, ...]) -> Iterator[Field]:
     if not fields:
         return
     yield "group", "rollouts", {rollout: tuple(of) for rollout, of in group.rollouts.items()}
