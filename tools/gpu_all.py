@@ -50,7 +50,7 @@ PARTS = [
     Part("megatron", "long", 1, 400),
     Part("sglang", "nccl", 2, 330),
     Part("megatron", "learn-nccl", 2, 330),
-    Part("megatron", "functional", 2, 900),
+    Part("megatron", "functional", 2, 600),
     Part("megatron", "learn", 1, 330),
     Part("megatron", "gaps", 1, 430),
     Part("sglang", "functional", 1, 560),
