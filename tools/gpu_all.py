@@ -43,6 +43,8 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("sglang", "nccl-30b", 4, 500),
+    Part("megatron", "async", 4, 480),
+    Part("megatron", "ray-four", 4, 560),
     Part("sglang", "rollout", 1, 480),
     Part("megatron", "step", 1, 290),
     Part("megatron", "learn-two", 2, 470),
@@ -51,6 +53,7 @@ PARTS = [
     Part("sglang", "nccl", 2, 330),
     Part("megatron", "learn-nccl", 2, 330),
     Part("megatron", "functional", 2, 600),
+    Part("megatron", "ray-two", 2, 560),
     Part("megatron", "learn", 1, 330),
     Part("megatron", "gaps", 1, 430),
     Part("sglang", "functional", 1, 560),
