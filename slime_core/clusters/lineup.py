@@ -37,6 +37,7 @@ class Part:
     features: frozenset[str]  # of the installation; empty: they are asked
     version: str = ""  # of SGLang
     torch: str = ""  # version in the servers' environment; empty: not known
+    trainer: str = ""  # and in the trainer's; empty: that of this process
     installation: Installation | None = None  # that starts them
     places: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # server -> trainer ranks on its GPUs
 
@@ -58,8 +59,8 @@ async def launched(config: Config, site: Site, run_dir: Path, epoch: int, *, fix
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
     """
-    installation = await site.installation()
-    check_transport(config, installation)
+    installation, trainer = await site.installation(), await site.torch()
+    check_transport(config, installation, trainer)
     placed = topology(config, gpus=site.gpus())
     how = commands(config, installation, placed)
     shared = secrets.token_urlsafe(32)
@@ -86,6 +87,7 @@ async def launched(config: Config, site: Site, run_dir: Path, epoch: int, *, fix
             features=installation.features,
             version=installation.version,
             torch=installation.torch,
+            trainer=trainer,
             installation=installation,
             places=placed.beside(world) if role == POLICY and config.cluster.colocate else {},
         )
@@ -93,13 +95,15 @@ async def launched(config: Config, site: Site, run_dir: Path, epoch: int, *, fix
     ]
 
 
-def check_transport(config: Config, installation: Installation) -> None:
+def check_transport(config: Config, installation: Installation, trainer: str = "") -> None:
     """Refuse weights by tensor that was asked for where the torch of both sides differs, before a server starts.
+
+    ``trainer`` is the version in its environment; empty: that of this process.
 
     Raises:
         ConfigError: CFG04 with both versions.
     """
-    if config.rollout.update_weight_transport == "tensor" and (why := why_unmapped(installation.torch)):
+    if config.rollout.update_weight_transport == "tensor" and (why := why_unmapped(installation.torch, trainer)):
         raise ConfigError(
             "update_weight_transport = tensor with another torch beside SGLang",
             code="CFG04",

@@ -198,6 +198,7 @@ async def _engine(
         timeout=rollout.rollout_start_timeout,
         places=part.places,
         torch=part.torch,
+        trainer=part.trainer,
         host=host,
     )
     if not frozen:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
@@ -57,6 +58,10 @@ class Site(Protocol):
         """
         ...
 
+    async def torch(self) -> str:
+        """Version of torch in the trainer's environment."""
+        ...
+
     def gpus(self) -> int | None:
         """How many there are for servers and ranks, to refuse more; None where that was settled, or on a CPU."""
         ...
@@ -86,6 +91,10 @@ class OneMachine:
     async def installation(self) -> Installation:
         """See `Site`."""
         return await asyncio.to_thread(read_here, self._config.sglang)
+
+    async def torch(self) -> str:
+        """See `Site`."""
+        return version("torch")
 
     def gpus(self) -> int | None:
         """See `Site`: those that this process sees."""

@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class Host:
         from slime_core.clusters.site import read_here
 
         return await asyncio.to_thread(read_here, table, named)
+
+    async def torch(self) -> str:
+        """Version of torch in this machine's environment."""
+        return version("torch")
 
     async def home(self, name: str, method: str, *args: Any) -> Any:
         """A call of the `Here` in which a server of that name lives on this machine."""

@@ -109,6 +109,12 @@ class RaySite:
             raise EngineError(what, code="ENG84", lost=True) from error
         return found
 
+    async def torch(self) -> str:
+        """See `site.Site`: of the machine of rank 0; the driver's may be another."""
+        seats = self._placed.ranks or self._placed.engines
+        found: str = await self._found.machines[seats[0].bundle].host.torch.remote()
+        return found
+
     def gpus(self) -> int | None:
         """See `site.Site`: the placement was for as many as there are."""
         return None

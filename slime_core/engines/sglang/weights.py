@@ -47,12 +47,15 @@ class Ways:
     places: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {0: (0,)})
     """Of each server the trainer rank on the GPU of each of its ranks; empty: some share no GPU with the trainer."""
     torch: str = ""  # version in the servers' environment; empty: not known
+    trainer: str = ""  # and in the trainer's; empty: that of this process
 
     @property
     def unmapped(self) -> str:
         """Why servers cannot map memory of the trainer; empty where they can."""
         lonely = self.device == "cuda" and self.shared and not self.places
-        return why_unmapped(self.torch) or ("a server has no GPU that a trainer rank has" if lonely else "")
+        return why_unmapped(self.torch, self.trainer) or (
+            "a server has no GPU that a trainer rank has" if lonely else ""
+        )
 
     @property
     def transport(self) -> Transport:
@@ -191,8 +194,8 @@ class Weights:
 
 
 def why_unmapped(theirs: str, ours: str = "") -> str:
-    """Why servers with torch ``theirs`` cannot map memory of this process, ``ours`` empty: its own torch; empty where
-    they can.
+    """Why servers with torch ``theirs`` cannot map memory of a trainer with ``ours``, by default that of this process;
+    empty where they can.
 
     What both sides exchange is torch's own, and has changed between minor versions.
     """

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,7 @@ def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, t
             with pytest.raises(ConfigError) as caught:
                 await where.installation()
             assert (caught.value.code, caught.value.where) == ("CFG05", f"{name}: sglang.python")
+            assert await where.torch() == version("torch")  # the machine's, which is here the driver's too
 
     asyncio.run(check())
 

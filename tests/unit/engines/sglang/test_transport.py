@@ -109,6 +109,13 @@ def test_it_is_refused_before_a_server_starts(torch, said):
         check_transport(asked, there)
     assert said in caught.value.why
     assert OURS in caught.value.why
+    if torch:  # ranks on other machines may have it, whatever the driver has
+        check_transport(asked, there, trainer=torch)
+
+
+def test_a_trainer_elsewhere_has_a_torch_of_its_own(tmp_path):
+    assert ways(tmp_path, device="cuda", torch=OTHER, trainer=OTHER).transport == "tensor"
+    assert ways(tmp_path, device="cuda", trainer=OTHER).transport == "disk"
 
 
 def test_another_way_than_one_may_think_is_said(tmp_path):
