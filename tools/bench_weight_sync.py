@@ -224,9 +224,8 @@ async def training(config: Config, folder: Path, thread: TorchThread, place: Pla
         return
     settled = resolve_machine(config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    async with RankTrainer(
-        settled, plugins, world=world, device=device, cpu_threads=4, run_dir=run_dir, epoch=1
-    ) as ranks:
+    more = {"world": world, "device": device, "cpu_threads": 4, "run_dir": run_dir, "epoch": 1}
+    async with RankTrainer(settled, plugins, **more) as ranks:
         yield ranks
 
 
