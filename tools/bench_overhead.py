@@ -3,6 +3,7 @@
     python tools/bench_overhead.py                         # 128 and 512 samples a step, durable ledger and none
     python tools/bench_overhead.py --samples 512 --ledger durable
     python tools/bench_overhead.py --ranks 2               # scores and steps go to two processes that answer at once
+    python tools/bench_overhead.py --ranks 2 --ray         # which a Ray cluster, started for it, carries frames to
 
 The loop, collector, checks, reward hook, ledger, advantage, batch, sync, report and metrics file are the product's
 own. The engine answers each request after one pass of the event loop with tokens that were made before, 32 to 512 of
@@ -34,7 +35,7 @@ from bench_collector import NoLedger
 
 from slime_core import loop
 from slime_core.buffer.ledger import SqliteLedger
-from slime_core.clusters.channel import Channel, Child, start_here
+from slime_core.clusters.channel import Channel, Child, Start, start_here
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
@@ -98,10 +99,29 @@ class Dealt(QuickTrainer):
         return await self._ranks.step(batch)
 
 
-async def start_idle(number: int, child: Child) -> Channel:
-    """A rank's process that runs `idle_rank` instead."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
-    return await start_here(number, replace(child, module="idle_rank", env={**child.env, "PYTHONPATH": path}))
+def idle(start: Start) -> Start:
+    """Starts `idle_rank` in place of a rank."""
+
+    async def started(number: int, child: Child) -> Channel:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
+        return await start(number, replace(child, module="idle_rank", env={**child.env, "PYTHONPATH": path}))
+
+    return started
+
+
+@asynccontextmanager
+async def places(config: Config, ray: bool) -> AsyncIterator[Start]:
+    """Where ranks are started: here, or in the hosts of a Ray cluster."""
+    if not ray:
+        yield start_here
+        return
+    from slime_core.clusters.ray.joining import hosts, joined
+    from slime_core.clusters.ray.placement import plan
+
+    placed = plan(config)
+    with joined(config, placed):
+        async with hosts(config, placed) as found:
+            yield lambda number, child: found.start(placed.ranks[number], child)
 
 
 class Uncounted(NoLedger):
@@ -149,7 +169,7 @@ class Times:
         self.now = {}
 
 
-def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0) -> Times:
+def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0, ray: bool = False) -> Times:
     """A run of ``steps`` steps in ``folder / "run"``, with ``ranks`` processes for the trainer."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"q": f"{n}+2=", "a": str(n + 2)}) + "\n" for n in range(1000)))
@@ -157,6 +177,8 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0) -> 
         *("--hf-checkpoint", ".", "--plugin", "rm_math", "--num-rollout", str(steps + 1)),
         *("--prompt-data", str(rows), "--input-key", "q", "--label-key", "a"),
         *("--rollout-batch-size", str(samples // A_PROMPT), "--n-samples-per-prompt", str(A_PROMPT)),
+        *("--device", "cpu", "--cpu-threads", "1", "--actor-num-gpus-per-node", str(max(ranks, 1))),
+        *(("--cluster", "ray") if ray else ()),
         *("--rollout-max-response-len", str(LONGEST), "--skip-eval-before-train", "--save-interval", "0"),
     ]
     config = load_config(None, flags)
@@ -172,9 +194,8 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0) -> 
             stack.push_async_callback(kept.close)
             if ranks:
                 given: dict[str, Any] = {"world": ranks, "device": "cpu", "cpu_threads": 1, "run_dir": folder / "run"}
-                trainer = Dealt(
-                    await stack.enter_async_context(RankTrainer(config, plugins, start=start_idle, **given))
-                )
+                start = idle(await stack.enter_async_context(places(config, ray)))
+                trainer = Dealt(await stack.enter_async_context(RankTrainer(config, plugins, start=start, **given)))
             yield Parts(
                 engines=engine,
                 tokenizer=CharTokenizer(),
@@ -208,7 +229,7 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0) -> 
 def row(samples: int, ledger: str, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds a step: CPU time by part, of all that is not rollout, of all; and the wall's."""
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
-        times = run(samples, ledger, args.steps + args.skip + 1, Path(folder), args.ranks)
+        times = run(samples, ledger, args.steps + args.skip + 1, Path(folder), args.ranks, args.ray)
     parts = [{"other": one[""], **one} for one in times.parts[args.skip + 1 :]]
     found = {name: statistics.median(1000 * one.get(name, 0.0) for one in parts) for name in PARTS}
     cpu, wall = (float(np.median(1000 * np.diff(one)[args.skip :])) for one in (times.cpu, times.wall))
@@ -222,6 +243,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--ledger", choices=("none", "durable"), nargs="+", default=["none", "durable"])
     parser.add_argument("--ranks", type=int, default=0, help="trainer processes; 0: the trainer is in this one")
+    parser.add_argument("--ray", action="store_true", help="ranks are on a Ray cluster, with --ranks")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--skip", type=int, default=3)
     parser.add_argument("--folder", default="", help="of run directories; default: a temporary one")
