@@ -242,9 +242,11 @@ keeper = Driver.__new__(Driver)
 keeper._path, keeper._name = Path(sys.argv[1]), "old"
 keeper._child = subprocess.Popen(["sleep", "600"])
 print(keeper._child.pid, flush=True)
-keeper._look()
-print("it is the keeper still", flush=True)
-keeper._child.kill()
+try:
+    keeper._look()
+    print("it is the keeper still", flush=True)
+finally:
+    keeper._child.kill()
 """
 
 
@@ -365,9 +367,12 @@ def test_stop_now_kills_a_process_that_does_not_listen(tmp_path, monkeypatch, ca
     run_dir = made(tmp_path, "running")
     monkeypatch.setattr("slime_cli.stop.NOW", 0.5)
     with subprocess.Popen([sys.executable, "-c", STUBBORN, str(run_dir.path)], stdout=subprocess.PIPE) as held:
-        assert held.stdout.readline() == b"held\n"
-        assert main(["stop", str(run_dir.path), "--now"]) == 0
-        assert held.wait(30) == -signal.SIGKILL
+        try:
+            assert held.stdout.readline() == b"held\n"
+            assert main(["stop", str(run_dir.path), "--now"]) == 0
+            assert held.wait(30) == -signal.SIGKILL
+        finally:
+            held.kill()
     assert "ended with exit code 137" in capsys.readouterr().err
 
 
