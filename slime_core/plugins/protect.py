@@ -46,6 +46,7 @@ OWN_SAMPLES = {"rollout_sample_hook_path", "custom_generate_function_path"}  # s
 Whose = str | int  # of what a field is: the number of a group's sample, or a word
 Field = tuple[Whose, str, Any]
 """Whose, its name, its value."""
+SCALARS = frozenset((str, int, float, type(None)))
 PLAIN = (str, int, type(None), float, Enum)
 
 
@@ -62,9 +63,13 @@ class Protected:
         self._answer, self._content = answer, content
         self._arguments = arguments if answer.provider.source != CORE else {}
         self._fields_before = list(self._fields())
-        plainly = () if content else (list,)  # most fields are lists: no call for each
-        self._before = [
-            (len(value), None) if type(value) in plainly else self._look(value) for *_, value in self._fields_before
+        self._before = [  # most fields are no arrays: no call for each
+            (-1, value)
+            if type(value) in SCALARS
+            else (len(value), None)
+            if type(value) is list and not content
+            else self._look(value)
+            for _, _, value in self._fields_before
         ]
 
     def compare(self, about: str) -> None:
