@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("sglang", "nccl-30b", 4, 500),
-    Part("megatron", "async", 4, 480),
+    Part("sglang", "ahead-four", 4, 600),
     Part("megatron", "ray-four", 4, 560),
     Part("sglang", "rollout", 1, 480),
     Part("megatron", "step", 1, 290),
@@ -63,7 +63,6 @@ PARTS = [
     Part("sglang", "deterministic", 1, 330),
     Part("megatron", "more", 1, 240),
     Part("megatron", "experts", 1, 150),
-    Part("sglang", "ahead-four", 4, 600),
     Part("sglang", "ahead", 2, 600),
     Part("sglang", "pair", 2, 580),
     Part("megatron", "core", 2, 300),

@@ -12,7 +12,6 @@
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
 #   tools/gpu_megatron.sh experts      experts of a layer in one product against a loop over them
 #   tools/gpu_megatron.sh ray-two      whole runs that Ray places, on two GPUs; ray-four: on four
-#   tools/gpu_megatron.sh async        runs ahead of training against one that takes turns, on four GPUs
 #   tools/gpu_megatron.sh convert      conversion of a model of 8 GB on the disk of $DISK (default /tmp); needs no GPU
 #   tools/gpu_megatron.sh core         all tests that are neither Megatron's nor SGLang's
 # GPU=N puts a step on GPU N (GPU=0,1 on both); without it, it sees what there is.
@@ -63,7 +62,6 @@ for part in "${@:-functional}"; do
             step experts-many 80 python3 tools/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
         ray-two) tests ray-two 560 tests/gpu/test_ray_on_gpu.py -k two ;;
         ray-four) tests ray-four 560 tests/gpu/test_ray_on_gpu.py -k four ;;
-        async) step async 480 python3 tools/bench_async.py --real --gpus 4 --limit 460 ;;
         convert) step convert 400 python3 tools/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ;;
         gaps) step gaps-megatron 430 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 400 ;;
