@@ -11,7 +11,6 @@
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP
 #   tools/gpu_megatron.sh experts      experts of a layer in one product against a loop over them
-#   tools/gpu_megatron.sh ray-two      whole runs that Ray places, on two GPUs; ray-four: on four
 #   tools/gpu_megatron.sh convert      conversion of a model of 8 GB on the disk of $DISK (default /tmp); needs no GPU
 #   tools/gpu_megatron.sh core         all tests that are neither Megatron's nor SGLang's
 # GPU=N puts a step on GPU N (GPU=0,1 on both); without it, it sees what there is.
@@ -60,12 +59,10 @@ for part in "${@:-functional}"; do
         long) step megatron-long 400 python3 tools/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench_experts.py
             step experts-many 80 python3 tools/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
-        ray-two) tests ray-two 560 tests/gpu/test_ray_on_gpu.py -k two ;;
-        ray-four) tests ray-four 560 tests/gpu/test_ray_on_gpu.py -k four ;;
         convert) step convert 400 python3 tools/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ;;
         gaps) step gaps-megatron 430 python3 tools/bench_step_gaps.py --run --backend megatron --engine sglang --limit 400 ;;
         gaps-fsdp) step gaps-fsdp 430 python3 tools/bench_step_gaps.py --run --backend fsdp --engine sglang --limit 400 ;;
-        *) echo "unknown part $part"; sed -n 2,18p "$0"; exit 2 ;;
+        *) echo "unknown part $part"; sed -n 2,16p "$0"; exit 2 ;;
     esac
 done
