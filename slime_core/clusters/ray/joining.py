@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -161,9 +162,18 @@ def _init(address: str, processors: int, env: dict[str, Any]) -> None:
         ) from error
 
 
+def session_folder() -> dict[str, str]:
+    """Where Ray keeps a cluster of our own, where its own choice, the folder for temporary files, has too long a path.
+
+    Its sockets lie 68 characters below that folder, and Linux names sockets in 107.
+    """
+    return {"_temp_dir": "/tmp/ray"} if len(tempfile.gettempdir()) > 107 - 68 else {}
+
+
 def _own(processors: int, common: dict[str, Any]) -> None:
     """Start one; Ray gives its parts 30 seconds to come up, which a busy machine may need more than once."""
     cores = max(processors, len(os.sched_getaffinity(0)))
+    common |= session_folder()
     for left in range(STARTS)[::-1]:
         try:
             ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
