@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.driver_process import Letter
+from slime_cli.driver_process import Letter, deadline
 from slime_cli.failure import Session, say
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.clusters.detached import FILE, LOG, Record, actor_name, read_record
+from slime_core.clusters.detached import FILE, LOG, Record, actor_name, read_record, time_of_day
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
                 environment={**environment, "RAY_ADDRESS": there},
                 restarts=letter.allowed,
             )
-            Record(actor=name, address=there, epoch=letter.epoch, submitted=time.time()).write(run_dir.path)
+            Record(actor=name, address=there, epoch=letter.epoch, submitted=time_of_day()).write(run_dir.path)
             about = drivers.submit(name, order)
     say(f"the driver is process {about['pid']} on {about['host']}; its output: {run_dir.path / LOG}")
     say(f"follow  slime attach {run_dir.path}")
@@ -105,7 +104,7 @@ def letter_of(detach: Detach, settings: Settings, run_dir: RunDir) -> Letter:
         words=detach.first(run_dir.path),
         epoch=0 if detach.old is None else int(run_dir.read_info().get("epoch") or 0),
         forced=list(detach.forced),
-        until=None if detach.stop_after is None else time.time() + detach.stop_after,
+        until=None if detach.stop_after is None else deadline(detach.stop_after),
         verify_step=detach.verify_step,
         verbose=detach.session.verbose,
         allowed=allowed(settings.config),

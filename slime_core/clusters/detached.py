@@ -31,18 +31,18 @@ CODES = {"finished": 0, "preempted": Preempted.exit_code, "interrupted": 130, "t
 class Record:
     """``driver.json``. Only who holds the actor writes it.
 
-    Example: Record(actor="driver:demo-0-1f0c...", address="10.0.0.5:6379", epoch=0, submitted=1.7e9)
+    Example: Record(actor="driver:demo-0-1f0c...", address="10.0.0.5:6379", epoch=0, submitted="2026-11-22T10:00:00")
     """
 
     actor: str
     address: str  # of the cluster
     epoch: int  # of the run when it was submitted; its own starts have later ones
-    submitted: float  # wall clock
+    submitted: str  # time of day
     keeper: str = ""  # which of the actor's processes keeps the driver; a later one takes its place
     asked: str = ""  # "stop", or "now": an end that somebody asked for
     code: int | None = None  # exit code, once it has ended
     last: int = 0  # epoch at its end: later starts are not of this driver
-    ended: float = 0.0  # wall clock
+    ended: str = ""  # time of day
 
     def write(self, run_dir: Path) -> None:
         """Put it into the run directory.
@@ -62,7 +62,12 @@ class Record:
 
     def ending(self, code: int, epoch: int) -> Record:
         """The same, at its end."""
-        return replace(self, code=code, last=epoch, ended=time.time())
+        return replace(self, code=code, last=epoch, ended=time_of_day())
+
+
+def time_of_day() -> str:
+    """Now, for people; nothing compares it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def read_record(run_dir: Path) -> Record | None:

@@ -312,7 +312,7 @@ def test_a_clock_that_jumps_changes_nothing(cli, own, whole, monkeypatch):
     assert weights("cut") == whole
 
 
-COSMETIC: dict[str, str] = {}
+ALLOWED = {"cli/slime_cli/driver_process.py": "--stop-after of a driver whose restarts may be on other machines"}
 """Files that may look at the wall clock, with what for."""
 
 
@@ -332,7 +332,7 @@ def test_no_code_of_ours_compares_wall_clocks():
     for folder in ("slime_core", "cli/slime_cli", "plugins"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if name in COSMETIC or "tests" in path.parts or "templates" in path.parts:
+            if name in ALLOWED or "tests" in path.parts or "templates" in path.parts:
                 continue
             tree = ast.parse(path.read_text())
             calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -188,6 +188,7 @@ def test_a_free_run_whose_engine_was_killed_replays_what_was_recorded(work):
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_at_once_and_the_others_end(work, capfd):
     """Case 105: exit 6 with TRN105, a whole ledger, no process left; the run goes on when it is resumed."""
     run = _run(work, "rank", "--actor-num-gpus-per-node", "2", code=6, kill=f"{RANK} 9")

@@ -140,7 +140,9 @@ def same(path, other):
     ("other", "flags", "words", "call", "told"),
     [
         pytest.param(("ranks", RANKS), RANKS, RANK, 15, "TRN105 trainer rank 0, process", id="rank"),
-        pytest.param(("ahead", AHEAD), AHEAD, ENGINE, 10, "ENG84 the engine's process", id="engine"),
+        pytest.param(
+            ("ahead", AHEAD), AHEAD, ENGINE, 10, "ENG84 the engine's process", id="engine", marks=pytest.mark.nightly
+        ),
         pytest.param(
             *(("ranks", RANKS), RANKS, RANK, 3, "TRN105 trainer rank 0, process"),
             id="rank-before-a-checkpoint",

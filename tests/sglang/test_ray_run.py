@@ -61,6 +61,7 @@ def hosted(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Ite
                 loop.run(stack.aclose(), 120)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 def test_sglang_engine_on_a_ray_host(
     check: EngineCheck, hosted: RawServer, served_model: Path, tmp_path: Path

@@ -25,7 +25,10 @@ LAYOUTS = {
 CASES = ("all", "half")
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("data", marks=pytest.mark.nightly), *(name for name in LAYOUTS if name != "data")],
+)
 def ranks(request, zygote, tmp_path_factory):
     """What both ranks of a layout found, by dtype."""
     root = tmp_path_factory.mktemp("root")

@@ -19,7 +19,7 @@ MAIN = Path(__file__).with_name("overlap_main.py")
 LAYOUTS = {"data": (2, {}, False), "pipeline": (4, {"pipeline_model_parallel_size": 2}, True)}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[pytest.param("data", marks=pytest.mark.nightly), "pipeline"])
 def ranks(request, zygote, tmp_path_factory):
     """What the ranks of a layout found; an output matrix of its own is one that no module's pass waits for."""
     root = tmp_path_factory.mktemp("root")
