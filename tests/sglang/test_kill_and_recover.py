@@ -21,6 +21,7 @@ IN_FLIGHT = 16
 COUNT = 150
 
 
+@pytest.mark.nightly
 def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_next(
     shared_server: RawServer, other_model: Path, served_model: Path, tmp_path: Path
 ) -> None:
