@@ -21,6 +21,7 @@ from slime_core.engines.sglang.health import Watch
 from slime_core.engines.sglang.pulse import Limits
 from slime_core.engines.sglang.server import Server
 from slime_core.engines.sglang.topology import POLICY
+from slime_core.testing.contracts import EngineCase, EngineCheck
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
@@ -102,3 +103,15 @@ def whole(done: Completion, count: int) -> None:
     assert len(done.tokens) == len(done.log_probs) == len(done.versions) == count
     assert done.epoch == EPOCH
     assert done.versions == sorted(done.versions)
+
+
+async def keep_contract(check: EngineCheck, server: Server, model: Path, path: Path) -> None:
+    """One promise of the engine's contract, of a server that need not be restarted for it."""
+    notes: list[str] = []
+    async with serving(server, model, path, notes) as engine:
+
+        def update(version: int) -> WeightUpdate:
+            return WeightUpdate(version=version, epoch=EPOCH, transport="disk", handle={"folder": str(model)})
+
+        await check(EngineCase(engine=engine, update=update, prompt=list(PROMPT)))
+        assert not [note for note in notes if "restart" in note], json.dumps(notes)

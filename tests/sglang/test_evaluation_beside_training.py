@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
     text = text.replace("[eval]\n", EVALUATED).replace("[plugin.rm_math]\n", "[plugin.rm_math]\nheldout_rows = 12\n")
     (made.folder / "recipe.toml").write_text(text)
     return made
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    """Runs that were started; none outlives its test."""
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()
 
 
 def test_one_evaluates_with_the_weights_that_it_has_while_another_takes_updates(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from raw_server import START_TIMEOUT, RawServer
@@ -18,20 +16,6 @@ from served_run import SERVED, STEPS, WARMUP, Driver, Work, in_order, is_settled
 pytestmark = pytest.mark.system
 
 TOKEN = "SLIME_SGLANG_TOKEN"
-
-
-@pytest.fixture
-def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
-    return Work.make(tmp_path / "work", served_model, sglang_python)
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    """Runs that were started; none outlives its test."""
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()
 
 
 def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work, drivers: list[Driver]) -> None:

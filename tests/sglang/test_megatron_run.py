@@ -7,7 +7,6 @@ GPUs is `tests/gpu/test_megatron_with_sglang_on_gpu.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -47,15 +46,6 @@ def work(tmp_path: Path, served_model: Path) -> Work:
     }
     (found.folder / "recipe.toml").write_text(recipe(**STAGES, tables=tables))
     return found
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    """Runs that were started; none outlives its test."""
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()
 
 
 def test_what_megatron_learns_is_what_sglang_serves(server: RawServer, work: Work, drivers: list[Driver]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from raw_server import START_TIMEOUT, Loop, RawServer, shared, temporary
 from ray_nodes import ray_cluster
-from served_engine import EPOCH, PROMPT, assert_holds, begin, computing, load, request, serving, whole
+from served_engine import assert_holds, begin, computing, keep_contract, load, request, serving, whole
 from served_run import SERVED, WARMUP, Driver, Work, children, in_order, served_samples, title
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
@@ -28,8 +27,7 @@ from slime_core.engines.sglang import ports
 from slime_core.engines.sglang.health import Limits
 from slime_core.engines.sglang.home import Launch
 from slime_core.engines.sglang.server import Server
-from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase, EngineCheck
-from slime_core.types import WeightUpdate
+from slime_core.testing.contracts import ENGINE_CHECKS, EngineCheck
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -66,19 +64,8 @@ def hosted(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Ite
 def test_sglang_engine_on_a_ray_host(
     check: EngineCheck, hosted: RawServer, served_model: Path, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        notes: list[str] = []
-        async with serving(hosted.server, served_model, tmp_path, notes) as engine:
-
-            def update(version: int) -> WeightUpdate:
-                handle = {"folder": str(served_model)}
-                return WeightUpdate(version=version, epoch=EPOCH, transport="disk", handle=handle)
-
-            await check(EngineCase(engine=engine, update=update, prompt=list(PROMPT)))
-            assert not [note for note in notes if "restart" in note], json.dumps(notes)
-
     try:
-        hosted.loop.run(work(), 100)
+        hosted.loop.run(keep_contract(check, hosted.server, served_model, tmp_path), 100)
     finally:
         hosted.settle()
 
@@ -114,20 +101,6 @@ def test_a_server_on_a_host_that_is_killed_comes_back_with_its_weights_and_its_r
     assert any(f"scheduler_0 ({scheduler}) was killed by SIGKILL; restart 1 of 3" in note for note in notes), notes
     assert ports.members(session) == []
     assert [path for path in (folder, *files) if os.path.exists(path)] == []
-
-
-@pytest.fixture
-def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
-    return Work.make(tmp_path / "work", served_model, sglang_python)
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    """Runs that were started; none outlives its test."""
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()
 
 
 @pytest.fixture

@@ -163,5 +163,4 @@ class GatewayRouter(Router):
 
 
 def _same(error: EngineError) -> ServerFault:
-
     return error if isinstance(error, ServerFault) else ServerFault(**error.as_dict())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Slow, Tensors, compared, slow_model
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 def verify(worker: Worker, batch: Batch) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective, the same answer on every rank."""
-    dealer = worker._dealer(batch)
+    dealer = dealer_of(worker, batch)
     batch = dealer.ready(batch)
     portion = dealer.portions(batch)[worker.rank]
-    worker._check(portion)
+    check_portion(worker, portion)
     assert worker.stage is not None
 
     def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
-from slime_core.trainers.dealing import Dealer
+from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.fsdp import files, saving
 from slime_core.trainers.fsdp.critic import Critic
 from slime_core.trainers.fsdp.fingerprint import fingerprint
@@ -147,9 +147,9 @@ class Worker:
     @torch.no_grad()
     def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
         """Columns of a portion's rows, unchecked; or of a whole batch, of which every rank takes its portion."""
-        dealer = self._dealer(given)
+        dealer = dealer_of(self, given)
         portion = given if isinstance(given, Portion) else dealer.portions(given)[self.rank]
-        self._check(portion, roles)
+        check_portion(self, portion, roles)
         with told_of_memory(self._passes(), portion, "scoring"):
             found = self._score_roles(portion, roles)
         return found if isinstance(given, Portion) else dealer.gathered(given, found)
@@ -183,9 +183,9 @@ class Worker:
 
     def step(self, given: Batch | Portion) -> dict[str, float]:
         """Train on a portion; or on a whole batch, of which every rank takes its portion."""
-        dealer = self._dealer(given)
+        dealer = dealer_of(self, given)
         portion = given if isinstance(given, Portion) else dealer.step(given)[self.rank]
-        self._check(portion)
+        check_portion(self, portion)
         with told_of_memory(self._passes(), portion, "training on"):
             return self._step(portion)
 
@@ -288,22 +288,6 @@ class Worker:
         if micro.temperature is None or (micro.temperature == 1).all():
             return None
         return torch.from_numpy(micro.temperature).to(self.device)
-
-    def _dealer(self, given: Batch | Portion) -> Dealer:
-        """Who deals the stage's batches; a whole one must be the same on every rank."""
-        if self.stage is None:
-            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        if isinstance(given, Batch):
-            checks.compare_ranks(given, self.rank, self.world)
-        return Dealer(self.stage, self.loss, self.seat)
-
-    def _check(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
-        def check() -> None:
-            checks.check_tokens(portion.batch, self.folder.vocab_size)
-            if "teacher" in roles and self.frozen.teacher is not None:
-                self.frozen.check_teacher(portion.batch)
-
-        checks.agreed(check, portion.stamp, self.rank, self.world)
 
     def verify(self, batch: Batch) -> dict[str, float]:
         return verify(self, batch)

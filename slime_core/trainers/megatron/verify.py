@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.megatron.passes import totals
 from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_model
@@ -32,10 +33,10 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
 
     Parameters are named as in the model folder. Every rank holds the slow model whole.
     """
-    dealer = worker._dealer(batch)
+    dealer = dealer_of(worker, batch)
     batch, tensors = dealer.ready(batch), worker.policy.tensors
     portion = dealer.portions(batch)[worker.seat.number]
-    worker._check(portion)
+    check_portion(worker, portion)
     assert worker.stage is not None
     buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
 

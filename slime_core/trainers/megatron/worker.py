@@ -17,7 +17,7 @@ from slime_core.config.algorithms import settle
 from slime_core.context import Context
 from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
-from slime_core.trainers.dealing import Dealer
+from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.meeting import meet
 from slime_core.trainers.megatron import exporting, restoring, saving
 from slime_core.trainers.megatron.critic import Critic
@@ -157,9 +157,9 @@ class Worker:
 
     def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
         """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
-        dealer = self._dealer(given)
+        dealer = dealer_of(self, given)
         portion = given if isinstance(given, Portion) else dealer.portions(given)[self.seat.number]
-        self._check(portion, roles)
+        check_portion(self, portion, roles)
         with told_of_memory(self._passes(), portion, "scoring"):
             found: dict[str, Columns] = {role: self._score(portion, role) for role in sorted(roles)}
         found = found if speaks() else {}
@@ -196,9 +196,9 @@ class Worker:
 
     def step(self, given: Batch | Portion) -> dict[str, float]:
         """Train on a portion; or on a whole batch, of which every rank takes its portion."""
-        dealer = self._dealer(given)
+        dealer = dealer_of(self, given)
         portion = given if isinstance(given, Portion) else dealer.step(given)[self.seat.number]
-        self._check(portion)
+        check_portion(self, portion)
         with told_of_memory(self._passes(), portion, "training on"):
             return self._step(portion)
 
@@ -288,22 +288,6 @@ class Worker:
             share=self.settings.layout.cp,
             keys=smaller(self.settings),
         )
-
-    def _dealer(self, given: Batch | Portion) -> Dealer:
-        """Who deals the stage's batches; a whole one must be the same on every rank."""
-        if self.stage is None:
-            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        if isinstance(given, Batch):
-            checks.compare_ranks(given, self.rank, self.world)
-        return Dealer(self.stage, self.loss, self.seat)
-
-    def _check(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
-        def check() -> None:
-            checks.check_tokens(portion.batch, self.folder.vocab_size)
-            if "teacher" in roles and self.frozen.teacher is not None:
-                self.frozen.check_teacher(portion.batch)
-
-        checks.agreed(check, portion.stamp, self.rank, self.world)
 
     def verify(self, batch: Batch) -> dict[str, float]:
         self.actor.settle()

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from slime_core.trainers.dealing import dealer_of
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
@@ -53,7 +54,7 @@ def reordered(batch, order):
 
 def portion_of(worker, batch):
     """What a rank trains on of a whole batch, whose columns are not checked."""
-    return worker._dealer(batch).portions(batch)[worker.seat.number]
+    return dealer_of(worker, batch).portions(batch)[worker.seat.number]
 
 
 def step_of(worker, batch, loss=None):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from slime_core.errors import DataError, TrainerError
 from slime_core.testing import tiny_model
 from slime_core.trainers.critic import explained_variance
+from slime_core.trainers.dealing import dealer_of
 from slime_core.trainers.schedule import optimizer_steps
 
 pytestmark = pytest.mark.unit
@@ -70,7 +71,7 @@ def critic_gradient(one, batch):
         from slime_core.trainers.share import Sums
 
         worker = one.worker
-        (portion,) = worker._dealer(batch).portions(batch)
+        (portion,) = dealer_of(worker, batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         worker.critic.backward(worker._pack(portion)[0], sums)
         grads = {n: g.clone() for n, g in worker.critic.learner.gradients()[0].items()}

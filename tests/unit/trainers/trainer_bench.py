@@ -9,6 +9,7 @@ from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.batch import make_batch
+from slime_core.trainers.dealing import dealer_of
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.weights.folder import ModelFolder
@@ -99,7 +100,7 @@ class Bench:
         from slime_core.trainers.fsdp.sharding import local
         from slime_core.trainers.share import Sums
 
-        (portion,) = self.worker._dealer(batch).portions(batch)
+        (portion,) = dealer_of(self.worker, batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         for micro in self.worker._pack(portion)[step]:
             backward(
