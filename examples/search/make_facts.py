@@ -14,22 +14,13 @@ import sys
 from pathlib import Path
 from random import Random
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from slime_core.testing.models import piece_tokenizer, write_tokenizer
 
 HERE = Path(__file__).parent
 TRAIN, HELDOUT = 800, 200
 SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
 TAGS = [f"<{slash}{name}>" for name in ("search", "information", "answer") for slash in ("", "/")]
 WORDS = ["Where does the boss of", " live?", "Doc", "(Title: ", " works for ", " and lives in "]
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
-SETTINGS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "pad_token": "<pad>",
-    "eos_token": "<eos>",
-    "unk_token": "<unk>",
-    "clean_up_tokenization_spaces": False,
-    "model_max_length": 512,
-}
 
 
 def facts(seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, object]]]:
@@ -56,29 +47,14 @@ def facts(seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, object]]]
     return corpus, rows
 
 
-def tokenizer() -> Tokenizer:
-    """Tags, fixed words, syllables and single characters; no token spans two of them."""
-    characters = ["\n", *map(chr, range(32, 127))]
-    pieces = [*TAGS, *WORDS, *SYLLABLES]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *pieces, *characters])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    escaped = "|".join("".join(c if c.isalnum() else f"\\{c}" for c in piece) for piece in pieces)
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"{escaped}|.|\\n"), behavior="isolated")
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    made.decoder = decoders.Fuse()
-    return made
-
-
 def main(folder: Path = HERE) -> None:
     """Write everything into ``folder``."""
-    for name in ("data", "model"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     corpus, rows = facts()
     for name, lines in {"corpus": corpus, "train": rows[:TRAIN], "heldout": rows[TRAIN:]}.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "data" / f"{name}.jsonl").write_text(text)
-    tokenizer().save(str(folder / "model" / "tokenizer.json"))
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")
+    write_tokenizer(folder / "model", piece_tokenizer([*TAGS, *WORDS, *SYLLABLES]), context_len=512)
 
 
 if __name__ == "__main__":

@@ -15,24 +15,15 @@ from pathlib import Path
 from random import Random
 
 from interpreter import Interpreter, Settings
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from slime_core import Context
 from slime_core.config.schema import Config
+from slime_core.testing.models import piece_tokenizer, write_tokenizer
 
 HERE = Path(__file__).parent
 TRACES, TRAIN, HELDOUT = 1500, 400, 100
 GUESSED = 0.6
 PIECES = ["<code>", "</code>", "<interpreter>", "</interpreter>", "print(", "\\boxed{"]
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
-SETTINGS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "pad_token": "<pad>",
-    "eos_token": "<eos>",
-    "unk_token": "<unk>",
-    "clean_up_tokenization_spaces": False,
-    "model_max_length": 512,
-}
 
 
 def rows(seed: int = 0) -> dict[str, list[dict[str, object]]]:
@@ -61,28 +52,14 @@ async def run_code(traces: list[dict[str, object]]) -> None:
     await python.aclose()
 
 
-def tokenizer() -> Tokenizer:
-    """Tags, the beginnings of what is written often, and single characters; no token spans two of them."""
-    characters = ["\n", *map(chr, range(32, 127))]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *PIECES, *characters])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    escaped = "|".join("".join(c if c.isalnum() else f"\\{c}" for c in piece) for piece in PIECES)
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"{escaped}|.|\\n"), behavior="isolated")
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    made.decoder = decoders.Fuse()
-    return made
-
-
 def main(folder: Path = HERE) -> None:
     """Write everything into ``folder``."""
-    for name in ("data", "model"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     made = rows()
     asyncio.run(run_code(made["traces"]))
     for name, lines in made.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tokenizer().save(str(folder / "model" / "tokenizer.json"))
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")
+    write_tokenizer(folder / "model", piece_tokenizer(PIECES), context_len=512)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +85,24 @@ def write_tokenizer(folder: Path, backend: Any, *, context_len: int, chat_templa
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def piece_tokenizer(pieces: Sequence[str]) -> Any:
+    """A `tokenizers.Tokenizer` with one id for each of ``pieces`` and for every other printable ASCII character.
+
+    ``<pad>`` 0, ``<eos>`` 1, ``<unk>`` 2 are special; no token spans two pieces. For :func:`write_tokenizer`.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<unk>"]
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = {token: number for number, token in enumerate([*special, *pieces, *characters])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    escaped = "|".join("".join(c if c.isalnum() else f"\\{c}" for c in piece) for piece in pieces)
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"{escaped}|.|\\n"), behavior="isolated")
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    made.decoder = decoders.Fuse()
+    return made
 
 
 def char_tokenizer(vocab: str = VOCAB, chat_template: str = "") -> Any:
