@@ -53,10 +53,9 @@ def build(readable: Iterable[str], gpu: bool, user: int, group: int) -> None:
     kernel.mount("tmpfs", NEW, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=16m")
     for path, target in links.items():
         os.symlink(target, NEW + path)
-    for path, source in real.items():
-        for place in dict.fromkeys((path, source)):
-            if place not in links:
-                _bind(source, place, sealed=not path.startswith("/dev/"))
+    places = {place: source for path, source in real.items() for place in (path, source) if place not in links}
+    for place in sorted(places):  # a folder before what lies in it, or the rest of it would be missing
+        _bind(places[place], place, sealed=not place.startswith("/dev/"))
     _furnish(user, group)
     os.chdir(NEW)
     kernel.pivot_root(".", "." + OLD)

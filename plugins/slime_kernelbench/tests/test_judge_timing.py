@@ -181,3 +181,16 @@ def test_the_judge_measures_what_is_right_and_nothing_else() -> None:
     assert right.timing is not None or {flag.rule for flag in right.flags} & {"excessive_speedup", "not_repeatable"}
     assert right.seconds["speed"] > 0
     assert (wrong.status, wrong.reached, wrong.timing) == ("wrong", "correctness", None)
+
+
+@pytest.mark.integration
+def test_a_gpu_that_cannot_be_used_is_named_and_no_answer_passes_unmeasured() -> None:
+    """No machine has a GPU of that name; the kernel is right."""
+
+    async def run() -> Verdict:
+        async with LocalJudge(JudgeOptions(workers=1, gpus=("GPU-not-there",))) as judge:
+            return await judge.judge(RELU, SMALL)
+
+    verdict = asyncio.run(run())
+    assert verdict.status == "infra"
+    assert "GPU GPU-not-there cannot be used in the sandbox" in verdict.diagnostics[0].message

@@ -222,3 +222,9 @@ def test_the_view_holds_python_and_the_modules_and_no_home(tmp_path):
     assert os.path.join(sys.base_prefix, "lib") in places or "/usr" in places
     assert not {"/", "/root", "/home", os.path.expanduser("~"), os.getcwd()} & set(places)
     assert all(not b.startswith(a + "/") for a in places for b in places)
+
+
+def test_a_folder_that_may_be_read_is_there_whole_though_names_of_its_parts_come_before_it(sandbox):
+    """/bin is a link to /usr/bin on most machines, and /usr/local, where drivers of GPUs lie, is no part of any link."""
+    outcome = sandbox.candidate("answer = ' '.join(sorted(os.listdir('/usr'))).encode()")
+    assert outcome.result.decode().split() == sorted(os.listdir("/usr")), outcome

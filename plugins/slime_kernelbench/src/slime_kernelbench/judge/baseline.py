@@ -33,6 +33,15 @@ def main(channel: Channel) -> None:
     channel.send(pack(answer))
 
 
+def working(channel: Channel) -> None:
+    """Compute on the device whose name comes, and answer with nothing; raises what torch does where that fails."""
+    device = channel.receive().decode()
+    found = (torch.arange(8.0, device=device) * 2).sum().item()
+    if found != 56.0:
+        raise RuntimeError(f"the sum of 0, 2, ..., 14 is {found} there")
+    channel.send(b"")
+
+
 def measured(request: dict[str, Any]) -> Tree:
     """See `main`; raises what the reference raises."""
     device = request["device"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from slime_core.errors import SandboxError
 from slime_core.sandbox import Child, Ended, Limits, Sandbox
 from slime_kernelbench.judge import timing
 from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
@@ -30,6 +31,7 @@ from slime_kernelbench.types import Diagnostic, Flag, Problem
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
+WORKING = "slime_kernelbench.judge.baseline:working"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline", "slime_kernelbench.judge.measured")
 EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
@@ -68,6 +70,7 @@ class Speed:
         self._gpus = itertools.cycle(options.gpus)
         self._alone = {gpu: asyncio.Lock() for gpu in options.gpus}
         self._baselines = Kept[tuple[str, str], Baseline](PROBLEMS)
+        self._usable = Kept[str, bool](len(options.gpus) or 1)
         gpu = device == "cuda"
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
         self._opened = OpenedBox(options, PRELOAD, gpu=gpu, environment=environment)
@@ -77,10 +80,11 @@ class Speed:
         await self._opened.aclose()
 
     async def check(self, source: str, problem: Problem, trial: Trial) -> None:
-        """Add a timing to ``trial``, or what was wrong on the GPU."""
+        """Add a timing to ``trial``, or what was wrong on the GPU. Raises `SandboxError` where that cannot be used."""
         gpu = next(self._gpus)
+        box = await self._opened.box()
+        await self._usable.get(gpu, partial(self._try, box, gpu))
         try:
-            box = await self._opened.box()
             baseline = await self._baseline(box, problem, gpu)
         except Unjudgeable as error:
             trial.diagnostics.append(Diagnostic(stage="speed", kind="not_measured", message=str(error)[:300]))
@@ -106,6 +110,21 @@ class Speed:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return first, again
+
+    async def _try(self, box: Sandbox, gpu: str) -> bool:
+        """Compute something on it, in the place where candidates do: else every one would go unmeasured."""
+        limits = Limits(wall_seconds=120.0, memory_bytes=8 << 30, processes=256, open_files=1024)
+        outcome = await box.run(WORKING, self._device.encode(), limits, gpu=self._uuid(gpu))
+        if outcome.status != "ok":
+            said = outcome.stdout.strip().splitlines()[-1:]
+            raise SandboxError(
+                f"GPU {gpu} cannot be used in the sandbox",
+                code="SBX00",
+                where="plugin.kernelbench.judge_gpus",
+                why="; ".join([outcome.reason, *said])[:500],
+                fix="nvidia-smi   (that GPU and its driver)\nor without timing: --judge-gpus ''",
+            )
+        return True
 
     # What the reference says.
 
