@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ RECEIVE, SEND, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40082104
 CONTINUE, SYNC_WAKE_UP = 1, 1
 AT_FDCWD = -100 & 0xFFFFFFFF
 LONGEST, PAGE = 4096, 4096
+DRIVERS = struct.pack("<H", socket.AF_UNIX) + b"\0cuda-uvmfd-"
+"""How the addresses begin under which CUDA's driver passes on descriptors among processes."""
 MAKING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 GUARDED = (
     *("/root", "/home", "/var", "/run", "/boot", "/mnt", "/media", "/srv", "/proc/1", "/proc/kcore", "/dev/mem"),
@@ -37,8 +40,9 @@ class Counting:
     ``violations`` counts denied calls by name, ``read:/root`` and the like, and ``write`` for files elsewhere.
     """
 
-    def __init__(self, folder: str, readable: Sequence[str], looks: bool = True) -> None:
+    def __init__(self, folder: str, readable: Sequence[str], looks: bool = True, gpu: bool = False) -> None:
         self._looks = looks  # whether /proc is that of the candidate's namespace
+        self._gpu = gpu
         self.violations: Counter[str] = Counter()
         self._names = names(kernel.architecture())
         self._allowed = (folder, *readable)
@@ -61,6 +65,9 @@ class Counting:
         if name in OPENS:
             tried = self._look(name, pid, arguments) if self._looks else ""
             reply = ANSWER.pack(number, 0, 0, CONTINUE)
+        elif self._gpu and name in ("bind", "connect") and self._of_driver(pid, arguments):
+            tried = ""  # nobody listens there yet: the driver then does so itself
+            reply = ANSWER.pack(number, 0, *((0, CONTINUE) if name == "bind" else (-errno.ECONNREFUSED, 0)))
         else:
             tried, reply = name, ANSWER.pack(number, 0, -errno.EPERM, 0)
         if tried:
@@ -85,6 +92,17 @@ class Counting:
         except (OSError, struct.error):
             return ""
         return self.of(os.path.normpath(text), flags) if text else ""
+
+    def _of_driver(self, pid: int, arguments: Sequence[int]) -> bool:
+        """Whether a socket's address is the abstract one by which CUDA's driver finds itself.
+
+        It may change once it was looked at: what else can be bound lies in the candidate's own folder or network.
+        """
+        if not self._looks:
+            return True
+        with suppress(OSError), open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), min(arguments[2], len(DRIVERS)), arguments[1]) == DRIVERS
+        return False
 
     def of(self, path: str, flags: int) -> str:
         """What opening an absolute path with these flags counts as; empty for nothing."""

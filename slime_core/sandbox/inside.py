@@ -32,6 +32,8 @@ PROC = (
     *("/proc/modules", "/proc/sys/vm", "/proc/sys/kernel", "/proc/driver/nvidia"),
 )
 """What of a /proc that others share is shown, beside the candidate's own."""
+THREADS = "/proc/self/task"
+"""CUDA's driver gives its threads names by writing to files there, and starts nowhere without it."""
 SHOWN = 500
 
 
@@ -136,9 +138,15 @@ def _put_on(request: dict[str, Any], channel: Channel, telling: socket.socket, e
         kernel.drop_capabilities()
         kernel.end_with(0)
         if "landlock" in layers:
-            landlock.restrict(_readable(request, spaces), [folder], request["devices"])
+            named = [THREADS] if request["gpu"] else []
+            landlock.restrict(_readable(request, spaces), [folder], [*request["devices"], *named])
         alone = spaces or ("landlock" in layers and landlock.abi() >= landlock.KEEPS_SIGNALS)
-        rules = seccomp.Rules(memory_files=counted, own_groups=spaces, signals_within=0 if alone else os.getpid())
+        rules = seccomp.Rules(
+            memory_files=counted,
+            own_groups=spaces,
+            signals_within=0 if alone else os.getpid(),
+            gpu=request["gpu"],
+        )
         listener = [seccomp.install(seccomp.program(kernel.architecture(), rules))]
     post(telling, {"jailed": os.getpid()}, listener)
     for number in listener:

@@ -15,7 +15,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slime_core.sandbox import kernel
-from slime_core.sandbox.syscalls import COUNTED, GROUPS, HIDDEN, JUDGED, LAST, MEMORY_FILES, OPENS, QUIET, Table
+from slime_core.sandbox.syscalls import (
+    COUNTED,
+    GROUPS,
+    HIDDEN,
+    JUDGED,
+    LAST,
+    MEMORY_FILES,
+    OF_DRIVERS,
+    OPENS,
+    QUIET,
+    Table,
+)
 
 LD, JEQ, JGT, JSET, AND, RET = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 ALLOW, KILL, NOTIFY, ERRNO = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000
@@ -35,6 +46,7 @@ class Rules:
     memory_files: bool  # something counts them
     own_groups: bool  # a candidate may leave its process group
     signals_within: int = 0  # only to this process and its group; 0: another layer sees to it
+    gpu: bool = False  # CUDA's driver has a local socket of its own, and starts nowhere without it
 
 
 Instruction = bytes
@@ -56,7 +68,8 @@ def program(architecture: int, rules: Rules) -> bytes:
     """The filter for an architecture's index."""
     code = [_do(LD, ARCH), _do(JEQ, AUDIT[architecture], 1, 0), _do(RET, KILL), _do(LD, NR)]
     code += [_do(JGT, LAST, 0, 1), _do(RET, ERRNO | errno.ENOSYS)]
-    tables: list[tuple[Table, int]] = [(COUNTED, NOTIFY), (OPENS, NOTIFY), (QUIET, ERRNO | errno.EPERM)]
+    counted = {name: pair for name, pair in COUNTED.items() if not (rules.gpu and name in OF_DRIVERS)}
+    tables: list[tuple[Table, int]] = [(counted, NOTIFY), (OPENS, NOTIFY), (QUIET, ERRNO | errno.EPERM)]
     tables.append((HIDDEN, ERRNO | errno.ENOSYS))
     tables += [] if rules.memory_files else [(MEMORY_FILES, ERRNO | errno.EPERM)]
     tables += [] if rules.own_groups else [(GROUPS, ERRNO | errno.EPERM)]
@@ -78,7 +91,7 @@ def _judged(rules: Rules) -> dict[str, list[Instruction]]:
     notify, allow = _do(RET, NOTIFY), _do(RET, ALLOW)
     bodies = {
         "clone": [_low(0), _do(JSET, CLONE_NEW & ~0x80, 0, 1), notify, allow],
-        "socket": [_low(0), _do(JEQ, AF_UNIX, 0, 1), _do(RET, ERRNO | errno.EACCES), notify],
+        "socket": _socket(rules.gpu),
         "socketpair": [  # datagrams could be sent to the address of another
             *(_low(0), _do(JEQ, AF_UNIX, 0, 5)),
             *(_low(1), _do(AND, 0xF), _do(JEQ, SOCK_STREAM, 1, 0), _do(JEQ, SOCK_SEQPACKET, 0, 1)),
@@ -99,6 +112,15 @@ def _judged(rules: Rules) -> dict[str, list[Instruction]]:
         bodies["tgkill"] = [_low(0), _do(JEQ, own, 1, 0), notify, allow]
         bodies["tkill"] = [notify]
     return bodies
+
+
+def _socket(gpu: bool) -> list[Instruction]:
+    """Local ones are refused as a library expects it, others are counted; who has a GPU may make those of its driver."""
+    notify, allow, refuse = _do(RET, NOTIFY), _do(RET, ALLOW), _do(RET, ERRNO | errno.EACCES)
+    if not gpu:
+        return [_low(0), _do(JEQ, AF_UNIX, 0, 1), refuse, notify]
+    kind = [_low(1), _do(AND, 0xF), _do(JEQ, SOCK_SEQPACKET, 0, 1), allow, refuse]
+    return [_low(0), _do(JEQ, AF_UNIX, 0, len(kind)), *kind, notify]
 
 
 def install(code: bytes) -> int:

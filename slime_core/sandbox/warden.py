@@ -101,7 +101,8 @@ class Warden:
             for number in descriptors:
                 os.close(number)
             if "seccomp" in self.setup["layers"]:
-                self.counting = Counting(folder, self.setup["readable"], looks=self.setup["proc"])
+                looks, gpu = self.setup["proc"], self.request["gpu"]
+                self.counting = Counting(folder, self.setup["readable"], looks=looks, gpu=gpu)
             self._watch(told)
 
     def _watch(self, told: socket.socket) -> None:
