@@ -22,8 +22,11 @@ RECEIVE, SEND, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40082104
 CONTINUE, SYNC_WAKE_UP = 1, 1
 AT_FDCWD = -100 & 0xFFFFFFFF
 LONGEST, PAGE = 4096, 4096
-DRIVERS = struct.pack("<H", socket.AF_UNIX) + b"\0cuda-uvmfd-"
-"""How the addresses begin under which CUDA's driver passes on descriptors among processes."""
+DRIVERS = {
+    "bind": (b"\0cuda-uvmfd-", (0, CONTINUE)),  # where it passes on descriptors among processes
+    "connect": (b"/tmp/nvidia-mps/control", (-errno.ENOENT, 0)),  # no service that shares GPUs is to be had here
+}
+"""How the addresses of local sockets begin that CUDA's driver tries, and the answer."""
 MAKING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 GUARDED = (
     *("/root", "/home", "/var", "/run", "/boot", "/mnt", "/media", "/srv", "/proc/1", "/proc/kcore", "/dev/mem"),
@@ -65,9 +68,8 @@ class Counting:
         if name in OPENS:
             tried = self._look(name, pid, arguments) if self._looks else ""
             reply = ANSWER.pack(number, 0, 0, CONTINUE)
-        elif self._gpu and name in ("bind", "connect") and self._of_driver(pid, arguments):
-            tried = ""  # nobody listens there yet: the driver then does so itself
-            reply = ANSWER.pack(number, 0, *((0, CONTINUE) if name == "bind" else (-errno.ECONNREFUSED, 0)))
+        elif self._gpu and name in DRIVERS and self._of_driver(name, pid, arguments):
+            tried, reply = "", ANSWER.pack(number, 0, *DRIVERS[name][1])
         else:
             tried, reply = name, ANSWER.pack(number, 0, -errno.EPERM, 0)
         if tried:
@@ -93,15 +95,16 @@ class Counting:
             return ""
         return self.of(os.path.normpath(text), flags) if text else ""
 
-    def _of_driver(self, pid: int, arguments: Sequence[int]) -> bool:
-        """Whether a socket's address is the abstract one by which CUDA's driver finds itself.
+    def _of_driver(self, name: str, pid: int, arguments: Sequence[int]) -> bool:
+        """Whether a socket's address is one that CUDA's driver tries when it starts.
 
         It may change once it was looked at: what else can be bound lies in the candidate's own folder or network.
         """
         if not self._looks:
             return True
         with suppress(OSError), open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            return os.pread(memory.fileno(), min(arguments[2], len(DRIVERS)), arguments[1]) == DRIVERS
+            begins = struct.pack("<H", socket.AF_UNIX) + DRIVERS[name][0]
+            return os.pread(memory.fileno(), min(arguments[2], len(begins)), arguments[1]) == begins
         return False
 
     def of(self, path: str, flags: int) -> str:

@@ -18,10 +18,9 @@ def made(kind=socket.SOCK_SEQPACKET, family=socket.AF_UNIX):
     return socket.socket(family, kind)
 """
 DRIVER = f"""{SOCKET}
-name = "\\0cuda-uvmfd-4026532000-2"
-answer = [tried(made().connect, name)]
+answer = [tried(made().connect, "/tmp/nvidia-mps/control")]
 own = made()
-answer += [tried(own.bind, name), tried(own.listen)]
+answer += [tried(own.bind, "\\0cuda-uvmfd-4026532000-2"), tried(own.listen)]
 with open("/proc/self/task/" + os.listdir("/proc/self/task")[0] + "/comm", "w") as file:
     file.write("cuda")
 answer = " ".join([*answer, open("/proc/self/comm").read().strip()]).encode()
@@ -30,7 +29,7 @@ answer = " ".join([*answer, open("/proc/self/comm").read().strip()]).encode()
 
 def test_the_driver_finds_what_it_needs_and_nothing_is_counted(sandbox):
     outcome = sandbox.candidate(DRIVER, gpu="GPU-0")
-    assert outcome.result == b"ConnectionRefusedError yes yes cuda", outcome
+    assert outcome.result == b"FileNotFoundError yes yes cuda", outcome
     assert outcome.violations == {}
 
 
@@ -38,6 +37,7 @@ def test_the_driver_finds_what_it_needs_and_nothing_is_counted(sandbox):
     ("source", "answer", "counted"),
     [
         ('tried(made().bind, "\\0somebody-else")', "PermissionError", {"bind": 1}),
+        ('tried(made().connect, "\\0cuda-uvmfd-1-2")', "PermissionError", {"connect": 1}),
         ('tried(made().connect, "\\0somebody-else")', "PermissionError", {"connect": 1}),
         ('tried(made().bind, "cuda-uvmfd-1")', "PermissionError", {"bind": 1}),  # a path, not an abstract name
         ("tried(made, socket.SOCK_STREAM)", "PermissionError", {}),
