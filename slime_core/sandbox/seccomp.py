@@ -115,7 +115,7 @@ def _judged(rules: Rules) -> dict[str, list[Instruction]]:
 
 
 def _socket(gpu: bool) -> list[Instruction]:
-    """Local ones are refused as a library expects it, others are counted; who has a GPU may make those of its driver."""
+    """Local ones are refused as a library expects it, others counted; who has a GPU may make those of its driver."""
     notify, allow, refuse = _do(RET, NOTIFY), _do(RET, ALLOW), _do(RET, ERRNO | errno.EACCES)
     if not gpu:
         return [_low(0), _do(JEQ, AF_UNIX, 0, 1), refuse, notify]

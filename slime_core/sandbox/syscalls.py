@@ -103,7 +103,7 @@ HIDDEN: Table = {"clone3": (435, 435)}
 MEMORY_FILES: Table = {"memfd_create": (319, 279)}
 """Memory that no address-space limit counts: quietly denied where nothing else counts it."""
 OF_DRIVERS = ("listen", "accept", "accept4")
-"""Of COUNTED: allowed to who has a GPU, for the one socket that CUDA's driver listens on; who may bind is looked at."""
+"""Of COUNTED: allowed to who has a GPU, for the one socket that CUDA's driver listens on; binding is looked at."""
 GROUPS: Table = {"setsid": (112, 157), "setpgid": (109, 154)}
 """Quietly denied where the process group is what ends a candidate's processes."""
 OPENS: Table = {"open": (2, None), "openat": (257, 56), "openat2": (437, 437), "creat": (85, None)}
