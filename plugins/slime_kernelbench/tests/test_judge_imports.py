@@ -1,0 +1,43 @@
+"""What a candidate's module may import while it runs, the last word after the static policy's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from slime_kernelbench.judge.module import imported
+
+FIRST = """
+from torch.utils._python_dispatch import TorchDispatchMode
+from slime_kernelbench.judge.module import imported
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+module = imported("import torch\\ndef made():\\n    return torch.empty(3)\\n")
+with Watching():
+    print(tuple(module.made().shape))
+"""
+
+
+def test_what_torch_imports_by_itself_in_a_candidates_call_is_none_of_the_candidates_imports() -> None:
+    """In a process of its own: the first operation under a mode imports a module of torch's, from C, once."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("(3,)\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("name", ["os", "torch._C", "torch._library.simple_registry", "numpy.ctypeslib", "ctypes"])
+def test_an_import_statement_has_the_policys_names_and_no_others(name: str) -> None:
+    with pytest.raises(ImportError, match=f"import of {name} is not allowed"):
+        imported(f"import {name}\n")
+    module = imported(f"def later():\n    from {name} import x\n")
+    with pytest.raises(ImportError, match=f"import of {name} is not allowed"):
+        module.later()
+
+
+def test_the_door_itself_lets_nothing_else_in() -> None:
+    with pytest.raises(ImportError, match="import of os is not allowed"):
+        imported("__builtins__['__import__']('os')\n")
