@@ -20,7 +20,7 @@ SMALLER = {
     "family_heldout = 96": "family_heldout = 3",
     "num_rollout = 900": "num_rollout = 3",
     "rollout_batch_size = 32": "rollout_batch_size = 8",
-    "num_rollout = 26": "num_rollout = 2",
+    "num_rollout = 21": "num_rollout = 2",
     "rollout_batch_size = 16": "rollout_batch_size = 2",
     "n_samples_per_prompt = 8": "n_samples_per_prompt = 4",
 }
