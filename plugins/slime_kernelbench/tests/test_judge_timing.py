@@ -12,7 +12,7 @@ from corpus_of_kernels import problem, sources
 from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.judge.candidate import Trial
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
-from slime_kernelbench.judge.speed import Speed
+from slime_kernelbench.judge.speed import PARTS, Speed
 from slime_kernelbench.judge.timing import Samples, floor_of, half_width, median, suspicions, told
 from slime_kernelbench.judge.wire import Leaf
 from slime_kernelbench.types import Problem, Verdict
@@ -142,6 +142,7 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     )
     assert honest.status == "correct", honest.diagnostics
     assert honest.timing is not None or {"excessive_speedup", "not_repeatable"} & honest.flags.keys()
+    assert {f"speed_{part}" for part in ("baseline", *PARTS)} <= honest.seconds.keys()
     assert counts.status == "wrong"  # it stopped working after its first calls, when nobody compared
     assert counts.diagnostics[0].kind == "values"
     assert keeps.status == "wrong"  # every call's answer lies in the same memory

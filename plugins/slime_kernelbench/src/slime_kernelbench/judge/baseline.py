@@ -24,10 +24,15 @@ _CAPS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 
 
 def main(channel: Channel) -> None:
-    """Answer ``{"source", "seed", "weights_seed", "scales", "order", "host_order", "warm", "device", "compile"}``."""
-    request = unpack(channel.receive())
+    """Answer ``{"source", "seed", "weights_seed", "scales", "order", "host_order", "warm", "device", "compile"}``.
+
+    Nothing where all is ready and compiled, then, when any message says that the device is free, what was measured.
+    """
     try:
-        answer = measured(request)
+        bench = Bench(unpack(channel.receive()))
+        channel.send(b"")
+        channel.receive()
+        answer = bench.measured()
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:500]}
     channel.send(pack(answer))
@@ -42,35 +47,42 @@ def working(channel: Channel) -> None:
     channel.send(b"")
 
 
-def measured(request: dict[str, Any]) -> Tree:
-    """See `main`; raises what the reference raises."""
-    device = request["device"]
-    drawn = _sized(request["source"], request["seed"], request["weights_seed"], device)
-    inputs = drawn.draw(request["seed"])
-    which = [isinstance(one, torch.Tensor) and one.is_floating_point() and one.unique().numel() > 4 for one in inputs]
-    on_device = _moved(inputs, device)
-    sets = [scaled(on_device, which, scale) for scale in request["scales"]]
-    expected = [
-        {
-            "computed": to_wire(drawn.computed(copy.deepcopy(one), torch.float32)),
-            "exact": to_wire(drawn.computed(copy.deepcopy(one), torch.float64)),
+class Bench:
+    """A problem's reference on a device: inputs, what is expected of them, models to be timed. Raises what it does."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request, device = request, request["device"]
+        drawn = _sized(request["source"], request["seed"], request["weights_seed"], device)
+        inputs, self._model = drawn.draw(request["seed"]), drawn.model
+        which = [
+            isinstance(one, torch.Tensor) and one.is_floating_point() and one.unique().numel() > 4 for one in inputs
+        ]
+        on_device = _moved(inputs, device)
+        self._sets = [scaled(on_device, which, scale) for scale in request["scales"]]
+        self._compiled = _compiled(self._model, self._sets[0]) if request["compile"] else None
+        self._told: dict[str, Tree] = {
+            "init": drawn.init,
+            "state": drawn.state,
+            "shapes": drawn.shapes,
+            "inputs": to_wire(inputs),
+            "which": which,
+            "expected": [
+                {
+                    "computed": to_wire(drawn.computed(copy.deepcopy(one), torch.float32)),
+                    "exact": to_wire(drawn.computed(copy.deepcopy(one), torch.float64)),
+                }
+                for one in self._sets
+            ],
+            "bytes": _moved_bytes([self._sets[0], drawn.computed(copy.deepcopy(self._sets[0]), torch.float32)]),
+            "flops": _flops(self._model, self._sets[0]),
+            "name": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         }
-        for one in sets
-    ]
-    model = drawn.model
-    return {
-        "init": drawn.init,
-        "state": drawn.state,
-        "shapes": drawn.shapes,
-        "inputs": to_wire(inputs),
-        "which": which,
-        "expected": expected,
-        "eager": _timed(model, sets, request),
-        "compiled": _compiled(model, sets, request),
-        "bytes": _moved_bytes([sets[0], drawn.computed(copy.deepcopy(sets[0]), torch.float32)]),
-        "flops": _flops(model, sets[0]),
-        "name": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    }
+
+    def measured(self) -> Tree:
+        """Times, beside all that a candidate's answers are held against."""
+        eager = _timed(self._model, self._sets, self._request)
+        compiled = self._compiled and _timed(self._compiled, self._sets, self._request)
+        return self._told | {"eager": eager, "compiled": compiled}
 
 
 def _sized(source: str, seed: int, weights_seed: int, device: str) -> Drawn:
@@ -98,14 +110,15 @@ def _timed(model: Any, sets: Sequence[list[Any]], request: dict[str, Any]) -> Tr
     return dict(found)
 
 
-def _compiled(model: Any, sets: Sequence[list[Any]], request: dict[str, Any]) -> Tree:
-    """The same under `torch.compile`; None where that does not work."""
-    if not request["compile"]:
-        return None
+def _compiled(model: Any, inputs: list[Any]) -> Any:
+    """The same under `torch.compile`, called once, which takes seconds; None where that does not work."""
     try:
-        return _timed(torch.compile(copy.deepcopy(model)), sets, request)
+        compiled = torch.compile(copy.deepcopy(model))
+        with torch.no_grad():
+            compiled(*copy.deepcopy(inputs))
     except Exception:
         return None
+    return compiled
 
 
 def _flops(model: Any, inputs: list[Any]) -> float:

@@ -1,6 +1,6 @@
 """The stage that measures speed on a GPU, and judges what was measured.
 
-    reference's process: inputs, expected values, eager and compiled times        once in a while, per problem and GPU
+    reference's process: inputs, expected values, compile -> [measure eager and compiled]  once in a while, per problem
     candidate's process, twice: load, build, compile -> [the GPU is its own: measure] -> parts of timed calls' outputs
 
 A GPU times one candidate at a time, while others compile. Which outputs are looked at is drawn after they were made.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Child, Ended, Limits, Sandbox
+from slime_core.sandbox import Child, Ended, Limits, Outcome, Sandbox
 from slime_kernelbench.judge import timing
 from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
 from slime_kernelbench.judge.candidate import Decided, Trial
@@ -37,6 +38,8 @@ EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
 USES = 512  # of a baseline, which takes seconds to compile, before another is drawn
 PROBLEMS = 8  # baselines kept: they hold whole outputs
+PARTS = ("build", "compile", "wait", "measure")
+"""Of a candidate's process: its module and model, its kernels, waiting for the GPU, having it."""
 _MESSAGE = 1 << 30
 
 
@@ -60,6 +63,7 @@ class Measured:
     comparisons: list[Comparison]
     without: Comparison  # the answer that was made without kernels
     told: dict[str, Any]
+    seconds: dict[str, float]  # of its parts
 
 
 class Speed:
@@ -84,14 +88,17 @@ class Speed:
         gpu = next(self._gpus)
         box = await self._opened.box()
         await self._usable.get(gpu, partial(self._try, box, gpu))
+        began = time.perf_counter()
         try:
             baseline = await self._baseline(box, problem, gpu)
+            trial.seconds["speed_baseline"] = time.perf_counter() - began
         except Unjudgeable as error:
             trial.diagnostics.append(Diagnostic(stage="speed", kind="not_measured", message=str(error)[:300]))
             return
         trial.begin("speed")
         try:
             first, again = await self._twice(box, source, baseline, gpu, trial)
+            trial.seconds |= first.seconds
             self._judge(trial, baseline, first, again)
         except Decided:
             pass
@@ -156,11 +163,24 @@ class Speed:
             processes=256,
             result_bytes=_MESSAGE,
         )
-        async with self._alone[gpu]:
-            outcome = await box.run(REFERENCE, pack(request), limits, gpu=self._uuid(gpu))
+        async with box.spawn(REFERENCE, limits=limits, gpu=self._uuid(gpu)) as child:
+            outcome = await self._of_reference(child, pack(request), gpu)
         with heard(outcome, problem, "measured", " on the GPU") as told:
             eager, compiled = _samples(told["eager"]), told["compiled"] and _samples(told["compiled"])
         return Baseline(told=told, scales=scales, weights_seed=weights_seed, eager=eager, compiled=compiled or None)
+
+    async def _of_reference(self, child: Child, request: bytes, gpu: str) -> Outcome:
+        """Its answer: compiled beside whatever else goes on, measured on a GPU of its own."""
+        try:
+            await child.send(request)
+            answer = await child.receive()
+            if not answer:  # it is ready
+                async with self._alone[gpu]:
+                    await child.send(b"measure")
+                    answer = await child.receive()
+            return replace(await child.finish(), result=answer)
+        except Ended as ended:
+            return ended.outcome
 
     # What a candidate says.
 
@@ -176,13 +196,18 @@ class Speed:
         order, host_order = _order(EVENTS), _order(HOST)
         shared = {"device": self._device, "weights_seed": baseline.weights_seed, "scales": baseline.scales}
         parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
+        marks = [time.perf_counter()]
         async with box.spawn(CANDIDATE, limits=limits, gpu=self._uuid(gpu)) as child:
             await self._ask(child, {"do": "load", "source": source} | shared, trial)
             await self._ask(child, {"do": "build"} | shared | parts, trial)
+            marks.append(time.perf_counter())
             await self._ask(child, {"do": "compile"} | shared, trial)
+            marks.append(time.perf_counter())
             async with self._alone[gpu]:
+                marks.append(time.perf_counter())
                 request = {"do": "measure", "order": order, "host_order": host_order, "warm": WARM}
                 told = await self._ask(child, request | shared, trial)
+            marks.append(time.perf_counter())
             samples = self._trusted(told, trial)
             sets = [*order[: len(samples.events)], *host_order[: len(samples.host)]]
             looked_at = [("watched", 0)]
@@ -191,7 +216,8 @@ class Speed:
                 looked_at.append((str(number), one))
             comparisons = [await self._look(child, call, baseline, number, trial) for call, number in looked_at]
             without = await self._look(child, "without", baseline, 0, trial)
-        return Measured(samples=samples, comparisons=comparisons, without=without, told=told)
+        took = {f"speed_{name}": after - before for name, before, after in zip(PARTS, marks, marks[1:])}
+        return Measured(samples=samples, comparisons=comparisons, without=without, told=told, seconds=took)
 
     def _trusted(self, told: dict[str, Any], trial: Trial) -> Samples:
         try:
