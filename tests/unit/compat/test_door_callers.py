@@ -1,0 +1,104 @@
+"""What callers of the door do: ask at once, hang up, wait to be asked for a body, bear no token."""
+
+import asyncio
+
+import pytest
+
+from slime_core.compat.door import Door, only
+
+pytestmark = pytest.mark.unit
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
+async def talk_to(door, request):
+    """All that a door says to these bytes until it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(request)
+    said = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    await writer.wait_closed()
+    return said
+
+
+def with_door(handle, work):
+    async def run():
+        door = Door({"POST /generate": handle}, asyncio.get_running_loop(), only("secret"))
+        try:
+            return await work(door)
+        finally:
+            await asyncio.to_thread(door.close)
+
+    return asyncio.run(run())
+
+
+def post_of(body, *heads):
+    lines = [b"POST /generate HTTP/1.1", b"authorization: bearer secret", b"content-length: %d" % len(body), *heads]
+    return b"\r\n".join([*lines, b"", body])
+
+
+async def echo(asked):
+    return asked.payload
+
+
+def test_requests_that_come_at_once_are_answered_in_order():
+    said = with_door(
+        echo, lambda door: talk_to(door, post_of(b'{"a": 1}') + post_of(b'{"a": 2}', b"connection: close"))
+    )
+    assert [part.rpartition(b"\r\n\r\n")[2] for part in said.split(b"HTTP/1.1 200 OK")[1:]] == [
+        b'{"a": 1}',
+        b'{"a": 2}',
+    ]
+
+
+def test_the_body_of_what_is_not_served_is_no_request():
+    secret = b"authorization: Bearer secret\r\n"
+    request = (
+        b"POST /x HTTP/1.1\r\n"
+        + secret
+        + b"content-length: 5\r\n\r\nabcde"
+        + HEALTH.replace(b"host", secret + b"host", 1)
+    )
+    said = with_door(echo, lambda door: talk_to(door, request))
+    assert [part.split()[0] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"404", b"200"]
+
+
+def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked():
+    async def work(door):
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        head, body = post_of(b'{"a": 1}', b"expect: 100-continue", b"connection: close")[:-8], b'{"a": 1}'
+        writer.write(head)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        said = await reader.read()
+        writer.close()
+        return said
+
+    assert with_door(echo, work).endswith(b'{"a": 1}')
+
+
+def test_a_caller_who_hangs_up_cancels_what_was_begun():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(asked):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def work(door):
+        _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(post_of(b"{}"))
+        await asyncio.wait_for(begun.wait(), 30)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.wait_for(ended.wait(), 30)
+
+    with_door(handle, work)
+
+
+@pytest.mark.parametrize("given", [b"", b"Bearer other", b"Basic secret"])
+def test_who_bears_no_token_is_told_before_the_body_is_parsed(given):
+    request = post_of(b"no json", b"connection: close").replace(b"bearer secret", given)
+    assert with_door(echo, lambda door: talk_to(door, request)).startswith(b"HTTP/1.1 401")
