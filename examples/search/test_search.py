@@ -12,8 +12,8 @@ import pytest
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.data.chat import encode
-from slime_core.testing.fakes import FakeEngine
-from slime_core.types import Completion, Group, Prompt, Sample, SamplingParams, Status
+from slime_core.testing.fakes import ScriptedEngine
+from slime_core.types import Group, Prompt, Sample, SamplingParams, Status
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # as a run does for a function's file
@@ -26,22 +26,15 @@ CORPUS = (HERE / "data" / "corpus.jsonl").read_text().splitlines()
 THREE = ["red fox", "red red hen", "blue"]  # lengths 2, 3, 1: the mean is 2
 
 
-class Says(FakeEngine):
-    """An engine that says the given turns, one after another, up to the stop string."""
+def says(tokenizer, *turns, cut=()):
+    """An engine that says the given turns, one after another; those of ``cut`` end at a length."""
+    left = iter(turns)
 
-    def __init__(self, tokenizer, *turns, cut=()):
-        super().__init__(vocab_size=len(tokenizer))
-        self.turns, self.cut, self.tokenizer, self.asked = list(turns), cut, tokenizer, []
+    def say(request):
+        text = next(left)
+        return encode(tokenizer, text), "length" if text in cut else "stop"
 
-    async def generate(self, request):
-        self.asked.append(request)
-        text = self.turns.pop(0)
-        ids = encode(self.tokenizer, text)
-        numbers, versions = [-0.25] * len(ids), [3] * len(ids)
-        finish = "length" if text in self.cut else "stop"
-        return Completion(
-            id=request.id, tokens=ids, log_probs=numbers, plain_log_probs=numbers, finish=finish, versions=versions
-        )
+    return ScriptedEngine(say, vocab_size=len(tokenizer), version=3)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def play(tokenizer, tmp_path):
         search_r1._read.cache_clear()
         config = load_config(HERE / "recipe.toml")
         rollout = config.rollout.model_copy(update={"custom_config_path": str(tmp_path / "settings.json")})
-        engine = Says(tokenizer, *turns, cut=cut)
+        engine = says(tokenizer, *turns, cut=cut)
         ctx = Context(
             config=config.model_copy(update={"rollout": rollout}),
             engine=engine,
@@ -134,9 +127,10 @@ def test_retrieved_tokens_do_not_train_and_every_sampled_token_keeps_its_log_pro
     said = [f"<search>{name}</search>", told, "<answer>zafu</answer>"]
     assert tokenizer.decode(sample.response_tokens) == "".join(said)
     assert sample.loss_mask == [int(part is not told) for part in said for _ in encode(tokenizer, part)]
-    assert sample.rollout_log_probs == [-0.25 * mask for mask in sample.loss_mask]
+    drawn = (number for answer in engine.answers for number in answer.log_probs)
+    assert sample.rollout_log_probs == [next(drawn) if mask else 0.0 for mask in sample.loss_mask]
     assert sample.weight_versions == [3 if mask else -1 for mask in sample.loss_mask]
-    assert engine.asked[1].tokens == sample.tokens[: len(engine.asked[1].tokens)]
+    assert engine.requests[1].tokens == sample.tokens[: len(engine.requests[1].tokens)]
     assert (reward.value, reward.terms) == (1.0, {"exact": 1.0, "format": 1.0})
 
 
@@ -154,7 +148,7 @@ def test_retrieved_tokens_do_not_train_and_every_sampled_token_keeps_its_log_pro
 def test_rewards(play, turns, cut, value, form, status):
     sample, reward, engine = play(*turns, cut=cut)
     assert (reward.kind, reward.value, reward.terms["format"], sample.status) == ("score", value, form, status)
-    assert engine.turns == []
+    assert len(engine.requests) == len(turns)
 
 
 def test_an_answer_that_a_document_holds_counts_for_nothing(play, tmp_path):
@@ -244,7 +238,7 @@ def test_an_aborted_dialogue_goes_on_in_the_turn_in_which_it_was(play, tokenizer
     sample.status = Status.ABORTED
     ctx = Context(
         config=load_config(HERE / "recipe.toml"),
-        engine=Says(tokenizer, "</answer>"),
+        engine=says(tokenizer, "</answer>"),
         tokenizer=tokenizer,
         sampling=SamplingParams(max_new_tokens=8),
     )

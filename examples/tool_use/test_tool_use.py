@@ -13,9 +13,9 @@ from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.data.chat import encode
 from slime_core.errors import SandboxError
-from slime_core.testing.fakes import FakeEngine
+from slime_core.testing.fakes import ScriptedEngine
 from slime_core.testing.models import piece_tokenizer
-from slime_core.types import Completion, Group, Prompt, Sample, SamplingParams, Status
+from slime_core.types import Group, Prompt, Sample, SamplingParams, Status
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # as a run does for a function's file
@@ -28,24 +28,17 @@ CONFIG = load_config(HERE / "recipe.toml")
 QUESTION = "347*582=?\n"
 
 
-class Says(FakeEngine):
-    """An engine that says the given turns, one after another."""
+def says(tokenizer, *turns, starved=None):
+    """An engine that says the given turns, one after another; from turn ``starved`` on nothing can be started here."""
+    left = enumerate(turns)
 
-    def __init__(self, tokenizer, *turns, starved=None):
-        super().__init__(vocab_size=len(tokenizer))
-        self.turns, self.tokenizer, self.asked, self.starved = list(turns), tokenizer, [], starved
-
-    async def generate(self, request):
-        if len(self.asked) == self.starved:  # from now on nothing can be started here
+    def say(request):
+        number, text = next(left)
+        if number == starved:
             resource.setrlimit(resource.RLIMIT_NOFILE, (1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        self.asked.append(request)
-        text = self.turns.pop(0)
-        ids = encode(self.tokenizer, text)
-        numbers, versions = [-0.25] * len(ids), [3] * len(ids)
-        finish = "length" if text.endswith("...") else "stop"
-        return Completion(
-            id=request.id, tokens=ids, log_probs=numbers, plain_log_probs=numbers, finish=finish, versions=versions
-        )
+        return encode(tokenizer, text), "length" if text.endswith("...") else "stop"
+
+    return ScriptedEngine(say, vocab_size=len(tokenizer), version=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +57,7 @@ def play(tokenizer):
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def play(*turns, starved=None, sandbox_level="auto"):
-        engine = Says(tokenizer, *turns, starved=starved)
+        engine = says(tokenizer, *turns, starved=starved)
         rules = CONFIG.reward.model_copy(update={"sandbox_level": sandbox_level})
         sampling = SamplingParams(max_new_tokens=16)
         config = CONFIG.model_copy(update={"reward": rules})
@@ -105,9 +98,10 @@ def test_what_code_prints_is_told_and_does_not_train(play, tokenizer):
     said = ["<code>print(347*582)</code>", "\n\n<interpreter>201954</interpreter>\n\n", "\\boxed{201954}<eos>"]
     assert tokenizer.decode(sample.response_tokens) == "".join(said)
     assert sample.loss_mask == [int(part is not said[1]) for part in said for _ in encode(tokenizer, part)]
-    assert sample.rollout_log_probs == [-0.25 * mask for mask in sample.loss_mask]
+    drawn = (number for answer in engine.answers for number in answer.log_probs)
+    assert sample.rollout_log_probs == [next(drawn) if mask else 0.0 for mask in sample.loss_mask]
     assert sample.weight_versions == [3 if mask else -1 for mask in sample.loss_mask]
-    assert engine.asked[1].tokens == sample.tokens[: len(engine.asked[1].tokens)]
+    assert engine.requests[1].tokens == sample.tokens[: len(engine.requests[1].tokens)]
     assert (reward.kind, reward.value, reward.terms) == ("score", 1.0, {"right": 1.0, "code": 1.0})
 
 
@@ -127,7 +121,7 @@ def test_what_code_prints_is_told_and_does_not_train(play, tokenizer):
 def test_rewards(play, turns, value, code):
     _, reward, engine = play(*turns)
     assert (reward.kind, reward.value, reward.terms["code"]) == ("score", value, code)
-    assert engine.turns == []
+    assert len(engine.requests) == len(turns)
 
 
 def test_code_that_walks_out_of_a_deny_list_reads_nothing(tmp_path, monkeypatch):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import Batch, Columns, GenerateRequest
+
+    Say = Callable[[GenerateRequest], tuple[Sequence[int], Literal["stop", "length", "abort"]]]
 
 MEMORY = {"kv", "weights"}
 STATE = {"gradients", "optimizer", "parameters"}
@@ -144,6 +147,40 @@ class FakeEngine:
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Engine`."""
         self._held |= what & MEMORY
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers with what ``say(request)`` returns, token ids and how they end; what is over ``max_new_tokens`` is cut.
+
+    Log-probs are -0.25 at an answer's first token and 1/1024 less at each that follows.
+
+    Example:
+        engine = ScriptedEngine(lambda request: (tokenizer.encode("42"), "stop"), vocab_size=len(tokenizer))
+    """
+
+    def __init__(self, say: Say, vocab_size: int = 1024, version: int = 0) -> None:
+        super().__init__(vocab_size=vocab_size)
+        self.say, self.version = say, version
+        self.requests: list[GenerateRequest] = []  # as they were asked, and what was answered
+        self.answers: list[Completion] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `protocols.Engine`."""
+        tokens, finish = self.say(request)
+        if len(tokens) > request.params.max_new_tokens:
+            tokens, finish = tokens[: request.params.max_new_tokens], "length"
+        numbers = [-0.25 - k / 1024 for k in range(len(tokens))]
+        done = Completion(
+            id=request.id,
+            tokens=list(tokens),
+            log_probs=numbers,
+            plain_log_probs=list(numbers),
+            finish=finish,
+            versions=[self.version] * len(tokens),
+        )
+        self.requests.append(replace(request, tokens=list(request.tokens)))
+        self.answers.append(done)
+        return done
 
 
 class Rendezvous:

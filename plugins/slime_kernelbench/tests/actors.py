@@ -5,8 +5,6 @@ from hashlib import sha256
 
 from slime_core import Context, Group, Prompt, Sample, SamplingParams
 from slime_core.config.schema import Config
-from slime_core.testing.fakes import FakeEngine
-from slime_core.types import Completion
 from slime_kernelbench.dialogue.turns import Room
 from slime_kernelbench.dialogue.words import load_words
 from slime_kernelbench.options import Options
@@ -29,31 +27,6 @@ INFRA = Verdict(
     reached="import",
     diagnostics=(Diagnostic(stage="import", kind="Fork", message="no process can be made"),),
 )
-
-
-class Scripted(FakeEngine):
-    """Says ``say(request)``: token ids, and how they end."""
-
-    def __init__(self, say, vocab_size=1024):
-        super().__init__(vocab_size=vocab_size)
-        self.say, self.version, self.requests, self.answers = say, 0, [], []
-
-    async def generate(self, request):
-        tokens, finish = self.say(request)
-        if len(tokens) > request.params.max_new_tokens:
-            tokens, finish = tokens[: request.params.max_new_tokens], "length"
-        count = len(tokens)
-        done = Completion(
-            id=request.id,
-            tokens=list(tokens),
-            log_probs=[-0.25 - k / 1024 for k in range(count)],
-            plain_log_probs=[],
-            finish=finish,
-            versions=[self.version] * count,
-        )
-        self.requests.append(replace(request, tokens=list(request.tokens)))
-        self.answers.append(done)
-        return done
 
 
 class Known:

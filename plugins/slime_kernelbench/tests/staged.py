@@ -8,13 +8,14 @@ import hashlib
 import sys
 from pathlib import Path
 
-from actors import BROKEN, RIGHT, WRONG, Known, Scripted, fenced
+from actors import BROKEN, RIGHT, WRONG, Known, fenced
 from speakers import speaker
 
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.config.load import load_config
 from slime_core.plugins.assemble import option_models
 from slime_core.testing.cut_runs import CutRun
+from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench import run as kernelbench
 
 TOKENIZER = speaker("qwen3")
@@ -47,7 +48,7 @@ def draw(request):
     return [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id], "stop"
 
 
-class Late(Scripted):
+class Late(ScriptedEngine):
     """Answers after as many turns of the event loop as the request's draw says."""
 
     async def generate(self, request):
@@ -62,7 +63,7 @@ class Run(CutRun):
     ``verdicts`` is what a known judge says; None: the real one judges.
     """
 
-    def __init__(self, path, flags=(), verdicts=JUDGED, say=draw, engine=Scripted):
+    def __init__(self, path, flags=(), verdicts=JUDGED, say=draw, engine=ScriptedEngine):
         def made(epoch):
             found = engine(say, vocab_size=len(TOKENIZER))
             found.epoch = epoch

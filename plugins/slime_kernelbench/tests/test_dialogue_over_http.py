@@ -3,10 +3,11 @@
 import asyncio
 
 import pytest
-from actors import Scripted, context, fenced, pending
+from actors import context, fenced, pending
 from judge_services import TOKEN, judged, service
 from staged import TOKENIZER
 
+from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.options import Options
 from slime_kernelbench.run import Run
 
@@ -24,7 +25,7 @@ def play(folder, monkeypatch, *answers):
     async def whole():
         run = Run()
         async with service(folder) as (url, _, _):
-            engine = Scripted(say, vocab_size=len(TOKENIZER))
+            engine = ScriptedEngine(say, vocab_size=len(TOKENIZER))
             ctx = context(engine, TOKENIZER, Options(judge_url=url, judge_retries=1), new_tokens=4096)
             try:
                 done = await run.generate(pending(TOKENIZER), ctx)

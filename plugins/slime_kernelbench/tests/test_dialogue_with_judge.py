@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from actors import Scripted, context, fenced, pending
+from actors import context, fenced, pending
 from click.testing import CliRunner
 from staged import RELUS, TOKENIZER, before_the_real_judge
 
+from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench import run as kernelbench
 from slime_kernelbench.commands import kernelbench as commands
 from slime_kernelbench.dialogue.words import load_words
@@ -34,7 +35,7 @@ def test_a_model_is_told_what_was_wrong_until_it_is_right(tmp_path):
 
     async def play():
         run = kernelbench.Run()
-        engine = Scripted(say, vocab_size=len(TOKENIZER))
+        engine = ScriptedEngine(say, vocab_size=len(TOKENIZER))
         ctx = context(engine, TOKENIZER, Options(judge_workers=1), new_tokens=4096)
         object.__setattr__(ctx, "run_dir", tmp_path)
         group = pending(TOKENIZER, problem=problem)

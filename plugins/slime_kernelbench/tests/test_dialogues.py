@@ -4,13 +4,14 @@ import asyncio
 import json
 
 import pytest
-from actors import BROKEN, INFRA, RIGHT, WRONG, Known, Scripted, context, fenced, pending, room, timed
+from actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending, room, timed
 from speakers import speaker
 
 from slime_core import DataError, EngineError, Status
 from slime_core.plugins.rewards import to_rewards
 from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.rewards import note_reward
+from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.dialogue.scoring import score_group, so_far
 from slime_kernelbench.dialogue.turns import generate_group, succeeded
 from slime_kernelbench.options import Options
@@ -43,7 +44,7 @@ class Script:
 
 def play(answers, verdicts=(), *, samples=1, otherwise=WRONG, new_tokens=512, **options):
     judge = Known(verdicts, otherwise)
-    engine = Scripted(Script(answers), vocab_size=len(TOKENIZER))
+    engine = ScriptedEngine(Script(answers), vocab_size=len(TOKENIZER))
     ctx = context(engine, TOKENIZER, Options(**options), new_tokens=new_tokens)
     group = pending(TOKENIZER, samples=samples)
     issued = issued_ids(group)
@@ -220,7 +221,7 @@ def test_rewards_pass_the_cores_checks_and_its_notes():
 
 
 def test_a_prompt_without_a_problem_is_a_data_error():
-    engine = Scripted(Script(THREE))
+    engine = ScriptedEngine(Script(THREE))
     group = pending(TOKENIZER)
     group.prompt.metadata.pop("problem")
     with pytest.raises(DataError) as caught:
@@ -231,7 +232,9 @@ def test_a_prompt_without_a_problem_is_a_data_error():
 def test_an_answer_that_was_stopped_before_goes_on_where_it_stood():
     """`slime_generate` may be given aborted samples with a part of their first answer."""
     whole = ids(fenced("a"))
-    engine = Scripted(lambda request: (whole[4:], "stop") if len(engine.requests) == 0 else (ids(fenced("b")), "stop"))
+    engine = ScriptedEngine(
+        lambda request: (whole[4:], "stop") if len(engine.requests) == 0 else (ids(fenced("b")), "stop")
+    )
     group, judge = pending(TOKENIZER), Known()
     sample = group.samples[0]
     first = list(sample.tokens)
@@ -243,7 +246,7 @@ def test_an_answer_that_was_stopped_before_goes_on_where_it_stood():
 
 
 def test_samples_that_are_finished_stay_as_they_are():
-    engine = Scripted(Script({"main/0-1": THREE}))
+    engine = ScriptedEngine(Script({"main/0-1": THREE}))
     group = pending(TOKENIZER, samples=2)
     group.samples[0].status = Status.COMPLETED
     asyncio.run(generate_group(group, room(context(engine, TOKENIZER), Known())))

@@ -4,13 +4,14 @@ import asyncio
 import random
 
 import pytest
-from actors import BROKEN, Known, Scripted, context, fenced, pending, room
+from actors import BROKEN, Known, context, fenced, pending, room
 from speakers import speaker
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime_core import DataError
 from slime_core.data.turns import Speech, unspecial
+from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.dialogue.turns import generate_group
 from slime_kernelbench.options import Options
 
@@ -20,7 +21,7 @@ STYLES = ("qwen3", "qwen2.5", "llama3", "r1", "bare")
 
 def play(style, say, *, kwargs=None, judge=None, samples=1, template=True, new_tokens=512, sections=None, **options):
     tokenizer = speaker(style)
-    engine = Scripted(say, vocab_size=len(tokenizer))
+    engine = ScriptedEngine(say, vocab_size=len(tokenizer))
     chosen = Options(**{"stop_repeats": 0, **options})
     ctx = context(
         engine, tokenizer, chosen, kwargs=kwargs, template=template, new_tokens=new_tokens, **(sections or {})
