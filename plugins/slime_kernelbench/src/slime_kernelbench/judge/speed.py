@@ -161,6 +161,7 @@ class Speed:
             memory_bytes=32 << 30,
             disk_bytes=1 << 30,
             processes=256,
+            open_files=1024,
             result_bytes=_MESSAGE,
         )
         async with box.spawn(REFERENCE, limits=limits, gpu=self._uuid(gpu)) as child:
@@ -191,6 +192,7 @@ class Speed:
             cpu_seconds=int(4 * seconds),
             memory_bytes=16 << 30,
             processes=256,
+            open_files=1024,
             result_bytes=_MESSAGE,
         )
         order, host_order = _order(EVENTS), _order(HOST)
