@@ -5,6 +5,7 @@
     python3 tools/gpu_all.py list                 the parts, with GPUs and seconds
     python3 tools/gpu_all.py run [PART ...]       all of them, or those named in their order, left to run by themselves
     python3 tools/gpu_all.py together PART ...    these at once, on GPUs they share: tests that measure no time
+    python3 tools/gpu_all.py run PART ... -- together PART ... -- ...     one group after another
     python3 tools/gpu_all.py wait SECONDS         until all have ended, or so long; then what has ended so far
 
 A part is a step of tools/gpu_sglang.sh, gpu_megatron.sh or gpu_kernels.sh, and begins when its number of GPUs is
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import NamedTuple
@@ -188,6 +190,17 @@ def wait(seconds: float) -> None:
     print("ended" if (LOGS / "ended").exists() else "still running")
 
 
+def groups(words: Sequence[str]) -> list[list[str]]:
+    """``run A B -- together C`` as [run, A, B], [together, C]."""
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
 def main(what: str, *names: str) -> int:
     """See the module."""
     if what == "check":
@@ -195,18 +208,22 @@ def main(what: str, *names: str) -> int:
     if what == "list":
         print("\n".join(f"{part.script} {part.step}: {part.gpus} GPUs, {part.seconds} s" for part in PARTS))
     elif what in ("run", "together"):
-        known = {f"{part.script}-{part.step}": part for part in PARTS}
-        if unknown := [name for name in names if name not in known]:
-            print(f"no part {', '.join(unknown)}; there are: {', '.join(known)}")
+        known = {f"{part.script}-{part.step}" for part in PARTS}
+        if any(not group or group[0] not in ("run", "together") for group in groups([what, *names])):
+            print("after -- comes run or together, and parts")
+            return 2
+        if unknown := [name for _, *parts in groups([what, *names]) for name in parts if name not in known]:
+            print(f"no part {', '.join(unknown)}; there are: {', '.join(sorted(known))}")
             return 2
         LOGS.mkdir(parents=True, exist_ok=True)
         (LOGS / "ended").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "queue" if what == "run" else "all", *(names or known)]
         with (LOGS / "queue.txt").open("w") as log:
+            command = [sys.executable, __file__, "chain", what, *names]
             subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
-    elif what in ("queue", "all"):
-        known = {f"{part.script}-{part.step}": part for part in PARTS}
-        (queue if what == "queue" else together)([known[name] for name in names])
+    elif what == "chain":
+        every = {f"{part.script}-{part.step}": part for part in PARTS}
+        for kind, *parts in groups(names):
+            (queue if kind == "run" else together)([every[name] for name in parts or every])
         (LOGS / "ended").touch()
     elif what == "wait":
         wait(float(names[0]))
