@@ -59,7 +59,7 @@ def play(tokenizer, tmp_path):
             config=config.model_copy(update={"rollout": rollout}),
             engine=engine,
             tokenizer=tokenizer,
-            sampling=SamplingParams(max_new_tokens=8),
+            sampling=SamplingParams(max_new_tokens=64),
         )
         tokens = encode(tokenizer, question)
         sample = Sample(id="grpo/0-0", prompt=question, tokens=tokens, label=["zafu"])
@@ -240,7 +240,7 @@ def test_an_aborted_dialogue_goes_on_in_the_turn_in_which_it_was(play, tokenizer
         config=load_config(HERE / "recipe.toml"),
         engine=says(tokenizer, "</answer>"),
         tokenizer=tokenizer,
-        sampling=SamplingParams(max_new_tokens=8),
+        sampling=SamplingParams(max_new_tokens=64),
     )
     asyncio.run(search_r1.converse(sample, ctx, search_r1.Settings()))
     assert search_r1.judge(sample).value == 1.0

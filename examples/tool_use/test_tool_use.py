@@ -59,7 +59,7 @@ def play(tokenizer):
     def play(*turns, starved=None, sandbox_level="auto"):
         engine = says(tokenizer, *turns, starved=starved)
         rules = CONFIG.reward.model_copy(update={"sandbox_level": sandbox_level})
-        sampling = SamplingParams(max_new_tokens=16)
+        sampling = SamplingParams(max_new_tokens=64)
         config = CONFIG.model_copy(update={"reward": rules})
         ctx = Context(config=config, engine=engine, tokenizer=tokenizer, sampling=sampling)
         tokens = encode(tokenizer, QUESTION)

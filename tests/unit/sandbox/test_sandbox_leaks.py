@@ -95,7 +95,8 @@ def check(processes, count):
         assert processes.below(os.getpid()) == family
         runner.run(box.aclose())
     assert ended == {status: count // 8 * share for status, share in ENDED.items()}
-    assert [handles for _, handles in last] == [handles for _, handles in first]
+    more = [after - handles for (_, handles), (_, after) in zip(first, last)]
+    assert max(more) <= 0, more  # this process may lose what an earlier test left to be collected
     grown = [b - a for (a, _), (b, _) in zip(first, last)]
     assert max(grown) <= max(512 << 10, count << 6), grown
     assert processes.below(os.getpid()) == before
