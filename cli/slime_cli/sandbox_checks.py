@@ -10,6 +10,7 @@ from slime_core.protocols import Check, CheckResult
 from slime_core.sandbox import Limits, Outcome, Policy, Sandbox
 from slime_core.sandbox.levels import WAYS
 
+COMPUTES = "slime_core.sandbox.probes:compute"
 SLEEPER = "slime_core.sandbox.probes:sleep"
 DEADLINE = 0.2
 
@@ -17,7 +18,8 @@ DEADLINE = 0.2
 def sandbox_checks() -> list[Check]:
     """The level, and every layer of level strong; nothing is started before the first of them is run."""
     layers = [Check(name=f"sandbox {layer}", run=functools.partial(_layer, layer)) for layer in WAYS["strong"][0]]
-    return [Check(name="sandbox", run=_level), *layers, Check(name="sandbox deadline", run=_deadline)]
+    rest = [Check(name="sandbox deadline", run=_deadline), Check(name="sandbox gpu", run=_gpu)]
+    return [Check(name="sandbox", run=_level), *layers, *rest]
 
 
 @functools.cache
@@ -65,3 +67,31 @@ def _deadline() -> CheckResult:
     outcome = tried[1]
     found = f"a candidate that sleeps for ever: {outcome.reason}"
     return CheckResult(status="ok" if outcome.status == "timeout" else "fail", found=found)
+
+
+def _gpu() -> CheckResult:
+    import torch
+
+    if not torch.cuda.is_available():
+        return CheckResult(status="ok", found="torch sees no GPU")
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    return gpu_result(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def gpu_result(uuid: str) -> CheckResult:
+    """Whether a candidate with that GPU can compute on it."""
+
+    async def attempt() -> Outcome:
+        limits = Limits(wall_seconds=120.0, memory_bytes=8 << 30, processes=256, open_files=1024)
+        async with await Sandbox.open(Policy(gpu=True), preload=("torch",)) as box:
+            return await box.run(COMPUTES, b"cuda", limits, gpu=uuid)
+
+    try:
+        outcome = asyncio.run(attempt())
+    except SandboxError as error:
+        return CheckResult(status="warn", found=f"not tried: {error.what}", fix="see the row 'sandbox'")
+    if outcome.status == "ok":
+        return CheckResult(status="ok", found=f"{uuid} computes at level {outcome.level}, {outcome.seconds:.1f} s")
+    said = [line for line in outcome.stdout.strip().splitlines()[-1:] if line]
+    found = f"{uuid}: " + "; ".join([outcome.reason, *said])[:300]
+    return CheckResult(status="warn", found=found, fix="kernels can be judged without timing: --judge-gpus ''")

@@ -159,3 +159,14 @@ def sleep(channel: Channel) -> None:
 def echo(channel: Channel) -> None:
     """Answer the one message with itself."""
     channel.send(channel.receive())
+
+
+def compute(channel: Channel) -> None:
+    """Compute on the device whose name comes, with torch, and answer with nothing; raises what torch does."""
+    import torch
+
+    device = channel.receive().decode()
+    found = (torch.arange(8.0, device=device) * 2).sum().item()
+    if found != 56.0:
+        raise RuntimeError(f"the sum of 0, 2, ..., 14 is {found} there")
+    channel.send(b"")

@@ -24,7 +24,12 @@ def rows():
 
 def test_every_layer_is_a_row_with_what_was_allowed_and_what_was_denied():
     found = rows()
-    assert list(found) == ["sandbox", *(f"sandbox {layer}" for layer in WAYS["strong"][0]), "sandbox deadline"]
+    assert list(found) == [
+        "sandbox",
+        *(f"sandbox {layer}" for layer in WAYS["strong"][0]),
+        "sandbox deadline",
+        "sandbox gpu",
+    ]
     assert {row.status for row in found.values()} == {"ok"}, found
     assert found["sandbox"].found.startswith("level strong, memory by ")
     assert all("allowed: " in found[f"sandbox {layer}"].found for layer in WAYS["strong"][0])
@@ -41,9 +46,17 @@ def test_a_machine_without_any_level_is_warned_with_the_layer_and_the_fix(monkey
 
     monkeypatch.setattr(sandbox_checks.Sandbox, "open", refuse)
     found = rows()
-    assert {row.status for row in found.values()} == {"warn"}
+    assert {row.status for name, row in found.items() if name != "sandbox gpu"} == {"warn"}
     assert found["sandbox"].found.startswith(
         "sandbox level 'medium' is out of reach: landlock: Function not implemented"
     )
     assert "lsm=" in found["sandbox"].fix
     assert isinstance(error, SandboxError)
+
+
+def test_a_gpu_on_which_a_candidate_cannot_compute_is_warned_of_in_torchs_words():
+    """Real: no machine has a GPU of that name."""
+    found = sandbox_checks.gpu_result("GPU-not-there")
+    assert found.status == "warn"
+    assert found.found.startswith("GPU-not-there: ended with exit code 1; ")
+    assert "CUDA" in found.found or "NVIDIA" in found.found

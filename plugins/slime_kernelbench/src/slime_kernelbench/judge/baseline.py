@@ -38,15 +38,6 @@ def main(channel: Channel) -> None:
     channel.send(pack(answer))
 
 
-def working(channel: Channel) -> None:
-    """Compute on the device whose name comes, and answer with nothing; raises what torch does where that fails."""
-    device = channel.receive().decode()
-    found = (torch.arange(8.0, device=device) * 2).sum().item()
-    if found != 56.0:
-        raise RuntimeError(f"the sum of 0, 2, ..., 14 is {found} there")
-    channel.send(b"")
-
-
 class Bench:
     """A problem's reference on a device: inputs, what is expected of them, models to be timed. Raises what it does."""
 

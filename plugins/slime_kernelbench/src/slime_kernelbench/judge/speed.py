@@ -32,7 +32,7 @@ from slime_kernelbench.types import Diagnostic, Flag, Problem
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
-WORKING = "slime_kernelbench.judge.baseline:working"
+WORKING = "slime_core.sandbox.probes:compute"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline", "slime_kernelbench.judge.measured")
 EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
