@@ -110,6 +110,17 @@ def pytest_runtest_setup(item):
 UNCLOSED = []  # connections that were open when their event loop closed
 
 
+def remember_test(init):
+    """The beginning of an event loop; it knows from then on in which test that was."""
+
+    @functools.wraps(init)
+    def beginning(loop, *args, **kwargs):
+        init(loop, *args, **kwargs)
+        loop._made_in = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+
+    return beginning
+
+
 def watch_connections(close):
     """``close`` of an event loop; what is still connected then is noted, and closed lest another test meets it."""
 
@@ -118,13 +129,15 @@ def watch_connections(close):
         if not loop.is_running() and not loop.is_closed():
             for transport in [each for each in loop._transports.values() if each._sock is not None]:
                 ends = " -> ".join(str(transport.get_extra_info(name)) for name in ("sockname", "peername"))
-                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}")
+                made = getattr(loop, "_made_in", "?")
+                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}, in a loop of {made}")
                 transport._call_connection_lost(None)
         close(loop)
 
     return closing
 
 
+asyncio.BaseEventLoop.__init__ = remember_test(asyncio.BaseEventLoop.__init__)
 asyncio.selector_events.BaseSelectorEventLoop.close = watch_connections(
     asyncio.selector_events.BaseSelectorEventLoop.close
 )

@@ -69,7 +69,7 @@ def test_in_a_group_an_agent_that_breaks_over_a_stopped_session_is_no_error(cont
             (await client.post([HI])).raise_for_status()
 
     group = asyncio.run(converse(issue(2), context("one|", "<abort>"), agent))
-    assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.ABORTED]
+    assert {sample.status for sample in group.samples} == {Status.COMPLETED, Status.ABORTED}  # whoever asked first
 
 
 def test_an_agents_own_error_is_the_functions(context, issue):
