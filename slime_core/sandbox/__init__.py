@@ -11,6 +11,7 @@ from __future__ import annotations
 from slime_core.sandbox.box import Sandbox as Sandbox
 from slime_core.sandbox.child import Child as Child, Ended as Ended
 from slime_core.sandbox.inside import Channel as Channel
+from slime_core.sandbox.selftest import compute_on as compute_on
 from slime_core.sandbox.types import Level as Level, Limits as Limits, Outcome as Outcome, Policy as Policy
 
-__all__ = ["Channel", "Child", "Ended", "Level", "Limits", "Outcome", "Policy", "Sandbox"]
+__all__ = ["Channel", "Child", "Ended", "Level", "Limits", "Outcome", "Policy", "Sandbox", "compute_on"]

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import SandboxError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slime_core.sandbox.box import Sandbox
 
 ENTRY = "slime_core.sandbox.probes:main"
+COMPUTE = "slime_core.sandbox.probes:compute"
 LIMITS = Limits(wall_seconds=60.0, open_files=64, disk_bytes=1 << 20, files=64)
 
 
@@ -54,6 +55,15 @@ async def witness(box: Sandbox) -> tuple[Witness, ...]:
         if not one.holds:
             raise _refusal(box.level, one)
     return found
+
+
+async def compute_on(box: Sandbox, gpu: str | None, device: str = "cuda") -> Outcome:
+    """How a candidate with that GPU, a UUID, ends that computes on the device; ``reason`` has torch's last words."""
+    limits = Limits(wall_seconds=120.0, memory_bytes=8 << 30, processes=256, open_files=1024)
+    outcome = await box.run(COMPUTE, device.encode(), limits, gpu=gpu)
+    if outcome.status == "ok":
+        return outcome
+    return replace(outcome, reason="; ".join([outcome.reason, *outcome.stdout.strip().splitlines()[-1:]]))
 
 
 def witnesses(tried: Mapping[str, Any], outcome: Outcome) -> tuple[Witness, ...]:

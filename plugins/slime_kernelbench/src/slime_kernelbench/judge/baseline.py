@@ -72,8 +72,16 @@ class Bench:
     def measured(self) -> Tree:
         """Times, beside all that a candidate's answers are held against."""
         eager = _timed(self._model, self._sets, self._request)
-        compiled = self._compiled and _timed(self._compiled, self._sets, self._request)
-        return self._told | {"eager": eager, "compiled": compiled}
+        return self._told | {"eager": eager, "compiled": self._timed_compiled()}
+
+    def _timed_compiled(self) -> Tree:
+        """None where that does not work."""
+        if self._compiled is None:
+            return None
+        try:
+            return _timed(self._compiled, self._sets, self._request)
+        except Exception:
+            return None
 
 
 def _sized(source: str, seed: int, weights_seed: int, device: str) -> Drawn:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Child, Ended, Limits, Outcome, Sandbox
+from slime_core.sandbox import Child, Ended, Limits, Outcome, Sandbox, compute_on
 from slime_kernelbench.judge import timing
 from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
 from slime_kernelbench.judge.candidate import Decided, Trial
@@ -32,7 +32,6 @@ from slime_kernelbench.types import Diagnostic, Flag, Problem
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
-WORKING = "slime_core.sandbox.probes:compute"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline", "slime_kernelbench.judge.measured")
 EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
@@ -120,15 +119,13 @@ class Speed:
 
     async def _try(self, box: Sandbox, gpu: str) -> bool:
         """Compute something on it, in the place where candidates do: else every one would go unmeasured."""
-        limits = Limits(wall_seconds=120.0, memory_bytes=8 << 30, processes=256, open_files=1024)
-        outcome = await box.run(WORKING, self._device.encode(), limits, gpu=self._uuid(gpu))
+        outcome = await compute_on(box, self._uuid(gpu), self._device)
         if outcome.status != "ok":
-            said = outcome.stdout.strip().splitlines()[-1:]
             raise SandboxError(
                 f"GPU {gpu} cannot be used in the sandbox",
                 code="SBX00",
                 where="plugin.kernelbench.judge_gpus",
-                why="; ".join([outcome.reason, *said])[:500],
+                why=outcome.reason[:500],
                 fix="nvidia-smi   (that GPU and its driver)\nor without timing: --judge-gpus ''",
             )
         return True
