@@ -84,6 +84,7 @@ class RunDir:
             run_dir.lock()
             for left in (
                 *run_dir.path.glob(".*.tmp"),
+                *(left for left in run_dir.path.glob("*/.*.tmp") if left.is_file()),  # evaluations/, a plugin's
                 *run_dir.path.glob(".ranks-*"),
                 *run_dir.log.glob("rendezvous-*"),
             ):

@@ -199,12 +199,20 @@ def test_what_is_no_run_is_not_reopened(tmp_path):
 
 
 def test_reopening_clears_what_a_killed_process_left_aside(old):
-    for name in (".run.json.77.tmp", ".metrics.jsonl.77.tmp", "log/rendezvous-77"):
+    for folder in ("evaluations", "weights/.v-9.tmp"):
+        (old / folder).mkdir(parents=True)
+    for name in (
+        ".run.json.77.tmp",
+        ".metrics.jsonl.77.tmp",
+        "evaluations/.a-000003.json.77.tmp",
+        "log/rendezvous-77",
+    ):
         (old / name).write_text("half")
     (old / "log" / "run.log").write_text("kept")
     RunDir.reopen(old).close()
-    assert not [*old.glob(".*"), *old.glob("log/rendezvous-*")]
+    assert not [*old.glob(".*"), *old.glob("evaluations/.*"), *old.glob("log/rendezvous-*")]
     assert (old / "log" / "run.log").exists()
+    assert (old / "weights" / ".v-9.tmp").exists()  # a folder is its owner's to clear
 
 
 def test_a_run_that_cannot_be_written_is_a_storage_error(old, monkeypatch):

@@ -69,7 +69,7 @@ class Secret:
 
 def _put(path: Path) -> None:
     """A new key, under another name first: one that is there is whole. The folder has one process at a time."""
-    mine = path.with_name(f".{path.name}.{os.getpid()}")
+    mine = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     mine.unlink(missing_ok=True)
     descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
