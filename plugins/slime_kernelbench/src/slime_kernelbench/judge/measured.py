@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from slime_core.sandbox import Channel
+from slime_kernelbench.judge import prepared
 from slime_kernelbench.judge.meter import Meter, scaled, stopwatch
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
@@ -85,6 +86,7 @@ class Session:
 
     def do_load(self, request: Mapping[str, Any]) -> Tree:
         """Import the module."""
+        prepared.put(request["prepared"])
         self.module = imported(request["source"])
         return {"loaded": True}
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from slime_core.errors import SandboxError
 from slime_core.sandbox import Child, Ended, Limits, Outcome, Sandbox, compute_on
-from slime_kernelbench.judge import timing
+from slime_kernelbench.judge import prepared, timing
 from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
 from slime_kernelbench.judge.candidate import Decided, Trial
 from slime_kernelbench.judge.compare import Comparison, Expected, compare
@@ -27,11 +27,12 @@ from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.timing import Samples
-from slime_kernelbench.judge.wire import Tree, pack
+from slime_kernelbench.judge.wire import Leaf, Tree, pack
 from slime_kernelbench.types import Diagnostic, Flag, Problem
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
+PREPARED = "slime_kernelbench.judge.prepared:main"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline", "slime_kernelbench.judge.measured")
 EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
@@ -73,7 +74,7 @@ class Speed:
         self._gpus = itertools.cycle(options.gpus)
         self._alone = {gpu: asyncio.Lock() for gpu in options.gpus}
         self._baselines = Kept[tuple[str, str], Baseline](PROBLEMS)
-        self._usable = Kept[str, bool](len(options.gpus) or 1)
+        self._usable = Kept[str, dict[str, Leaf]](len(options.gpus) or 1)
         gpu = device == "cuda"
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
         self._opened = OpenedBox(options, PRELOAD, gpu=gpu, environment=environment)
@@ -86,7 +87,7 @@ class Speed:
         """Add a timing to ``trial``, or what was wrong on the GPU. Raises `SandboxError` where that cannot be used."""
         gpu = next(self._gpus)
         box = await self._opened.box()
-        await self._usable.get(gpu, partial(self._try, box, gpu))
+        begin = await self._usable.get(gpu, partial(self._try, box, gpu))
         began = time.perf_counter()
         try:
             baseline = await self._baseline(box, problem, gpu)
@@ -96,7 +97,7 @@ class Speed:
             return
         trial.begin("speed")
         try:
-            first, again = await self._twice(box, source, baseline, gpu, trial)
+            first, again = await self._twice(box, {"source": source, "prepared": begin}, baseline, gpu, trial)
             trial.seconds |= first.seconds
             self._judge(trial, baseline, first, again)
         except Decided:
@@ -105,10 +106,10 @@ class Speed:
             trial.ended(ended)
 
     async def _twice(
-        self, box: Sandbox, source: str, baseline: Baseline, gpu: str, trial: Trial
+        self, box: Sandbox, begin: dict[str, Tree], baseline: Baseline, gpu: str, trial: Trial
     ) -> tuple[Measured, Measured]:
         """In two processes, of which neither knows of the other; the first failure ends both."""
-        tasks = [asyncio.ensure_future(self._measured(box, source, baseline, gpu, trial)) for _ in range(2)]
+        tasks = [asyncio.ensure_future(self._measured(box, begin, baseline, gpu, trial)) for _ in range(2)]
         try:
             first, again = await asyncio.gather(*tasks)
         finally:
@@ -117,8 +118,11 @@ class Speed:
             await asyncio.gather(*tasks, return_exceptions=True)
         return first, again
 
-    async def _try(self, box: Sandbox, gpu: str) -> bool:
-        """Compute something on it, in the place where candidates do: else every one would go unmeasured."""
+    async def _try(self, box: Sandbox, gpu: str) -> dict[str, Leaf]:
+        """Compute something on it, in the place where candidates do: else every one would go unmeasured.
+
+        What Triton compiles for every candidate alike comes back, or nothing, and each compiles it for itself.
+        """
         outcome = await compute_on(box, self._uuid(gpu), self._device)
         if outcome.status != "ok":
             raise SandboxError(
@@ -128,7 +132,11 @@ class Speed:
                 why=outcome.reason[:500],
                 fix="nvidia-smi   (that GPU and its driver)\nor without timing: --judge-gpus ''",
             )
-        return True
+        made = await box.run(PREPARED, gpu=self._uuid(gpu))
+        try:
+            return prepared.heard(made.result)
+        except ValueError:
+            return {}
 
     # What the reference says.
 
@@ -182,7 +190,9 @@ class Speed:
 
     # What a candidate says.
 
-    async def _measured(self, box: Sandbox, source: str, baseline: Baseline, gpu: str, trial: Trial) -> Measured:
+    async def _measured(
+        self, box: Sandbox, begin: dict[str, Tree], baseline: Baseline, gpu: str, trial: Trial
+    ) -> Measured:
         seconds = self._options.seconds
         limits = Limits(
             wall_seconds=4 * seconds,
@@ -197,7 +207,7 @@ class Speed:
         parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
         marks = [time.perf_counter()]
         async with box.spawn(CANDIDATE, limits=limits, gpu=self._uuid(gpu)) as child:
-            await self._ask(child, {"do": "load", "source": source} | shared, trial)
+            await self._ask(child, {"do": "load"} | begin | shared, trial)
             await self._ask(child, {"do": "build"} | shared | parts, trial)
             marks.append(time.perf_counter())
             await self._ask(child, {"do": "compile"} | shared, trial)

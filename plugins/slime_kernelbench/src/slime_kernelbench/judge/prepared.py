@@ -1,0 +1,50 @@
+"""What Triton compiles once for a machine, whatever the kernel: made in one process, handed to those of candidates.
+
+Its bridge to the GPU's driver is C code that a compiler takes 0.2 s for, and every candidate's process, whose cache is
+its own and empty, would compile it anew. It travels as files of Triton's cache, by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import triton
+
+from slime_core.sandbox import Channel
+from slime_kernelbench.judge.wire import Leaf, Tree, pack, unpack
+
+
+def main(channel: Channel) -> None:
+    """Answer one request with the files; no kernel runs here, and no candidate."""
+    channel.receive()
+    channel.send(pack(made()))
+
+
+def made() -> dict[str, Leaf]:
+    """Compile it; the files of this process's cache."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()  # type: ignore[no-untyped-call]
+    root = Path(triton.knobs.cache.dir)
+    return {str(path.relative_to(root)): _leaf(path.read_bytes()) for path in root.rglob("*") if path.is_file()}
+
+
+def put(files: Mapping[str, Leaf]) -> None:
+    """Into this process's cache."""
+    for name, leaf in files.items():
+        path = Path(triton.knobs.cache.dir, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(leaf.data)
+
+
+def heard(result: bytes) -> dict[str, Leaf]:
+    """The answer of :func:`main`. Raises `ValueError` where it is none."""
+    answer: Tree = unpack(result)
+    if not isinstance(answer, dict) or not all(isinstance(leaf, Leaf) for leaf in answer.values()):
+        raise ValueError("no files")
+    return answer
+
+
+def _leaf(data: bytes) -> Leaf:
+    return Leaf(dtype="uint8", shape=(len(data),), data=data)
