@@ -77,7 +77,7 @@ PARTS = [
     Part("megatron", "convert", 0, 400),
     Part("kernels", "judge", 1, 700),
     Part("kernels", "bench", 1, 220),
-    Part("kernels", "run", 1, 600),
+    Part("kernels", "run", 1, 900),
     Part("kernels", "examples", 1, 600),
 ]
 

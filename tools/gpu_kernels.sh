@@ -14,6 +14,6 @@ judge)
     tests kernels-service 150 tests/gpu/test_kernel_service_on_gpu.py ;;
 bench) step kernels-bench 200 python3 tools/bench_judge.py --seconds 30 --workers 8 --gpus "$(uuid)" ;;
 examples) tests examples 570 -s tests/gpu/test_examples_on_gpu.py ${EXAMPLES_K:+-k "$EXAMPLES_K"} ;;
-run) tests kernels-run 570 -s tests/gpu/test_kernel_run_on_gpu.py ;;
+run) tests kernels-run 880 -s tests/gpu/test_kernel_run_on_gpu.py ;;
 *) usage ;;
 esac

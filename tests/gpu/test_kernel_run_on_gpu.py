@@ -16,7 +16,7 @@ from served_recipe import toml
 
 from slime_kernelbench.plugin import __file__ as plugin_file
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(880)]
 
 PLUGIN = Path(plugin_file).parent
 STEPS = 2 if CPU else 10
@@ -80,7 +80,9 @@ def test_a_run_through_sglang_learns_from_kernels_that_ran_on_the_gpu(folder):
     (folder / "warm.toml").rename(folder / "recipe.toml")
     slime(folder, "warm", *WARMUP, "--hf-checkpoint", "model")
     (folder / "learn.toml").rename(folder / "recipe.toml")
-    rows = slime(folder, "learn", "--num-rollout", str(STEPS), "--hf-checkpoint", "warm/final", "--colocate")
+    rows = slime(
+        folder, "learn", "--num-rollout", str(STEPS), "--hf-checkpoint", "warm/final", "--colocate", seconds=760
+    )
     steps = [row for row in rows if row["kind"] == "step"]
     held = [row["metrics"]["reward/solved/mean"] for row in rows if row["kind"] == "eval"]
     turns = [json.loads(line) for line in (folder / "learn" / "kernelbench" / "turns.jsonl").read_text().splitlines()]

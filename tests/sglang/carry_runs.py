@@ -56,8 +56,8 @@ LEARNT = 0.1  # held-out accuracy that a run must gain, as the bands of learning
 BAND = 0.1  # mean difference of plain log-probs of both sides in bfloat16
 
 
-def slime(folder, name, *flags):
-    """`slime run` in a process of its own; its lines of metrics."""
+def slime(folder, name, *flags, seconds=400):
+    """`slime run` in a process of its own, which has so many seconds; its lines of metrics."""
     path = [str(ROOT / "tests" / "e2e" / "megatron_on_cpu")] if CPU else []
     environment = {
         **os.environ,
@@ -68,10 +68,13 @@ def slime(folder, name, *flags):
     command = [sys.executable, "-m", "slime_cli.main", "run", "recipe.toml", "--run-dir", name, "--seed", "3"]
     log = folder / f"{name}.log"
     with log.open("wb") as out:
-        done = subprocess.run(
-            [*command, *machine, *flags], cwd=folder, env=environment, stdout=out, stderr=out, timeout=400
-        )
-    assert done.returncode == 0, log.read_text(errors="replace")[-6000:] + servers_said(folder / name)
+        try:
+            ended = subprocess.run(
+                [*command, *machine, *flags], cwd=folder, env=environment, stdout=out, stderr=out, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            ended = f"not ended after {seconds} s"
+    assert ended == 0, f"{ended}\n{log.read_text(errors='replace')[-6000:]}{servers_said(folder / name)}"
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -6,6 +6,7 @@ import pytest
 from actors import INFRA, PROBLEM, RIGHT
 
 from slime_kernelbench.judge import LocalJudge
+from slime_kernelbench.judge.asked import Kept
 
 pytestmark = pytest.mark.unit
 
@@ -72,3 +73,28 @@ def test_trouble_is_not_remembered():
         return [(await judge.judge("x", PROBLEM)).status for _ in range(3)], judge.evaluations
 
     assert asyncio.run(play()) == (["infra", "correct", "correct"], 2)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "asked", "made"),
+    [
+        (lambda _: 2, "abcab", "abcab"),  # of weight 2 each, two fit into 5
+        (lambda _: 1, "abcab", "abc"),
+        (len, "abca", "abca"),  # each too heavy: the last one is kept
+        (len, "aab", "ab"),
+    ],
+)
+def test_what_was_asked_for_last_is_kept_as_far_as_its_weight_allows(weigh, asked, made):
+    kept, seen = Kept(5, weigh), []
+
+    async def play():
+        for key in asked:
+
+            async def make(key=key):
+                seen.append(key)
+                return key * 9
+
+            assert await kept.get(key, make) == key * 9
+
+    asyncio.run(play())
+    assert "".join(seen) == made

@@ -39,15 +39,17 @@ def heard(outcome: Outcome, problem: Problem, what: str, where: str = "") -> Ite
 
 
 class Kept(Generic[K, V]):
-    """The last ``most`` that were asked for, by key. Belongs to one event loop.
+    """The last that were asked for, by key, as many as ``most`` allows: their number, or their weights' sum.
+
+    Belongs to one event loop. The one that was asked for last is kept, whatever it weighs.
 
     Example:
         kept = Kept[str, int](most=2)
         found = await kept.get("a", make)       # others who ask for "a" meanwhile wait for the same
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, weigh: Callable[[V], int] = lambda _: 1) -> None:
+        self._most, self._weigh = most, weigh
         self._held: OrderedDict[K, V] = OrderedDict()
         self._making: dict[K, asyncio.Lock] = {}
 
@@ -58,7 +60,9 @@ class Kept(Generic[K, V]):
             if held is None or (worn is not None and worn(held)):
                 held = self._held[key] = await make()
             self._held.move_to_end(key)
-        while len(self._held) > self._most:
-            old, _ = self._held.popitem(last=False)
+        weight = sum(map(self._weigh, self._held.values()))
+        while weight > self._most and len(self._held) > 1:
+            old, dropped = self._held.popitem(last=False)
             self._making.pop(old, None)
+            weight -= self._weigh(dropped)
         return held

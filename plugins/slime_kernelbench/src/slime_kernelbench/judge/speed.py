@@ -37,7 +37,7 @@ PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline"
 EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
 USES = 512  # of a baseline, which takes seconds to compile, before another is drawn
-PROBLEMS = 8  # baselines kept: they hold whole outputs
+HELD_BYTES = 8 << 30  # of baselines, which hold whole outputs: those that were asked for last are kept
 PARTS = ("build", "compile", "wait", "measure")
 """Of a candidate's process: its module and model, its kernels, waiting for the GPU, having it."""
 _MESSAGE = 1 << 30
@@ -52,6 +52,7 @@ class Baseline:
     weights_seed: int
     eager: Samples
     compiled: Samples | None
+    size: int  # bytes of all that was told
     uses: int = 0
 
 
@@ -73,7 +74,7 @@ class Speed:
         self._options, self._device = options, device
         self._gpus = itertools.cycle(options.gpus)
         self._alone = {gpu: asyncio.Lock() for gpu in options.gpus}
-        self._baselines = Kept[tuple[str, str], Baseline](PROBLEMS)
+        self._baselines = Kept[tuple[str, str], Baseline](HELD_BYTES, lambda held: held.size)
         self._usable = Kept[str, dict[str, Leaf]](len(options.gpus) or 1)
         gpu = device == "cuda"
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
@@ -173,7 +174,14 @@ class Speed:
             outcome = await self._of_reference(child, pack(request), gpu)
         with heard(outcome, problem, "measured", " on the GPU") as told:
             eager, compiled = _samples(told["eager"]), told["compiled"] and _samples(told["compiled"])
-        return Baseline(told=told, scales=scales, weights_seed=weights_seed, eager=eager, compiled=compiled or None)
+        return Baseline(
+            told=told,
+            scales=scales,
+            weights_seed=weights_seed,
+            eager=eager,
+            compiled=compiled or None,
+            size=len(outcome.result),
+        )
 
     async def _of_reference(self, child: Child, request: bytes, gpu: str) -> Outcome:
         """Its answer: compiled beside whatever else goes on, measured on a GPU of its own."""
