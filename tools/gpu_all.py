@@ -76,7 +76,7 @@ PARTS = [
     Part("megatron", "core", 2, 300),
     Part("megatron", "convert", 0, 400),
     Part("kernels", "judge", 1, 700),
-    Part("kernels", "bench", 1, 220),
+    Part("kernels", "bench", 1, 340),
     Part("kernels", "run", 1, 900),
     Part("kernels", "examples", 1, 600),
 ]

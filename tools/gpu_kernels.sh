@@ -12,7 +12,10 @@ judge)
     tests kernels-sandbox 200 tests/gpu/test_sandbox_on_gpu.py
     tests kernels-judge 330 tests/gpu/test_kernel_judge_on_gpu.py
     tests kernels-service 150 tests/gpu/test_kernel_service_on_gpu.py ;;
-bench) step kernels-bench 200 python3 tools/bench_judge.py --seconds 30 --workers 8 --gpus "$(uuid)" ;;
+bench)
+    for workers in 8 12; do
+        step "kernels-bench-$workers" 170 python3 tools/bench_judge.py --seconds 24 --workers "$workers" --gpus "$(uuid)"
+    done ;;
 examples) tests examples 570 -s tests/gpu/test_examples_on_gpu.py ${EXAMPLES_K:+-k "$EXAMPLES_K"} ;;
 run) tests kernels-run 880 -s tests/gpu/test_kernel_run_on_gpu.py ;;
 *) usage ;;
