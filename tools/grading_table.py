@@ -59,11 +59,19 @@ def table(rows: list[dict[str, object]], found: list[dict[str, bool]]) -> str:
     lines = ["| category | pairs | equal | " + " | ".join(f"`{c}`" for c in COLUMNS) + " |", "| --- " * 6 + "|"]
     lines += [f"| {name} | " + " | ".join(map(str, counts[name])) + " |" for name in names]
     apart = [row for row, told in zip(rows, found, strict=True) if told["math"] != row["equal"]]
-    differ = [row for row, told in zip(rows, found, strict=True) if told["math"] != told["math-verify"]]
+    differ = [
+        row
+        for row, told in zip(rows, found, strict=True)
+        if told["math"] != told["math-verify"] and row["category"] != "notation"
+    ]
     shown = [", ".join(f"`{row['label']}` and `{row['answer']}`" for row in some) for some in (apart, differ)]
     lines += ["", f"Judged otherwise by `math` than by a person: {shown[0]}."]
     return "\n".join(
-        [*lines, "", f"Judged otherwise by `math` than by math-verify alone, for their text: {shown[1]}."]
+        [
+            *lines,
+            "",
+            f"Judged otherwise by `math` than by math-verify alone, for their text, beside notation: {shown[1]}.",
+        ]
     )
 
 

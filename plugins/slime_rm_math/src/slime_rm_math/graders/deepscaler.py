@@ -13,12 +13,18 @@ from __future__ import annotations
 import re
 
 from slime_rm_math.graders.answers import THOUGHT_ENDS
+from slime_rm_math.graders.notation import folded
 
 LONGEST = 4096  # characters of an answer
 RESPONSE = "###Response"
 PLAIN_FRACTION = re.compile(r"-?[0-9]+/0*[1-9][0-9]*")
 LATEX_FRACTION = re.compile(r"(?<![0-9])(-?)\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 GROUPS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?:[^0-9]|$))")
+FORMAT = re.compile(
+    r"\\(?:displaystyle|textstyle|q?quad)(?![A-Za-z])|\\[,;: ]|\\(?:text)?color\{[A-Za-z]{1,20}\}"
+    r"|\\(?:mathrm|mathbf|mathbb|textbf|textit|textrm|underline|bm|boldsymbol|overline(?=\{[A-Za-z]))(?=\s?\{)"
+)
+FLOAT = re.compile(r"-?(?:[0-9]{1,300}\.?[0-9]{0,15}|\.[0-9]{1,15})(?:[eE][+-]?[0-9]{1,2})?")
 UNIT_NAMES = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 UNITS = re.compile(
     rf"(?:\\text\{{ [^}}]*\}}(?:\^\{{?[23]\}}?)?|\\[()]|\b(?:{UNIT_NAMES})(?:es|s)?\s*(?:\^[0-9]+)?"
@@ -40,7 +46,8 @@ def normal_form(text: str) -> str:
     Example:
         normal_form(r"\dfrac{1}{2}"), normal_form("1,000 meters")    # ("1/2", "1000")
     """
-    text = text.strip().removesuffix(".").removeprefix("+").replace("\\left", "").replace("\\right", "")
+    text = folded(text).strip().removesuffix(".").removeprefix("+").replace("\\left", "").replace("\\right", "")
+    text = FORMAT.sub("", text.replace("{,}", ",")).strip()
     if text.startswith("\\text{") and text.endswith("}") and text.count("{") == 1:
         text = text[6:-1]
     if text.count("=") == 1 and len(text.partition("=")[0].strip()) <= 2:
@@ -52,7 +59,8 @@ def normal_form(text: str) -> str:
     text = GROUPS.sub("", text.strip()).replace("\n", "")
     mixed = re.fullmatch(r"(-?[0-9]+) +([0-9]+/[0-9]+)", text)
     text = f"{mixed[1]}+{mixed[2]}" if mixed else text.replace(" ", "")
-    if re.fullmatch(r"-?[0-9]*\.[0-9]+", text) and len(text) < 16 and float(text) == int(float(text)):
+    text = text.replace("{", "").replace("}", "") if "\\" not in text else text
+    if FLOAT.fullmatch(text) and not text.lstrip("-").isdigit() and float(text) == int(float(text)):
         text = str(int(float(text)))
     return ("0" + text if text.startswith(".") else text).lower()
 

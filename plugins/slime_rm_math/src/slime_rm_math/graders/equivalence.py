@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from slime_rm_math.graders import forms, hostile, plain
 from slime_rm_math.graders.answers import canonical
+from slime_rm_math.graders.notation import latex
 from slime_rm_math.graders.pool import Pool
 from slime_rm_math.graders.verdict import RIGHT, WRONG, Verdict, unjudged, unparsable
 
@@ -39,6 +40,7 @@ class Equivalence:
             label: of a row.
             within: seconds that it may wait, for a worker and for the verdict.
         """
+        answer, label = _readable(answer), _readable(label)
         known = self.at_once(answer, label)
         if known is not None:
             return known
@@ -56,7 +58,7 @@ class Equivalence:
         Example:
             await equal.form(r"\frac{1}{2}"), await equal.form("x^2+2x+1")    # "0.5", "x**2 + 2*x + 1"
         """
-        text = text.strip().replace(*EMPTY)
+        text = _readable(text.strip()).replace(*EMPTY)
         if len(text) > hostile.LONGEST:
             return text
         known = forms.at_once(text)
@@ -104,3 +106,8 @@ class Equivalence:
             if self._held is not None and self._held[0] == os.getpid():
                 self._held[1].close()
             self._held = None
+
+
+def _readable(text: str) -> str:
+    """As LaTeX, unless it is refused for its length anyway."""
+    return latex(text) if len(text) <= hostile.LONGEST else text
