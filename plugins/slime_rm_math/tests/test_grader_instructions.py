@@ -11,7 +11,7 @@ PALINDROMES = "level radar civic kayak rotor refer madam stats tenet solos"
 TABLE = {  # name: parameters, followed, not followed
     "keywords:existence": ({"keywords": ["cat", "dog"]}, "Cats and DOGS.", "Cats."),
     "keywords:frequency": ({"keyword": "ai", "frequency": 2, **AT_LEAST}, "AI is ai", "AI is it"),
-    "keywords:forbidden_words": ({"forbidden_words": ["cat"]}, "catalogue", "a Cat."),
+    "keywords:forbidden_words": ({"forbidden_words": ["cat", "C++"]}, "catalogue", "I know C++."),
     "keywords:letter_frequency": ({"letter": "q", "let_frequency": 2, "let_relation": "less than"}, "q", "qQ"),
     "language:response_language": ({"language": "ru"}, "Привет, world", "Hello, мир"),
     "length_constraints:number_sentences": ({"num_sentences": 2, **LESS}, "Dr. Who came.", "One. Two."),

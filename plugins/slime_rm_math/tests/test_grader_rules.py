@@ -91,6 +91,17 @@ def test_f1_is_that_of_its_words():
         ("the answer is c", "C", {}, "right"),
         ("Answer: A. No, the answer is B", "B", {}, "right"),  # the last word counts
         ("<think>the answer is A</think> so B", "B", {}, "right"),
+        ("The answer is B because option A is wrong", "B", {}, "right"),  # an option that is turned down is no answer
+        ("Option A fails. The correct option is C, while option D repeats it.", "C", {}, "right"),
+        ("Option A is wrong; option B is right", "B", {}, "right"),
+        ("**Answer:** B\n\nPoint A lies outside.", "B", {}, "right"),
+        (r"The answer is $\boxed{\text{(B)}}$, since A > C.", "B", {}, "right"),
+        ("The answer is a prime, thus C", "C", {}, "right"),  # no letter, an article
+        ("答案是B", "B", {}, "right"),
+        ("b", "B", {}, "right"),
+        ("(b).", "B", {}, "right"),
+        ("B", "(B)", {}, "right"),
+        ("C", "B.", {}, "wrong"),
         ("blue", "blue", {"choices": ["red", "blue"]}, "right"),
         ("red", "blue", {"choices": ["red", "blue"]}, "wrong"),
         ("B", 1, {"choices": ["red", "blue"]}, "right"),

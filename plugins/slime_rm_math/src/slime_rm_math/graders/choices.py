@@ -12,11 +12,24 @@ from slime_rm_math.graders.answers import after_thought, label_text
 from slime_rm_math.graders.verdict import RIGHT, WRONG, Verdict, unjudged, unparsable
 
 LETTERS = tuple(string.ascii_uppercase[:10])
-NAMED = (
-    re.compile(r"\b(?:answer|option|choice)\s{0,3}(?:is|:)?\s{0,3}[(*\[{]{0,3}([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\b([A-Z])[)*\]]{0,3}\s{1,3}is\s{0,3}(?:the\s{1,3})?correct", re.IGNORECASE),
+GAP = r"[\s:*]{0,6}"
+LETTER = (  # a capital, or a small letter that is no article: (b), b.
+    r"[\s:(*\[{$\"'_`]{0,8}(?:\\(?:boxed|text|textbf|mathbf|mathrm)[\s({*\\]{0,4}){0,3}"
+    r"([A-Z]|[a-z](?=[)\]}.,;*$\"']|\s{0,9}\Z))\b"
 )
-ALONE = re.compile(r"\b([A-Z])\b")
+NAMED = tuple(
+    re.compile(pattern, re.ASCII)
+    for pattern in (
+        rf"\b(?i:answer|(?:correct|right|best|final)\s{{1,3}}(?:option|choice)){GAP}"
+        rf"(?i:is)?{GAP}(?i:option\s|choice\s)?{LETTER}",
+        r"\b([A-Z])[)*\]]{0,3}\s{1,3}is\s{0,3}(?:the\s{1,3})?correct",
+        rf"\b(?i:option|choice){GAP}(?i:is)?{LETTER}",
+    )
+)
+"""What says that a letter is the answer, the plainest first: an "option A" that is turned down counts only without."""
+ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
+ONLY = re.compile(r"[\s(*\[]{0,4}([A-Za-z])[\s)*\].]{0,4}")
+BRACKETS = "()[]{}.:* "
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 DECISIONS = frozenset(("yes", "no", "noanswer"))
 
@@ -25,10 +38,10 @@ def choice(response: str, label: Any, metadata: Mapping[str, Any]) -> Verdict:
     """GPQA: whether the letter that a response chooses is the label's.
 
     As THUDM/slime's scorer of GPQA (Rein et al. 2023, arXiv 2311.12022): after the chain of thought, a letter said to
-    be the answer, else the last capital letter that stands alone. The label is a letter, the number of a choice, or
-    its text; the row's metadata may hold ``choices``, ``valid_letters`` and ``correct_letter``. Unlike there, of
-    several letters that are said to be the answer the last counts, and without a letter a choice's text must be the
-    whole response.
+    be the answer, else the last capital letter that stands alone. The label is a letter ("B", "(B)"), the number of a
+    choice, or its text; the row's metadata may hold ``choices``, ``valid_letters`` and ``correct_letter``. Unlike
+    there, of several letters that are said to be the answer the last counts, "option A" does not count beside "the
+    answer is B", and without a letter a choice's text must be the whole response.
 
     Example:
         choice("so the answer is (B)", "B", {})    # RIGHT
@@ -82,13 +95,16 @@ def _right_letter(label: Any, metadata: Mapping[str, Any], letters: list[str], t
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label or "").strip()
-    if text.upper() in letters:
-        return text.upper()
+    if text.strip(BRACKETS).upper() in letters:
+        return text.strip(BRACKETS).upper()
     same = [letter for letter, one in zip(letters, texts, strict=False) if plain_text(one) == plain_text(text)]
     return same[0] if same else None
 
 
 def _chosen(text: str, letters: list[str]) -> str | None:
+    whole = ONLY.fullmatch(text)
+    if whole is not None and whole[1].upper() in letters:
+        return whole[1].upper()
     for pattern in NAMED:
         found: list[str] = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if found:

@@ -103,7 +103,9 @@ IFEVAL: dict[str, Checker] = {
     "keywords:existence": lambda text, row: all(_count(word, text) for word in row.texts("keywords")),
     "keywords:frequency": lambda text, row: row.holds(_count(row.text("keyword").strip(), text), "frequency"),
     "keywords:forbidden_words": lambda text, row: (
-        not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in row.texts("forbidden_words"))
+        not any(
+            re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in row.texts("forbidden_words")
+        )
     ),
     "keywords:letter_frequency": _letters,
     "language:response_language": _language,
