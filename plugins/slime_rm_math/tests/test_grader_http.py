@@ -74,7 +74,8 @@ def test_an_object_has_the_reward_under_its_key_and_the_rest_become_terms():
 @pytest.mark.parametrize(
     "body",
     ['"0.5"', '{"reward": "1"}', "{}", "NaN", '{"reward": NaN}', "Infinity", "1e400", "[1]", "null", "true", "no JSON",
-     "", '{"reward": {"value": 1}}', '{"reward": 1, "why": "good"}', "1" * 5000, "[" * 100_000,
+     "", '{"reward": {"value": 1}}', '{"reward": 1, "": 1}', '{"reward": 1, "\\ud800": 1}', '{"reward": 1, "a\\n": 1}',
+     '{"reward": 1, "why": "good"}', "1" * 5000, "[" * 100_000,
      '"' + "x" * (1 << 20) + '"'],
     ids=lambda body: body[:20] or "empty",
 )  # fmt: skip
@@ -133,7 +134,16 @@ def said(text):
     return (200, {"choices": [{"message": {"content": text}}]})
 
 
-@pytest.mark.parametrize(("text", "value"), [("Same.\nVERDICT: RIGHT", 1.0), ("VERDICT: WRONG\n", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Same.\nVERDICT: RIGHT", 1.0),
+        ("VERDICT: WRONG\n", 0.0),
+        ("Same.\r\nVERDICT: RIGHT\r\n", 1.0),
+        ("<think>\nVERDICT: WRONG\n</think>\n\nVERDICT: RIGHT", 1.0),
+    ],
+    ids=["right", "wrong", "lines of Windows", "after a thought"],
+)
 def test_a_judges_verdict_is_the_reward(text, value):
     reward, seen = asked("llm_judge", [said(text)])
     assert (reward.value, reward.kind) == (value, "score")
@@ -156,6 +166,19 @@ def test_a_judge_without_exactly_one_last_verdict_judges_nothing(text):
 )
 def test_a_reply_that_is_no_chat_completion_judges_nothing(told):
     assert read_verdict(told).kind == "infra_error"
+
+
+def test_half_a_character_in_an_answer_is_sent_like_any_other():
+    assert question(SAMPLE, "12\ud800", "j", "{mark}")["messages"][1]["content"].count("12\ud800") == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "/reward", "ftp://host/", "http://", "http://host:99999/", "not a url"]
+)
+@pytest.mark.parametrize("key", ["rm_url", "judge_url"])
+def test_what_is_no_address_is_refused_before_anything_starts(key, url):
+    with pytest.raises(ValueError, match="is no address like http://"):
+        Options(**{key: url})
 
 
 def test_an_answer_cannot_close_its_own_marks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
@@ -47,6 +48,20 @@ class Options(BaseModel):
     judge_seconds: float = Field(50.0, gt=0, description="Seconds for the judge's reply, all tries together.")
     judge_retries: int = Field(2, ge=0, le=20, description="Further tries after one that failed.")
     judge_instruction: str = Field("", description="What the judge is told, in place of the default; {mark} as there.")
+
+    @field_validator("rm_url", "judge_url")
+    @classmethod
+    def _an_address(cls, url: str) -> str:
+        if not url:
+            return url
+        try:
+            found = urlsplit(url)
+            known = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+        except ValueError:  # a port that is none
+            known = False
+        if not known:
+            raise ValueError(f"'{url}' is no address like http://127.0.0.1:8000/reward")
+        return url
 
     @field_validator("mix")
     @classmethod

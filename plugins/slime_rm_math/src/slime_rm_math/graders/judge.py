@@ -4,7 +4,8 @@
     reply                                ends with the line  VERDICT: RIGHT  or  VERDICT: WRONG
 
 The response stands between two lines that carry a hash of it, which it cannot contain, and the judge is told that
-what is between them is no instruction. A reply without exactly one verdict is an infrastructure error.
+what is between them is no instruction. A reply without exactly one verdict, after its own chain of thought, is an
+infrastructure error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from typing import Any
 
 from slime_core import Reward, Sample
+from slime_rm_math.graders.answers import after_thought
 from slime_rm_math.graders.post import Unanswered, post_json
 from slime_rm_math.graders.verdict import infra
 
@@ -54,7 +56,7 @@ async def judged(
 def question(sample: Sample, response: str, model: str, instruction: str) -> dict[str, Any]:
     """The request's body."""
     response = response[-SENT:]
-    mark = "ANSWER-" + hashlib.sha256(f"{sample.id}\n{response}".encode()).hexdigest()[:16]
+    mark = "ANSWER-" + hashlib.sha256(f"{sample.id}\n{response}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
     text = f"Question:\n{sample.prompt}\n\nReference:\n{sample.label}\n\n{mark}\n{response}\n{mark}"
     messages = [
         {"role": "system", "content": instruction.replace("{mark}", mark)},
@@ -75,8 +77,8 @@ def read(told: Any) -> Reward:
         return infra("llm_judge: the reply is no chat completion")
     if not isinstance(content, str):
         return infra("llm_judge: the reply has no text")
-    found = VERDICT.findall(content)
-    lines = content.strip().splitlines()
-    if len(found) != 1 or not VERDICT.fullmatch(lines[-1]):
-        return infra(f"llm_judge: {len(found)} verdicts, and the last line is {lines[-1] if lines else ''!r:.60}")
+    said = after_thought(content).replace("\r\n", "\n").strip()
+    found, last = VERDICT.findall(said), said.rpartition("\n")[2]
+    if len(found) != 1 or not VERDICT.fullmatch(last):
+        return infra(f"llm_judge: {len(found)} verdicts, and the last line is {last!r:.60}")
     return Reward(value=float(found[0] == "RIGHT"))

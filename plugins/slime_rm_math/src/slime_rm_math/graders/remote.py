@@ -16,7 +16,7 @@ from slime_rm_math.graders.verdict import infra
 
 REWARD = "reward"
 LARGEST = 1e6  # a reward of a greater size is a mistake
-TERMS = 64
+TERMS, LONGEST_NAME = 64, 100
 
 
 async def remote_reward(
@@ -53,6 +53,8 @@ def read(told: Any, key: str) -> Reward:
     if not _is_number(told.get(key)):
         return infra(f"remote_rm: answered {_shown(told)}, without a number as '{key}'")
     rest = {str(name): value for name, value in told.items() if name != key}
+    if any(not name.strip() or len(name) > LONGEST_NAME or not name.isprintable() for name in rest):
+        return infra(f"remote_rm: answered {_shown(told)}, with a name of a term that is empty or no plain text")
     if len(rest) > TERMS or not all(_is_number(value) for value in rest.values()):
         return infra(f"remote_rm: answered {_shown(told)}, whose other entries are not {TERMS} numbers at most")
     return Reward(value=float(told[key]), terms={name: float(value) for name, value in rest.items()})
