@@ -43,6 +43,21 @@ def missing_files(data: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def folder_of_set(text: str) -> tuple[Path, str, str] | None:
+    """Folder, configuration and split of ``FOLDER[#CONFIG][:SPLIT]``; None where there is no such folder.
+
+    Example:
+        folder_of_set("sets/gsm#main:test")    # (Path("sets/gsm"), "main", "test")
+    """
+    head, _, split = text.rpartition(":")
+    for rest, part in ((text, ""), (head, split)):
+        folder, _, config = rest.rpartition("#")
+        for name, chosen in ((rest, ""), (folder, config)):
+            if name and ":" not in chosen and Path(name).is_dir():
+                return Path(name), chosen, part
+    return None
+
+
 def _walk(value: Any, path: KeyPath, change: Callable[[KeyPath, str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _walk(item, (*path, key), change) for key, item in value.items()}
@@ -86,7 +101,7 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
         return f"{_join(base, found[1])}:{found[2]}" if found else text
     if kind == "data":
         plain, part = _without_slice(text)
-        local = _is_local(plain, base, _FILES) or _split_of(base / plain)
+        local = _is_local(plain, base, _FILES) or folder_of_set(str(base / plain))
         return f"{_join(base, plain)}{part}" if local else text
     if kind in ("folder", "file"):
         return _join(base, text)
@@ -114,7 +129,8 @@ def _local_part(path: KeyPath, text: str) -> str:
         return found[1] if found else ""
     if kind == "data":
         plain = _without_slice(text)[0]
-        return plain.rpartition(":")[0] if _split_of(Path(plain)) else plain
+        found_set = None if Path(plain).exists() else folder_of_set(plain)
+        return str(found_set[0]) if found_set else plain
     return text if kind in ("model", "file") or _key_of(path) == "load_debug_rollout_data" else ""
 
 
@@ -127,12 +143,6 @@ def _is_local(text: str, base: Path, suffixes: tuple[str, ...] = ()) -> bool:
 def _without_slice(text: str) -> tuple[str, str]:
     found = _SLICE.search(text)
     return (text[: found.start()], found[0]) if found else (text, "")
-
-
-def _split_of(path: Path) -> bool:
-    """Whether a path is ``FOLDER:SPLIT`` of a folder that is there."""
-    folder, colon, _ = str(path).rpartition(":")
-    return bool(colon) and not path.exists() and Path(folder).is_dir()
 
 
 def _join(base: Path, text: str) -> str:

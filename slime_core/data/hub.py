@@ -1,6 +1,6 @@
 """A data set of the Hugging Face hub, or one saved on disk by `datasets`, in; rows by number out.
 
-    OWNER/NAME   OWNER/NAME#CONFIG   OWNER/NAME:SPLIT   OWNER/NAME#CONFIG:SPLIT   FOLDER   FOLDER:SPLIT
+    OWNER/NAME   OWNER/NAME#CONFIG   OWNER/NAME:SPLIT   OWNER/NAME#CONFIG:SPLIT        and FOLDER likewise
 
 The split is `train` where none is named. `datasets` maps its Arrow files, so memory does not grow with them.
 """
@@ -11,10 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from slime_core.config.paths import folder_of_set
 from slime_core.data.parquet import without_nulls
 from slime_core.errors import DataError, nearest
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(#(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
+SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves in a folder."""
 
 
 class HubRows:
@@ -63,35 +66,30 @@ def is_hub_name(spec: str) -> bool:
     return NAME.fullmatch(spec) is not None
 
 
-def local_folder(spec: str) -> tuple[Path, str]:
-    """Folder and split of ``FOLDER`` or ``FOLDER:SPLIT``."""
-    if Path(spec).is_dir():
-        return Path(spec), ""
-    folder, _, split = spec.rpartition(":")
-    return Path(folder or spec), split if folder else ""
-
-
 def _load(spec: str) -> Any:
     import datasets
 
-    folder, split = local_folder(spec)
+    local = folder_of_set(spec)
     try:
-        if folder.is_dir():
-            saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+        if local is not None:
+            folder, config, split = local
+            saved = any((folder / name).is_file() for name in SAVED)
+            found = datasets.load_from_disk(str(folder)) if saved else _of_files(folder, config)
         else:
             match = NAME.fullmatch(spec)
             assert match is not None, spec
             split = match["split"] or ""
             found = datasets.load_dataset(match["name"], match["config"])
+    except DataError:
+        raise
     except Exception as error:  # `datasets` raises many kinds, for a missing set as for a network that is not there
         raise DataError(
             f"the data set {spec} cannot be loaded",
-            code="CFG05" if not folder.is_dir() else "DAT30",
+            code="CFG05" if local is None else "DAT30",
             where=f"data.prompt_data = {spec} (working folder {Path.cwd()})",
             why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             fix="name one of its files"
-            if folder.is_dir()
+            if local is not None
             else "name a file or folder, or fetch it where there is a network: hf download --repo-type dataset NAME",
         ) from error
     if not isinstance(found, datasets.DatasetDict):
@@ -106,3 +104,23 @@ def _load(spec: str) -> Any:
             or f"name one: {spec.removesuffix(':' + name)}:{next(iter(found), 'SPLIT')}",
         )
     return found[name]
+
+
+def _of_files(folder: Path, config: str) -> Any:
+    """A folder of files in the hub's form, whose README may name configurations.
+
+    Raises:
+        DataError: DAT18 it has several configurations, and none of this name.
+    """
+    import datasets
+
+    known = datasets.get_dataset_config_names(str(folder))
+    if config not in known and (config or (len(known) > 1 and "default" not in known)):
+        raise DataError(
+            f"{folder} has no configuration {config!r}" if config else f"{folder} has several configurations",
+            code="DAT18",
+            where=f"data.prompt_data = {folder}" + (f"#{config}" if config else ""),
+            why=f"it has {', '.join(known)}",
+            fix=nearest(config, known) or f"name one: {folder}#{known[0]}",
+        )
+    return datasets.load_dataset(str(folder), config or None)

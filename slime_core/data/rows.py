@@ -1,6 +1,7 @@
 """What `data.prompt_data` names in; rows by number out, of whatever kind they are.
 
-PATH.jsonl  PATH.parquet  FOLDER  OWNER/NAME[#CONFIG][:SPLIT]        each with @[a:b] for a slice, as in Python
+PATH.jsonl  PATH.parquet  FOLDER[#CONFIG][:SPLIT]  OWNER/NAME[#CONFIG][:SPLIT]
+each with @[a:b] for a slice, as in Python
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime_core.data.hub import HubRows, is_hub_name, local_folder
+from slime_core.config.paths import folder_of_set
+from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows
 from slime_core.errors import ConfigError, DataError
@@ -149,7 +151,7 @@ def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, ma
     path = Path(spec).expanduser()
     if path.is_file():
         return _open_file(path, max_line_bytes, columns, mark)
-    if local_folder(spec)[0].is_dir() and spec:
+    if folder_of_set(spec) is not None:
         return HubRows(spec)
     if is_hub_name(spec) and path.suffix not in (".jsonl", ".json", ".parquet"):
         return HubRows(spec)

@@ -52,38 +52,57 @@ def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, An
     return value
 
 
-def check_value(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse what JSON cannot say, whatever reader it came through.
+def check_value(value: Any, where: str) -> None:
+    """Refuse what JSON cannot say, whatever reader it came through; the error names the value's place in the row.
 
     Raises:
         DataError: DAT24 a type that JSON lacks, DAT31 a number that is not finite, DAT32 nested too deeply.
     """
+    try:
+        _look(value, 0)
+    except _NoJson as error:
+        place = "".join(reversed(error.place)).removeprefix(".")
+        raise DataError(
+            str(error), code=error.code, where=f"{where}: {place}" if place else where, why=error.why, fix=error.fix
+        ) from None
+    except RecursionError as error:
+        raise too_deep(where) from error
+
+
+class _NoJson(ValueError):
+    """A value that JSON cannot say; ``place`` are the keys and numbers that lead to it, innermost first."""
+
+    def __init__(self, what: str, code: str, why: str, fix: str) -> None:
+        super().__init__(what)
+        self.code, self.why, self.fix = code, why, fix
+        self.place: list[str] = []
+
+
+def _look(value: Any, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise too_deep(where)
+        raise RecursionError
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise DataError(f"a key is a {type(key).__name__}, not a string", code="DAT24", where=where)
-            check_value(item, where, depth + 1)
+                raise _NoJson(f"a key is a {type(key).__name__}, not a string", "DAT24", "", "")
+            try:
+                _look(item, depth + 1)
+            except _NoJson as error:
+                error.place.append(f".{key}")
+                raise
     elif isinstance(value, list):
-        for item in value:
-            check_value(item, where, depth + 1)
+        for number, item in enumerate(value):
+            try:
+                _look(item, depth + 1)
+            except _NoJson as error:
+                error.place.append(f"[{number}]")
+                raise
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise DataError(
-                f"a value is {value}",
-                code="DAT31",
-                where=where,
-                why="NaN, Infinity and numbers beyond float64 are no JSON",
-                fix=HINT,
-            )
+            raise _NoJson(f"a value is {value}", "DAT31", "NaN, Infinity and numbers beyond float64 are no JSON", HINT)
     elif value is not None and not isinstance(value, (str, int)):
-        raise DataError(
-            f"a value is a {type(value).__name__}, which JSON has no word for",
-            code="DAT24",
-            where=where,
-            fix="keep strings, numbers, booleans, lists and objects in the columns that are read",
-        )
+        fix = "keep strings, numbers, booleans, lists and objects in the columns that are read"
+        raise _NoJson(f"a value is a {type(value).__name__}, which JSON has no word for", "DAT24", "", fix)
 
 
 def too_deep(where: str) -> DataError:

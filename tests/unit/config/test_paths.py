@@ -56,6 +56,8 @@ def test_a_split_of_a_folder_is_a_path_too(tree):
     config = load_config(recipe_in(tree, "[data]\nprompt_data = 'model:test@[0:3]'\n"))
     assert config.data.prompt_data == f"{base}/model:test@[0:3]"
     assert load_config(None, ["--prompt-data", f"{base}/model:test"]).data.prompt_data == f"{base}/model:test"
+    config = load_config(recipe_in(tree, "[data]\nprompt_data = 'model#easy:test'\n"))
+    assert config.data.prompt_data == f"{base}/model#easy:test"
 
 
 def test_names_that_are_no_paths_stay_names(tree):

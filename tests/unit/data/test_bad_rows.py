@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from decimal import Decimal
 
 import pytest
 
@@ -281,12 +282,28 @@ def test_30_compressed_files_are_refused_unopened_with_the_command(tmp_path, sou
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["NaN", "Infinity", "-Infinity", "1e400", '{"a": 1, "a": 2}'],
+    ("text", "place"),
+    [
+        ("NaN", ": metadata.v"),
+        ("Infinity", ": metadata.v"),
+        ('{"w": [0, -Infinity]}', ": metadata.v.w[1]"),
+        ("1e400", ": metadata.v"),
+        ('{"a": 1, "a": 2}', ""),
+    ],
 )
-def test_31_numbers_and_keys_that_json_does_not_have(write, source, refused, text):
+def test_31_numbers_and_keys_that_json_does_not_have(write, source, refused, text, place):
     path = write(GOOD, b'{"input": "x", "metadata": {"v": %b}}' % text.encode())
-    assert refused("DAT31", source, path).where == f"{path}:2"
+    assert refused("DAT31", source, path).where == f"{path}:2{place}"
+
+
+def test_24_a_parquet_value_that_json_does_not_have_is_named_by_its_column(tmp_path, source, refused):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "rows.parquet"
+    columns = {"input": ["a"], "label": [Decimal("1.5")], "other": [Decimal("1.5")]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    assert refused("DAT24", source, path, label_key="label").where == f"{path}[0]: label"
 
 
 def test_31_a_duplicate_key_is_named(write, source, refused):

@@ -235,6 +235,43 @@ def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
     assert sorted(rows[i]["q"] for i in range(len(rows))) == ["0", "1"]
 
 
+README = """---
+configs:
+- config_name: easy
+  data_files: [{split: train, path: easy-train.jsonl}, {split: test, path: easy-test.jsonl}]
+- config_name: hard
+  data_files: hard.jsonl
+---
+"""
+
+
+@pytest.fixture
+def with_configs(tmp_path, monkeypatch):
+    """A folder in the hub's form with the configurations easy and hard; each row is the name of its file."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "README.md").write_text(README)
+    for name in ("easy-train", "easy-test", "hard"):
+        (tmp_path / "hub" / f"{name}.jsonl").write_text(json.dumps({"q": name}) + "\n")
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("part", "row"), [("#easy", "easy-train"), ("#easy:test", "easy-test"), ("#hard", "hard"), ("#hard@[0:1]", "hard")]
+)
+def test_a_folder_in_the_form_of_the_hub_has_configurations(with_configs, part, row):
+    assert opened(f"{with_configs}{part}")[0] == {"q": row}
+
+
+@pytest.mark.parametrize(
+    ("part", "fix"), [("", "name one: "), (":test", "name one: "), ("#hrad", "did you mean 'hard'?")]
+)
+def test_18_a_folder_with_several_configurations_lists_them(with_configs, refused, part, fix):
+    error = refused("DAT18", opened, f"{with_configs}{part}")
+    assert error.why == "it has easy, hard"
+    assert fix in error.fix
+
+
 def test_18_a_split_that_is_not_there_is_named(saved, refused):
     error = refused("DAT18", opened, f"{saved}:tset")
     assert "train, test" in error.what
