@@ -29,16 +29,13 @@ def normal(raw: Any, where: str) -> Message:
     Raises:
         Refused: 400, it is no message, or has content that is no text.
     """
-    if not isinstance(raw, Mapping) or raw.get("role") not in ROLES:
-        role = raw.get("role") if isinstance(raw, Mapping) else raw
+    role = raw.get("role") if isinstance(raw, Mapping) else raw
+    if not isinstance(raw, Mapping) or not isinstance(role, str) or role not in ROLES:
         raise bad(f"{role!r} is no role; roles are {', '.join(ROLES)}", where)
-    role = ROLES[raw["role"]]
+    role = ROLES[role]
     calls = raw.get("tool_calls") or ()
     message: Message = {"role": role, "content": _text(raw.get("content"), where, role == "assistant")}
-    try:
-        message["content"].encode()
-    except UnicodeEncodeError as error:
-        raise bad(f"half of a surrogate pair at character {error.start}, which has no token", where) from error
+    check_characters(message["content"], where)
     message |= {name: str(raw[name]) for name in KEPT if raw.get(name) is not None}
     if role == "assistant":
         if raw.get("function_call"):
@@ -49,7 +46,23 @@ def normal(raw: Any, where: str) -> Message:
             message["reasoning_content"] = str(reasoning)
     elif calls:
         raise bad(f"a {role} message has tool_calls", where)
+    if role != "assistant":  # an answer that is known is not encoded again, whatever its calls say
+        check_characters(message, where)
     return message
+
+
+def check_characters(value: Any, where: str) -> None:
+    """Refuse halves of surrogate pairs, which JSON can say and no tokenizer reads.
+
+    Raises:
+        Refused: 400.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = f" at character {error.start}" if text is value else ""
+        raise bad(f"half of a surrogate pair{at}, which has no token", where) from error
 
 
 def key_of(message: Message) -> Key:
@@ -110,7 +123,9 @@ def _text(content: Any, where: str, may_lack: bool) -> str:
     for part in content:
         if part.get("type") not in ("text", "refusal"):
             raise bad(f"a content part of type {part.get('type')!r} is not served; text is", where)
-    return "\n".join(str(part.get(part["type"]) or "") for part in content)
+        if not isinstance(part.get(part["type"]), str):
+            raise bad(f"a content part of type {part['type']!r} has no text under '{part['type']}'", where)
+    return "\n".join(part[part["type"]] for part in content)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

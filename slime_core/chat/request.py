@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_core.chat.messages import Key, bad, key_of, normal
+from slime_core.chat.messages import Key, bad, check_characters, key_of, normal
 from slime_core.types import Message, SamplingParams
 
 SERVED = frozenset(
@@ -77,6 +77,8 @@ def read(payload: Mapping[str, Any], own: SamplingParams, *, training: bool, lea
     if choice not in ("auto", "none"):
         raise bad("only 'auto' and 'none' are served: a policy cannot be made to call", "tool_choice")
     options = given.get("stream_options", {})
+    if not isinstance(options, Mapping):
+        raise bad('send an object, such as {"include_usage": true}', "stream_options")
     return Ask(
         model=str(given.get("model", "policy")),
         messages=messages,
@@ -88,7 +90,7 @@ def read(payload: Mapping[str, Any], own: SamplingParams, *, training: bool, lea
         n=_number(given, "n", 1, int, 1, MOST),
         seed=_number(given, "seed", None, int, -(2**63), 2**63 - 1),
         stream=_flag(given, "stream"),
-        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        usage=bool(options.get("include_usage")),
         log_probs=_flag(given, "logprobs"),
         left_out=sum(payload[name] is not None for name in leave_out if name in payload),
     )
@@ -108,9 +110,15 @@ def _tools(given: Mapping[str, Any]) -> list[Any] | None:
     tools = given.get("tools") or None
     if tools is None:
         return None
-    if not isinstance(tools, list) or not all(isinstance(t, Mapping) and t.get("type") == "function" for t in tools):
-        raise bad("tools are a list of functions", "tools")
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+        raise bad("tools are a list of functions, each with a name", "tools")
+    check_characters(tools, "tools")
     return tools
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _params(given: Mapping[str, Any], own: SamplingParams, training: bool) -> SamplingParams:
@@ -149,6 +157,7 @@ def _stops(given: Mapping[str, Any]) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
         raise bad("send a text, or a list of texts", "stop")
+    check_characters(stops, "stop")
     return stops
 
 
@@ -156,8 +165,8 @@ def _number(given: Mapping[str, Any], name: str, default: Any, kind: type, low: 
     value = given.get(name)
     if value is None:
         return default
-    right = isinstance(value, (int, float)) and not isinstance(value, bool) and (kind is float or value == int(value))
-    if not right or not low <= value <= high:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # not of NaN
+    if not number or (kind is int and value != int(value)):
         raise bad(f"{value!r} is no {'number' if kind is float else 'integer'} from {low:g} to {high:g}", name)
     return kind(value)
 

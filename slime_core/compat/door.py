@@ -171,6 +171,9 @@ class Door:
     async def _answer(self, handler: Handler, head: _Head, body: bytes) -> _Answer:
         try:
             payload = json.loads(body) if body or head.method != "GET" else {}
+        except (ValueError, RecursionError) as error:  # a number of more than 4300 digits is a ValueError too
+            return _refusal(Refused(400, f"the body is no JSON: {error}"))
+        try:
             if self.stranded:
                 raise Refused(410, "the run has ended")
             if not isinstance(payload, dict):
@@ -180,8 +183,6 @@ class Door:
             return _Answer(200, await asyncio.wrap_future(found))
         except Refused as refused:
             return _refusal(refused)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            return _refusal(Refused(400, f"the body is no JSON: {error}"))
         except SlimeError as error:
             return _refusal(Refused(422, str(error), **error.as_dict()))
         except Exception as error:  # nothing behind a loopback door is better at a second try

@@ -105,6 +105,12 @@ def test_a_limit_may_only_lower_the_runs_own_and_a_cut_answer_says_length(contex
         ({"tools": [{"name": "add"}]}, "tools"),
         ({"n": 0}, "n"),
         ({"n": 1.5}, "n"),
+        ({"n": float("nan")}, "n"),
+        ({"max_tokens": float("inf")}, "max_tokens"),
+        ({"stop": ["\ud800"]}, "stop"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]}, "tools"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
@@ -114,6 +120,10 @@ def test_a_limit_may_only_lower_the_runs_own_and_a_cut_answer_says_length(contex
         ({"messages": [HI, {"role": "assistant", "content": "4"}]}, "messages"),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0]"),
         ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": [], "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
@@ -136,6 +146,28 @@ def test_what_would_change_the_result_and_is_not_served_is_refused_by_name(conte
 
     talk(ctx, agent)
     assert not ctx.engine.requests
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b'{"seed": %s}' % (b"9" * 5000), b"[" * 100_000], ids=lambda body: str(body[:9])
+)
+def test_a_body_that_is_no_json_is_refused_as_such(context, talk, body):
+    async def agent(client, session):
+        answer = await client.http.post("/chat/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert answer.json()["error"]["message"].startswith("the body is no JSON: ")
+
+    talk(context("4|"), agent)
+
+
+def test_a_call_whose_arguments_say_half_a_character_may_come_back(context, talk):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+
+    async def agent(client, session):
+        answer = await client.post([HI, {"role": "assistant", "content": "x", "tool_calls": [call]}, HI])
+        assert answer.status_code == 200, answer.text
+
+    talk(context("4|"), agent)
 
 
 def test_what_changes_nothing_is_served(context, talk):
