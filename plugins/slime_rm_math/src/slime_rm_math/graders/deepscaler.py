@@ -24,6 +24,7 @@ FORMAT = re.compile(
     r"\\(?:displaystyle|textstyle|q?quad)(?![A-Za-z])|\\[,;: ]|\\(?:text)?color\{[A-Za-z]{1,20}\}"
     r"|\\(?:mathrm|mathbf|mathbb|textbf|textit|textrm|underline|bm|boldsymbol|overline(?=\{[A-Za-z]))(?=\s?\{)"
 )
+JOINED = re.compile(r"\\text\{ ?(?:or|and) ?\}| (?:or|and) ")
 FLOAT = re.compile(r"-?(?:[0-9]{1,300}\.?[0-9]{0,15}|\.[0-9]{1,15})(?:[eE][+-]?[0-9]{1,2})?")
 UNIT_NAMES = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 UNITS = re.compile(
@@ -47,7 +48,7 @@ def normal_form(text: str) -> str:
         normal_form(r"\dfrac{1}{2}"), normal_form("1,000 meters")    # ("1/2", "1000")
     """
     text = folded(text).strip().removesuffix(".").removeprefix("+").replace("\\left", "").replace("\\right", "")
-    text = FORMAT.sub("", text.replace("{,}", ",")).strip()
+    text = FORMAT.sub("", JOINED.sub(",", text.replace("{,}", ","))).strip()
     if text.startswith("\\text{") and text.endswith("}") and text.count("{") == 1:
         text = text[6:-1]
     if text.count("=") == 1 and len(text.partition("=")[0].strip()) <= 2:

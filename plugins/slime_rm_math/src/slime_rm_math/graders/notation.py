@@ -32,7 +32,7 @@ def _fraction(above: object, below: object) -> str:
 COMMANDS = {
     "×": "times", "·": "cdot", "⋅": "cdot", "∙": "cdot", "÷": "div", "±": "pm", "∓": "mp", "≤": "le", "⩽": "le",
     "≥": "ge", "⩾": "ge", "≠": "ne", "≈": "approx", "∞": "infty", "∪": "cup", "∩": "cap", "∅": "emptyset", "∈": "in",
-    "π": "pi", "…": "ldots",
+    "π": "pi", "…": "ldots", "€": "$", "£": "$",
 }  # fmt: skip
 PARTS = {sign: _fraction(*unicodedata.normalize("NFKC", sign).split("\u2044")) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 OTHERS = {"°": "^\\circ ", "⟨": "(", "⟩": ")", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "~": " "}
@@ -67,6 +67,7 @@ SHORT: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] 
     (re.compile(r"([0-9]{0,12})\.([0-9]{0,12})\\overline\{([0-9]{1,12})\}"), _repeating),
     (re.compile(r"(?<![0-9/.,^_{}])([0-9]{1,12}) {1,4}([0-9]{1,9})/([0-9]{1,9})(?![0-9/.])"), r"\1\\frac{\2}{\3}"),
 )
+PLUS_MINUS, INSIDE = re.compile(r"\\pm(?![A-Za-z])"), re.compile(r"\{[^{}]{0,99}\\pm(?![A-Za-z])")
 SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,64}(?:\.[0-9]{1,64})?)[eE]([+-]?[0-9]{1,4})")
 SPACED = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3}){1,6}(?:\.[0-9]{1,64})?")
 
@@ -93,4 +94,11 @@ def latex(text: str) -> str:
         return text.replace(" ", "")
     for pattern, said in SHORT:
         text = pattern.sub(said, text)
-    return text.translate(SIGNS).strip()
+    return _both(text.translate(SIGNS).strip())
+
+
+def _both(text: str) -> str:
+    """A term with plus or minus inside of braces, which math-verify reads only outside of them, as two."""
+    if not INSIDE.search(text) or "," in text or "\\{" in text or "\\mp" in text:
+        return text
+    return ", ".join(PLUS_MINUS.sub(sign, text) for sign in "+-")
