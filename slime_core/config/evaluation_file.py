@@ -103,6 +103,10 @@ def _parse(path: Path) -> Any:
 
     try:
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(f"{error.problem}{place}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 

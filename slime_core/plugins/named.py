@@ -30,8 +30,8 @@ class Registry:
     answers: Mapping[str, Answer]
     values: Mapping[str, Any]
 
-    def answer(self, name: str) -> Answer:
-        """Who registered ``name``; for reward types its ``fn`` is the function.
+    def answer(self, name: str, key: str = "") -> Answer:
+        """Who registered ``name``, which ``key`` asks for; for reward types its ``fn`` is the function.
 
         Raises:
             ConfigError: CFG04 nobody did.
@@ -41,10 +41,10 @@ class Registry:
             raise ConfigError(
                 f"unknown {self.kind} '{name}'",
                 code="CFG04",
-                where=self.key,
+                where=key or self.key,
                 why=f"registered: {', '.join(known) or 'none'}",
                 fix=nearest(name, known)
-                or f"set {self.key} to one of these, or load the plugin that brings it: --plugin NAME "
+                or f"set {key or self.key} to one of these, or load the plugin that brings it: --plugin NAME "
                 "(installed: slime plugins list)",
             )
         return self.answers[name]

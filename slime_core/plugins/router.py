@@ -171,8 +171,11 @@ class Router:
             if info.kind in ("vote", "tell"):
                 self.listeners(hook, config)
         self._functions.evaluation_listeners(config)
-        for name in {config.reward.rm_type, *(t.reward for t in route.tasks_of(config) if is_name(t.reward))} - {""}:
-            self.named["slime_reward_types"].answer(name)
+        wanted = [(config.reward.rm_type, "reward.rm_type")]
+        wanted += [(t.reward, f"reward of the task '{t.name}'") for t in route.tasks_of(config) if is_name(t.reward)]
+        for name, key in wanted:
+            if name:
+                self.named["slime_reward_types"].answer(name, key)
         self.estimator(config.train)
         self.loss(config.train.loss_type)
 

@@ -92,6 +92,7 @@ def test_sets_are_added_with_their_defaults_and_paths_of_the_files_folder(folder
         ("[1, 2]", "CFG06", "holds no evaluation sets"),
         ("default: {}\ndatasets: []", "CFG06", "holds no evaluation sets"),
         ("a: [", "CFG06", "cannot be read"),
+        ("eval:\n  datasets: {]", "CFG06", "(line 2, column 14)"),
         ("datasets: [{name: a, top_p: 2}]", "CFG03", "eval.eval_tasks[1].top_p"),
         ("datasets: [{name: a, path: gone.jsonl}]", "CFG05", "eval.eval_tasks[1].prompt_data"),
         ("x: " + "1" * (1 << 20), "CFG08", "more than 1 MiB"),

@@ -133,20 +133,21 @@ def test_a_task_may_name_an_rm_type_of_its_own_and_a_row_another(load, ctx):
 
 
 @pytest.mark.parametrize(
-    ("sections", "nearest"),
+    ("sections", "nearest", "where"),
     [
-        ({"reward": RewardSection(rm_type="exakt")}, "did you mean 'exact'?"),
-        ({"data": DataSection(tasks=(Task(name="a", reward="exac"),))}, "did you mean 'exact'?"),
-        ({"train": TrainSection(advantage_estimator="grop")}, "did you mean 'grpo'?"),
-        ({"train": TrainSection(loss_type="policy_los")}, "did you mean 'policy_loss'?"),
+        ({"reward": RewardSection(rm_type="exakt")}, "did you mean 'exact'?", "reward.rm_type"),
+        ({"data": DataSection(tasks=(Task(name="a", reward="exac"),))}, "did you mean 'exact'?", "of the task 'a'"),
+        ({"train": TrainSection(advantage_estimator="grop")}, "did you mean 'grpo'?", "train.advantage_estimator"),
+        ({"train": TrainSection(loss_type="policy_los")}, "did you mean 'policy_loss'?", "train.loss_type"),
     ],
     ids=["rm_type", "rm_type of a task", "estimator", "loss"],
 )
-def test_an_unknown_name_is_an_error_at_start(load, sections, nearest):
+def test_an_unknown_name_is_an_error_at_start(load, sections, nearest, where):
     with pytest.raises(ConfigError) as caught:
         load(sections, geo=TYPES)
     assert caught.value.code == "CFG04"
     assert nearest in caught.value.fix
+    assert caught.value.where.endswith(where)
 
 
 def test_without_any_reward_the_error_names_the_keys(load, ctx):
