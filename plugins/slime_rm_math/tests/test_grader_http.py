@@ -173,7 +173,7 @@ def test_half_a_character_in_an_answer_is_sent_like_any_other():
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "/reward", "ftp://host/", "http://", "http://host:99999/", "not a url"]
+    "url", ["127.0.0.1:8000", "/reward", "ftp://host/", "http://", "http://localhost:99999/", "not a url"]
 )
 @pytest.mark.parametrize("key", ["rm_url", "judge_url"])
 def test_what_is_no_address_is_refused_before_anything_starts(key, url):
