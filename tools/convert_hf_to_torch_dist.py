@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     try:
-        compare(model_args(rest), folder_of(Path(given.hf_checkpoint)))
+        compare(model_args(rest), folder_of(Path(given.hf_checkpoint), "--hf-checkpoint"))
     except Exception as error:
         return report_failure(error, Session(as_json=given.json))
     words = ["convert", "hf-to-dist", given.hf_checkpoint, given.save, "--dtype", given.dtype]

@@ -109,7 +109,7 @@ def hf_to_dist_command(source: Path, target: Path, divisible_by: int, tp: int, *
     from slime_core.weights.conversion import hf_to_dist
 
     find = finder(rest.pop("plugins"))
-    convert(rest, lambda how: hf_to_dist(folder_of(source), target, find, how), divisible_by=divisible_by * tp)
+    convert(rest, lambda how: hf_to_dist(folder_of(source, "SRC"), target, find, how), divisible_by=divisible_by * tp)
 
 
 @command.command("dist-to-hf")
@@ -148,11 +148,11 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: Path | None, **re
     convert(rest, lambda how: fsdp_to_hf(checkpoint, target, folder_of(origin) if origin else None, how))
 
 
-def folder_of(path: Path) -> Path:
-    """A folder, or the folder of a hub name."""
+def folder_of(path: Path, named: str = "--origin-hf-dir") -> Path:
+    """A folder, or the folder of a hub name; ``named`` is the word that names it."""
     from slime_core.weights.folder import resolve
 
-    return resolve(path)
+    return resolve(path, named)
 
 
 def finder(names: tuple[str, ...]) -> Callable[[Any], Bridge]:

@@ -124,8 +124,8 @@ def _same(shards: Shards, one: str, other: str) -> bool:
     return True
 
 
-def misfit(found: Fit, folder: Path) -> DataError:
-    """TOK46: the counts, and the first names and shapes of each kind."""
+def misfit(found: Fit, folder: Path, against: str = "") -> DataError:
+    """TOK46: the counts, and the first names and shapes of each kind; ``against`` is a config that is another's."""
 
     def first(items: Sequence[str]) -> str:
         more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
@@ -138,12 +138,14 @@ def misfit(found: Fit, folder: Path) -> DataError:
         if items
     ]
     return DataError(
-        f"the tensors of {folder.name} do not fit its config.json: "
+        f"the tensors of {folder.name} do not fit {against or 'its config.json'}: "
         f"{len(found.missing)} missing, {len(found.extra)} extra, {len(found.shapes)} mis-shaped",
         code="TOK46",
         where=str(folder),
         why="; ".join(parts),
-        fix="config.json and the weights must come from the same model: fetch or save the folder again",
+        fix="both must be of the same model: name another folder for one of them"
+        if against
+        else "config.json and the weights must come from the same model: fetch or save the folder again",
     )
 
 

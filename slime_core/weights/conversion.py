@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from slime_core.durable import storage_error
-from slime_core.errors import DataError, PluginError, StorageError
+from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.dist import METADATA, DistFolder, Whole
@@ -79,6 +79,7 @@ def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How) -> Done:
     """
     config = read_config(source)
     bridge, shards = find(config), Shards.open(source)
+    check_apart(target, {info.file for info in shards.infos.values()} | {source / "config.json"})
     sizes, entries = bridge.sizes(config, how.divisible_by), _entries(bridge, config)
     check_tensors(entries, sizes, {name: info.shape for name, info in shards.infos.items()}, source)
     tensors = {name: cast(Stored(info), how.torch_dtype) for name, info in shards.infos.items()}
@@ -110,7 +111,8 @@ def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: 
     bridge = find(config)
     sizes, entries = bridge.sizes(config), _entries(bridge, config)
     folder = DistFolder.open(source, trusted=how.trusted)
-    tensors = [cast(rows, how.torch_dtype) for rows in _hf_rows(entries, folder, sizes, bridge)]
+    stored = _hf_rows(entries, folder, sizes, bridge, str(origin / "config.json"))
+    tensors = [cast(rows, how.torch_dtype) for rows in stored]
     used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks}
     return to_hf("dist-to-hf", tensors, target, origin, used | {folder.path / METADATA}, how)
 
@@ -137,7 +139,8 @@ class DistTensors(Mapping[str, torch.Tensor]):
             DataError: TOK46, TOK201, TOK202, TOK203 as :func:`dist_to_hf`.
         """
         folder = DistFolder.open(source, trusted=True)
-        return cls(_hf_rows(_entries(bridge, config), folder, bridge.sizes(config), bridge))
+        against = str(Path(config.name_or_path) / "config.json") if config.name_or_path else ""
+        return cls(_hf_rows(_entries(bridge, config), folder, bridge.sizes(config), bridge, against))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return read_whole(self._rows[name])
@@ -151,6 +154,7 @@ class DistTensors(Mapping[str, torch.Tensor]):
 
 def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: set[Path], how: How) -> Done:
     """Write a model folder of tensors that are cast already; ``used`` are the files that they come from."""
+    check_apart(target, used | {origin / "config.json"})
     writing = HfWriting(tensors, origin=origin, shard=how.shard)
 
     def check(job: Job) -> list[tuple[Rows, Rows]]:
@@ -159,6 +163,25 @@ def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: 
 
     plan = _plan(kind, how, writing.files, used, origin)
     return _run(target, plan, writing.files, how, lambda job: writing.finish(job.aside), check, len(tensors))
+
+
+def check_apart(target: Path, used: set[Path]) -> None:
+    """Refuse a target that has files of the source in it: published with ``force``, it would take their place.
+
+    Raises:
+        ConfigError: CFG12, with the first such file.
+    """
+    place = Path(os.path.realpath(target))
+    for file in sorted(used):
+        for name in (file.parent.resolve() / file.name, file.resolve()):
+            if name.is_relative_to(place):
+                raise ConfigError(
+                    f"{target} has a file in it that it is made from",
+                    code="CFG12",
+                    where=str(name),
+                    why="the new folder takes the place of all that is there",
+                    fix="choose another folder",
+                )
 
 
 def _entries(bridge: Bridge, config: Any) -> list[Entry]:
@@ -178,7 +201,9 @@ def _target(entry: Entry, tensors: Mapping[str, Rows], sizes: Sizes, bridge: Bri
         kinds = ", ".join(f"{rows.name} is {rows.dtype}" for rows in sources)
         raise DataError(
             f"{entry.megatron} is made of tensors of several dtypes",
-            code="TOK48", where=kinds, fix="--dtype bfloat16 or --dtype float32",
+            code="TOK48", where=kinds,
+            fix="--dtype bfloat16 or --dtype float32" if all(rows.dtype.is_floating_point for rows in sources)
+            else "save the model unquantised: model.to(torch.bfloat16).save_pretrained(FOLDER)",
         )  # fmt: skip
     return Target(places(entry, sizes, bridge.attention, layers_apart), joined(entry, sources, sizes))
 
@@ -197,7 +222,9 @@ def _check_tied(entries: Sequence[Entry], tensors: Mapping[str, Rows], sizes: Si
         )
 
 
-def _hf_rows(entries: Sequence[Entry], folder: DistFolder, sizes: Sizes, bridge: Bridge) -> list[Rows]:
+def _hf_rows(
+    entries: Sequence[Entry], folder: DistFolder, sizes: Sizes, bridge: Bridge, against: str = ""
+) -> list[Rows]:
     """Every Hugging Face tensor of a torch_dist folder, after all names and shapes were compared.
 
     Raises:
@@ -221,7 +248,7 @@ def _hf_rows(entries: Sequence[Entry], folder: DistFolder, sizes: Sizes, bridge:
     others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith(BESIDE)}
     met.extra = sorted(folder.tensors.keys() - used - shown - others)
     if not met:
-        raise misfit(met, folder.path)
+        raise misfit(met, folder.path, against)
     return found
 
 

@@ -37,6 +37,7 @@ REMOTE_CODE_FILES = (
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 NO_LIMIT = 1 << 20  # context of a model that states none
+AGAIN = "fetch or save the model again"
 FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -191,8 +192,8 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     return _load_config(path, trust_remote_code)
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
-    """The local folder of a path or of a hub name that is cached or can be fetched.
+def resolve(path: str | os.PathLike[str], key: str = "rollout.hf_checkpoint") -> Path:
+    """The local folder of a path or of a hub name that is cached or can be fetched; ``key`` is where it was named.
 
     Raises:
         ConfigError: CFG05, neither a folder nor a hub name that can be had.
@@ -201,17 +202,19 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     local = Path(text).expanduser()
     if local.is_dir():
         return local.resolve()
-    if not text or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+    if local.is_file() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
         raise ConfigError(
-            f"there is no model folder {text!r}" if text else "no model is named",
+            (f"{text} is a file, no model folder" if local.is_file() else f"there is no model folder {text!r}")
+            if text
+            else "no model is named",
             code="CFG05",
-            where=f"rollout.hf_checkpoint = {local.absolute() if text else ''} (working folder {Path.cwd()})",
-            fix="set rollout.hf_checkpoint to a folder with config.json, or to a hub name OWNER/NAME",
+            where=f"{key} = {local.absolute() if text else ''} (working folder {Path.cwd()})",
+            fix=f"set {key} to a folder with config.json, or to a hub name OWNER/NAME",
         )
-    return _from_hub(text)
+    return _from_hub(text, key)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -225,7 +228,7 @@ def _from_hub(name: str) -> Path:
         raise ConfigError(
             f"the model {name} is neither a folder nor in the hub's cache, and the hub did not give it",
             code="CFG05",
-            where=f"rollout.hf_checkpoint = {name} (working folder {Path.cwd()})",
+            where=f"{key} = {name} (working folder {Path.cwd()})",
             why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             fix=f"fetch it where there is a network (hf download {name}), or name a local folder",
         ) from error
@@ -245,12 +248,15 @@ def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{file.name} is not JSON: {error.msg}", code="TOK00", where=f"{file}:{error.lineno}:{error.colno}"
+            f"{file.name} is not JSON: {error.msg}",
+            code="TOK00",
+            where=f"{file}:{error.lineno}:{error.colno}",
+            fix=AGAIN,
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file.name} is not JSON: {error}", code="TOK00", where=str(file)) from error
+        raise DataError(f"{file.name} is not JSON: {error}", code="TOK00", where=str(file), fix=AGAIN) from error
     if not isinstance(value, dict):
-        raise DataError(f"{file.name} is not a JSON object", code="TOK00", where=str(file))
+        raise DataError(f"{file.name} is not a JSON object", code="TOK00", where=str(file), fix=AGAIN)
     return value
 
 
@@ -270,7 +276,7 @@ def _refuse_remote_code(folder: Path, model_type: str) -> None:
             code="TOK45",
             where=str(folder / name),
             why="code from a model is not run unless you say so",
-            fix=f"read that code, then set rollout.trust_remote_code=true{instead}",
+            fix=f"read that code, then set rollout.trust_remote_code=true, which lets a run execute it{instead}",
         )
 
 
@@ -284,7 +290,7 @@ def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
         code="TOK48",
         where=f"{folder / 'config.json'}: quantization_config",
         why="only float weights can be trained",
-        fix="point rollout.hf_checkpoint at the unquantised model",
+        fix="name the unquantised model",
     )
 
 

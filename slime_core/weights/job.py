@@ -103,24 +103,35 @@ class Job:
         self._release()
 
     def _claim(self) -> None:
-        if self.target.exists() and not self._force and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise ConfigError(
-                f"{self.target.name} is there already",
-                code="CFG12",
-                where=str(self.target),
-                fix="choose another folder, or --force, which replaces it when the new one is complete",
-            )
         try:
+            if self._is_taken():
+                raise ConfigError(
+                    f"{self.target.name or self.target} is there already",
+                    code="CFG12",
+                    where=str(self.target),
+                    fix="choose another folder, or --force, which replaces it when the new one is complete",
+                )
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.aside.mkdir(exist_ok=True)
         except BlockingIOError:
             raise ConfigError(
-                f"another process makes {self.target.name}", code="CFG16", where=str(self._journal)
+                f"another process makes {self.target.name}",
+                code="CFG16",
+                where=str(self._journal),
+                fix="wait until it ends, or choose another folder",
             ) from None
         except OSError as error:
             raise self._failed(error, self.target.parent, f"{self.target} cannot be made") from error
+
+    def _is_taken(self) -> bool:
+        """Whether something is there that only ``force`` replaces."""
+        try:
+            os.stat(self.target)  # Path.exists says no to a path that cannot be
+        except FileNotFoundError:
+            return False
+        return not self._force and (not self.target.is_dir() or any(self.target.iterdir()))
 
     def _release(self) -> None:
         if self._fd >= 0:
@@ -276,7 +287,7 @@ class Job:
         found = storage_error(error, where, what)
         if found.code in ("STO109", "STO121"):
             found.fix = AGAIN
-        elif found.code == "STO110":
+        elif found.code != "STO120":
             found.fix = "choose another folder"
         return found
 

@@ -83,7 +83,7 @@ class Shards(Mapping[str, "torch.Tensor"]):
             code="TOK46",
             where=str(folder),
             why=found,
-            fix="save it again with model.save_pretrained(FOLDER), or set rollout.init_weights=random",
+            fix="save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random",
         )
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -81,6 +81,64 @@ def test_what_is_there_is_replaced_by_force_alone(cli, hf, dist, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist"]
 
 
+def test_nothing_takes_the_place_of_what_it_is_made_from(cli, hf, dist, tmp_path):
+    own = shutil.copytree(hf, tmp_path / "models" / "own")
+    (tmp_path / "link").symlink_to(own)
+    checkpoint(tmp_path / "run" / "checkpoints" / "step-4", own, 1)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    for words in (
+        ("hf-to-dist", own, own),
+        ("hf-to-dist", "link", own),
+        ("hf-to-dist", own, "link"),
+        ("hf-to-dist", own, "models"),
+        ("dist-to-hf", dist, dist, "--origin-hf-dir", hf),
+        ("dist-to-hf", dist, "dist/release", "--origin-hf-dir", hf),
+        ("dist-to-hf", dist, own, "--origin-hf-dir", own),
+        ("fsdp-to-hf", "run", "run"),
+        ("fsdp-to-hf", "run", "run/checkpoints/step-4/trainer"),
+        ("fsdp-to-hf", "run", own),
+    ):
+        done = cli("convert", *words, "--force")
+        assert (done.code, "CFG12" in done.err) == (2, True), (words, done.err)
+        assert "made from" in done.err
+        assert "fix: choose another folder\n" in done.err
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+
+
+def test_a_misfit_names_both_sides(cli, hf, dist, tmp_path):
+    other = tiny_model(tmp_path / "other", hidden=32, layers=2)
+    done = cli("convert", "dist-to-hf", dist, "hf", "--origin-hf-dir", other)
+    assert "TOK46" in done.err
+    assert f"do not fit {other / 'config.json'}" in done.err
+    assert "fix: both must be of the same model: name another folder for one of them" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("hf-to-dist", "a-file", "d"), ("a-file is a file", "where: SRC = ", "fix: set SRC to a folder")),
+        (("dist-to-hf", "d", "e", "--origin-hf-dir", "no"), ("where: --origin-hf-dir = ",)),
+        (("hf-to-dist", "HF", "n" * 300), ("STO00", "too long", "fix: choose another folder")),
+        (("hf-to-dist", "HF", "a-file/d"), ("STO00", "fix: choose another folder")),
+        (("hf-to-dist", "brackets", "d"), ("TOK00", "fix: fetch or save the model again")),
+        (("hf-to-dist", "eight-bits", "d", "--dtype", "bfloat16"), ("TOK48", "fix: save the model unquantised")),
+        (("fsdp-to-hf", "HF", "d"), ("STO111", "fix: name a run directory")),
+        (("fsdp-to-hf", "no", "d"), ("CFG05", "fix: name a run directory")),
+    ],
+    ids=["file", "origin", "long", "below-a-file", "json", "integers", "no-checkpoint", "nowhere"],
+)
+def test_each_refusal_says_what_to_do(cli, hf, tmp_path, words, said):
+    (tmp_path / "a-file").write_text("")
+    (shutil.copytree(hf, tmp_path / "brackets") / "config.json").write_text('{"model_type": "qwen3",}')
+    held = tensors(shutil.copytree(hf, tmp_path / "eight-bits"))
+    held["model.layers.0.mlp.up_proj.weight"] = held["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    save_file(held, tmp_path / "eight-bits" / "model.safetensors")
+    done = cli("convert", *(hf if word == "HF" else word for word in words))
+    assert done.code in (2, 3, 7), done.err
+    for text in said:
+        assert text in done.err, done.err
+
+
 def test_a_model_of_no_family_is_refused_by_name(cli, hf, tmp_path):
     other = shutil.copytree(hf, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

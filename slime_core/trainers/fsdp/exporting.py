@@ -25,6 +25,8 @@ from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
 from slime_core.weights.shards import Shards, TensorInfo
 
 MANIFEST, STEP = "MANIFEST.json", "step-"
+NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"
+ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 
 
 def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) -> Done:
@@ -40,7 +42,11 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     """
     step = _step(checkpoint)
     trainer = step / "trainer" if (step / "trainer").is_dir() else step
-    infos = files.tensors_of(trainer, files.PARAMETERS)
+    try:
+        infos = files.tensors_of(trainer, files.PARAMETERS)
+    except StorageError as error:
+        error.fix = NAME_ONE if error.code == "STO111" else ANOTHER
+        raise
     manifest = _manifest(step)
     _check_marks(step, {info.file for info in infos.values()}, manifest, full=how.verify)
     folder = origin if origin is not None else _origin(step, manifest)
@@ -59,7 +65,7 @@ def _step(path: Path) -> Path:
         if found:
             return max(found)[1]
     if not path.is_dir():
-        raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()))
+        raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()), fix=NAME_ONE)
     return path.parent if path.name == "trainer" else path
 
 
@@ -69,7 +75,9 @@ def _manifest(step: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise StorageError(f"{MANIFEST} cannot be read", code="STO112", where=str(step), why=str(error)) from error
+        raise StorageError(
+            f"{MANIFEST} cannot be read", code="STO112", where=str(step), why=str(error), fix=ANOTHER
+        ) from error
     return found
 
 
@@ -80,13 +88,15 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
         if file not in used and not file.name.startswith(files.PARAMETERS):
             continue
         if not file.is_file():
-            raise StorageError(f"{step.name} lacks {name}", code="STO111", where=str(step))
+            raise StorageError(f"{step.name} lacks {name}", code="STO111", where=str(step), fix=ANOTHER)
         size = file.stat().st_size
         if size != mark["size"] or (full and durable.sha256_of(file).sha256 != mark["sha256"]):
             why = (
                 f"it has {size} bytes and {mark['size']} were written" if size != mark["size"] else "its hash differs"
             )
-            raise StorageError(f"{file.name} is not what was written", code="STO112", where=str(file), why=why)
+            raise StorageError(
+                f"{file.name} is not what was written", code="STO112", where=str(file), why=why, fix=ANOTHER
+            )
 
 
 def _origin(step: Path, manifest: Mapping[str, Any]) -> Path:
@@ -120,7 +130,7 @@ def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, traine
     kept = Shards.open(folder).infos if buffers else {}
     found.missing += [name for name in buffers if name not in kept]
     if not found:
-        raise misfit(found, trainer)
+        raise misfit(found, trainer, str(folder / "config.json"))
     return {name: Stored(kept[name]) for name in buffers}
 
 
