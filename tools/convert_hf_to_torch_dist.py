@@ -8,7 +8,6 @@ Under torchrun the first process does it all and the others end at once.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any
 from slime_cli.convert import finder, folder_of
 from slime_cli.failure import Session, report_failure, say
 from slime_cli.main import main as slime
+from slime_core.config.problems import Problem, raise_all
+from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
 from slime_core.trainers.megatron.agreement import disagreements
 from slime_core.trainers.megatron.flags import kinds, problems
@@ -47,28 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_args(words: Sequence[str]) -> dict[str, Any]:
-    """Flags as a [megatron] table: `--num-layers 36 --swiglu` is {"num_layers": 36, "swiglu": True}."""
-    known, table, name = kinds(), dict[str, Any](), ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
-            table[name] = _value(value) if equals else True
-        elif not name:
-            raise ConfigError(f"{word!r} belongs to no flag", code="CFG00", where="command line")
-        elif table[name] is True:
-            table[name] = [_value(word)] if known.get(name) is list else _value(word)
-        elif isinstance(table[name], list):
-            table[name].append(_value(word))
-        else:
-            raise ConfigError(f"--{name.replace('_', '-')} has two values", code="CFG00", where="command line")
-    return {name: float(v) if known.get(name) is float and type(v) is int else v for name, v in table.items()}
+    """Flags as a [megatron] table, read as `slime run` reads them: `--swiglu --num-layers 36 --moe-layer-freq [1]*36`.
 
-
-def _value(word: str) -> Any:
-    try:
-        return ast.literal_eval(word)
-    except (ValueError, SyntaxError):
-        return word
+    Raises:
+        ConfigError: a word that belongs to no flag of Megatron.
+    """
+    known = kinds()
+    split_up = split(words, known)
+    if split_up.recipe is not None:
+        raise ConfigError(
+            f"{split_up.recipe!r} belongs to no flag", code="CFG00", where="command line", fix="leave it out"
+        )
+    overrides, found = resolve(split_up, {}, known)
+    found += [
+        Problem(
+            code="CFG01",
+            what=f"{one.place.partition(': ')[2]} describes no model",
+            where=one.place,
+            fix="leave it out",
+        )
+        for one in overrides
+        if one.path[0] != "megatron"
+    ]
+    raise_all(found)
+    return {one.path[1]: one.value for one in overrides}
 
 
 def compare(table: dict[str, Any], folder: Path) -> None:
