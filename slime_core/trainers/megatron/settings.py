@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields as fields_of, replace
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
@@ -116,6 +117,7 @@ def settings(
     shared = _shared_sequence(megatron, layout)
     fields = {**known, "multi_latent_attention": mla}
     layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
+    _raise(_uneven_units(run, layout, sizes), origins)
     unaligned = _unaligned(known, layout, train.dtype) if sizes.experts and not _engine(device) else []
     _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
     if not sizes.experts:
@@ -155,6 +157,26 @@ def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[st
             if found.pop(flag, False):
                 notices.append(f"--{flag.replace('_', '-')} has no effect: Transformer Engine is not there")
     return found, notices
+
+
+def _uneven_units(run: Mapping[str, Any], layout: Layout, sizes: Sizes) -> list[Problem]:
+    """A problem where a stage's layers are not whole units of those that are made again together."""
+    if (run.get("recompute_granularity"), run.get("recompute_method")) != ("full", "uniform"):
+        return []
+    counts = sorted({len(stage) for stage in layout.stages(sizes.layers)})
+    unit, whole = run["recompute_num_layers"], gcd(*counts)
+    if unit > 0 and whole % unit == 0:
+        return []
+    works = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+    return [
+        Problem(
+            code="CFG04",
+            what=f"megatron.recompute_num_layers = {unit} does not divide the layers of a pipeline stage",
+            keys=(("megatron", "recompute_num_layers"),),
+            why=f"uniform recomputes whole units of layers, and stages have {' or '.join(map(str, counts))}",
+            fix=f"one of {works}\nor --recompute-method block",
+        )
+    ]
 
 
 def _unaligned(known: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:

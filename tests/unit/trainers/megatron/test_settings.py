@@ -306,6 +306,27 @@ def test_recomputation(table, flags, fields):
     assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == fields
 
 
+@pytest.mark.parametrize(
+    ("unit", "table", "world", "works"),
+    [
+        (7, {}, 1, "1, 2, 4"),
+        (3, {}, 1, "1, 2, 4"),
+        (0, {}, 1, "1, 2, 4"),
+        (-1, {}, 1, "1, 2, 4"),
+        (4, {"pipeline_model_parallel_size": 2}, 2, "1, 2"),
+        (2, {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1}, 2, "1"),
+    ],
+    ids=["too many", "uneven", "none", "negative", "a stage", "uneven stages"],
+)
+def test_units_that_a_stage_is_no_multiple_of_are_refused(unit, table, world, works):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": unit, **table}
+    error = refused(full, world=world)
+    assert f"recompute_num_layers = {unit} does not divide" in error.what
+    assert error.fix == f"one of {works}\nor --recompute-method block"
+    made({**full, "recompute_num_layers": 1}, world=world)
+    made({**full, "recompute_method": "block"}, world=world)
+
+
 def test_an_optimizer_in_main_memory_is_there_whole_unless_told():
     whole = made({"optimizer_cpu_offload": True}, device="cuda").optimizer
     assert (whole["optimizer_cpu_offload"], whole["optimizer_offload_fraction"]) == (True, 1.0)
