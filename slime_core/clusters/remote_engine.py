@@ -279,7 +279,7 @@ class EngineProcess:
         if future is None or future.done():
             return  # its caller has gone
         if "error" in answer:
-            future.set_exception(remade(answer["kind"], answer["error"], EngineError))
+            _fail(future, remade(answer["kind"], answer["error"], EngineError))
         else:
             future.set_result(answer["value"])
 
@@ -289,7 +289,7 @@ class EngineProcess:
     def _fail(self, error: EngineError) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(error)
+                _fail(future, error)
 
     async def _error(self, channel: Channel, what: str) -> EngineError:
         return EngineError(
@@ -310,6 +310,12 @@ class EngineProcess:
         if not how:
             await channel.kill()
         return how
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """End a call; a caller that is cancelled meanwhile never looks at it, and asyncio is not to print that."""
+    future.set_exception(error)
+    future.exception()
 
 
 def _environment(config: Config) -> dict[str, str]:

@@ -157,6 +157,7 @@ class RayChannel:
             if frame.stored is None and len(frame.head) + sum(len(blob) for blob in frame.blobs) >= LARGE:
                 parts = frame.stored = ray.put(parts)
             sent = asyncio.ensure_future(self._ask(self._host.write.remote(self._number, parts)))
+            sent.add_done_callback(_looked_at)  # where the caller is cancelled, nobody asks how it ended
             if not await asyncio.shield(sent):
                 raise ConnectionResetError("the process is gone")
 
@@ -209,6 +210,11 @@ class RayChannel:
             return await self._ask(self._host.ask.remote(self._number, method, *args))
         except ConnectionError:
             return None
+
+
+def _looked_at(sent: asyncio.Future[Any]) -> None:
+    if not sent.cancelled():
+        sent.exception()
 
 
 def _path(env: Mapping[str, str]) -> dict[str, str]:

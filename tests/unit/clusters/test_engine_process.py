@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import select
 import signal
@@ -181,6 +182,37 @@ def test_a_killed_process_is_an_error_for_every_call_that_waits_and_for_every_la
     assert {(error.code, error.where) for error in ended} == {("ENG84", str(engine.log))}
     with pytest.raises(EngineError, match="ENG84"):
         loop(engine.resume())
+
+
+class Full:
+    """A channel that takes nothing any more."""
+
+    async def write(self, frame):
+        await asyncio.Event().wait()
+
+
+def test_calls_that_are_cancelled_while_they_are_sent_leave_no_words_when_the_process_dies(process, loop):
+    """The first error of a group cancels the others: whoever still writes has been told of it and never looks."""
+
+    async def lost():
+        said, engine = [], process()
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        engine._channel = Full()
+        calls = [asyncio.create_task(engine.generate(_request(f"c{i}"))) for i in range(3)]
+        await asyncio.sleep(0)
+        engine._lost = "it was killed"
+        engine._fail(EngineError(engine._lost, code="ENG84"))
+        for call in calls:
+            call.cancel()
+        kinds = {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)}
+        calls.clear()  # tracebacks, which hold what nobody looked at
+        del call
+        gc.collect()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().set_exception_handler(None)
+        return kinds, said
+
+    assert loop(lost()) == ({asyncio.CancelledError}, [])
 
 
 def test_a_model_that_cannot_be_opened_is_the_same_error_as_here(process, loop, tmp_path):
