@@ -72,14 +72,19 @@ def named(word: str, address: str) -> Target:
     """A run by its folder, or a detached one by the name of its actor or of its folder.
 
     Raises:
-        ConfigError: CFG05 there is none, or several; CFG17 no cluster could be asked for the name.
+        ConfigError: CFG05 there is none, or several; CFG04, CFG17 no cluster could be asked for the name.
     """
     if os.sep in word or Path(word).is_dir():
         return target_of(Path(word))
-    with reached(address) as drivers:
-        names = drivers.names()
-        found = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
-        driver = drivers.find(found[0]) if len(found) == 1 else None
+    try:
+        with reached(address) as drivers:
+            names = drivers.names()
+            found = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
+            driver = drivers.find(found[0]) if len(found) == 1 else None
+    except ConfigError as error:
+        error.why = f"'{word}' is no folder here ({Path.cwd()}), so a cluster is asked for it; {error.why}"
+        error.fix = f"name the run directory, such as runs/NAME-0\n{error.fix}"
+        raise
     if driver is None or not driver.about:
         raise ConfigError(
             f"{len(found)} detached runs are named '{word}'" if len(found) != 1 else f"{found[0]} does not answer now",
@@ -101,12 +106,29 @@ def reached(address: str) -> Iterator[Drivers]:
     """Detached drivers of a cluster: the address that is given, or RAY_ADDRESS, or that of this machine.
 
     Raises:
-        ConfigError: CFG17 there is none.
+        ConfigError: CFG04 Ray is not installed here, CFG17 there is none.
     """
     from slime_core.clusters.ray import detached_drivers
 
-    with detached_drivers(address or os.environ.get("RAY_ADDRESS", "") or "auto") as (drivers, _):
-        yield drivers
+    asked = address or os.environ.get("RAY_ADDRESS", "") or "auto"
+    try:
+        with detached_drivers(asked) as (drivers, _):
+            yield drivers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "detached runs live on a Ray cluster, and ray is not installed here",
+            code="CFG04",
+            where=f"Ray cluster {asked}",
+            why="a run that was not detached is named by its folder, and needs no Ray",
+            fix='pip install "slime-rl[ray]"',
+        ) from error
+    except ConfigError as error:
+        if error.code == "CFG17" and not address:
+            error.where = "--address, RAY_ADDRESS"
+            error.fix = error.fix.partition(";")[0] + "; then --address HOST:PORT"
+        raise
 
 
 @contextmanager

@@ -275,6 +275,31 @@ def test_a_cluster_that_is_gone_is_told_with_the_way_to_go_on(cli, tmp_path):
         assert f"slime run --resume {run_dir.path}" in done.err
 
 
+@pytest.mark.parametrize("words", [("attach",), ("attach", "nobody"), ("stop", "nobody")], ids=" ".join)
+def test_without_ray_detached_runs_are_told_to_need_it(cli, monkeypatch, words):
+    for name in [name for name in sys.modules if name.startswith("slime_core.clusters.ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = cli(*words)
+    assert done.code == 2, done.err
+    assert "error CFG04  detached runs live on a Ray cluster, and ray is not installed here" in done.err
+    assert 'pip install "slime-rl[ray]"' in done.err
+    assert ("name the run directory" in done.err) == (len(words) > 1)
+
+
+@pytest.mark.parametrize("verb", ["attach", "stop"])
+def test_a_name_that_is_no_folder_is_said_to_be_none_where_no_cluster_is(cli, tmp_path, monkeypatch, verb):
+    pytest.importorskip("ray", reason="not proven: Ray is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{door.getsockname()[1]}")  # nobody's, when it is closed
+    done = cli(verb, "demo-7")
+    assert done.code == 2
+    assert "error CFG17" in done.err
+    assert f"why: 'demo-7' is no folder here ({tmp_path}), so a cluster is asked for it; " in done.err
+    assert "fix: name the run directory, such as runs/NAME-0\n" in done.err
+    assert "--ray-address" not in done.err
+
+
 def test_a_run_directory_in_a_job_of_ray_is_refused(cli, own, tmp_path, monkeypatch):
     folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
     folder.mkdir(parents=True)
