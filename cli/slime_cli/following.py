@@ -125,9 +125,9 @@ def reached(address: str) -> Iterator[Drivers]:
             fix='pip install "slime-rl[ray]"',
         ) from error
     except ConfigError as error:
-        if error.code == "CFG17" and not address:
-            error.where = "--address, RAY_ADDRESS"
-            error.fix = error.fix.partition(";")[0] + "; then --address HOST:PORT"
+        if error.code == "CFG17":
+            error.where = "--address, or RAY_ADDRESS"
+            error.fix = error.fix.replace("--ray-address local starts one of its own", "--address HOST:PORT names one")
         raise
 
 

@@ -291,7 +291,10 @@ def test_without_ray_detached_runs_are_told_to_need_it(cli, monkeypatch, words):
 def test_a_name_that_is_no_folder_is_said_to_be_none_where_no_cluster_is(cli, tmp_path, monkeypatch, verb):
     pytest.importorskip("ray", reason="not proven: Ray is not installed")
     with socket.create_server(("127.0.0.1", 0)) as door:
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{door.getsockname()[1]}")  # nobody's, when it is closed
+        address = f"127.0.0.1:{door.getsockname()[1]}"  # nobody's, when it is closed
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for words in ((), ("--address", address)):
+        assert "--ray-address" not in cli("attach", *words).err
     done = cli(verb, "demo-7")
     assert done.code == 2
     assert "error CFG17" in done.err
