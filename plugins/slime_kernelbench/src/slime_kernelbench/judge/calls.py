@@ -6,27 +6,47 @@ import ast
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
-from slime_kernelbench.judge.values import LAYER, PLAIN, TENSOR, UNKNOWN, Facts, Scope, Value, box, only, opened
+from slime_kernelbench.judge.values import LAYER, PLAIN, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
 
 _COMPUTING_BUILTINS = frozenset(
     {"sum", "max", "min", "abs", "pow", "round", "divmod", "float", "int", "bool", "any", "all"}
 )
 _PARTS = frozenset({"split", "chunk", "unbind", "broadcast_tensors"})
 _GROWS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
+_ITERABLES = frozenset({"list", "tuple", "set", "reversed", "sorted", "filter", "frozenset", "dict"})
+_CALLS_NOTHING = frozenset(
+    {
+        "len",
+        "super",
+        "isinstance",
+        "callable",
+        "list",
+        "tuple",
+        "set",
+        "frozenset",
+        "dict",
+        "enumerate",
+        "zip",
+        "reversed",
+    }
+)
+"""What is given to these is not called by them; what they make of it holds it."""
+_CONTAINERS = frozenset({"Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict"})
+_LOOKED_UP = frozenset({"builtins.getattr", "builtins.hasattr"})
 
 
 class Calls(Expressions):
     """Evaluates calls; bodies of the candidate's own functions are left to `Flow`."""
 
     def of_Call(self, node: ast.Call, scope: Scope) -> Facts:
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and not scope.find(node.func.id):
-            return self.attribute_named(node, scope)
-        callees = self.facts(node.func, scope)
+        callees = self.facts(node.func, scope) or only(UNKNOWN)
+        found: Facts = frozenset()
+        if looks := frozenset(callee for callee in callees if callee.name in _LOOKED_UP):
+            found, callees = self.attribute_named(node, scope), callees - looks
         arguments = [self.value(argument, scope) for argument in node.args]
         keywords = {keyword.arg or "**": self.value(keyword.value, scope) for keyword in node.keywords}
         if any(isinstance(argument, ast.Starred) for argument in node.args):
             keywords["**"] = only(UNKNOWN).union(*arguments)
-        found: Facts = frozenset()
         for callee in callees:
             found |= self._call(node, callee, arguments, keywords, scope)
         return found or only(UNKNOWN)
@@ -56,19 +76,36 @@ class Calls(Expressions):
                 return self._call_method(node, callee, arguments, keywords, scope)
             case "decorator":
                 return self._decorated(node, callee, arguments)
-        self.escape(arguments + list(keywords.values()), hot)
         if callee.kind == "library":
+            if not (callee.name.startswith("builtins.") and callee.name[9:] in _CALLS_NOTHING) and (
+                callee.name.rpartition(".")[2] not in _CONTAINERS
+            ):
+                self.escape(arguments + list(keywords.values()), hot or callee.name.startswith("triton."))
             return self._call_library(node, callee.name, arguments, keywords, scope)
+        self.escape(arguments + list(keywords.values()), hot)
         return self._call_value(node, callee, arguments, keywords, scope)
 
     def escape(self, arguments: list[Facts], hot: bool) -> None:
-        """Functions handed to somebody else's code may be called there with anything."""
-        for facts in arguments:
-            for fact in facts | opened(frozenset(fact for fact in facts if fact.kind == "box")):
-                if fact.kind == "function":
-                    self.call_function(fact, [], {"**": only(UNKNOWN)}, hot)
-                elif hot and fact.kind in ("library", "method"):
-                    self.usable(fact)
+        """Code handed to somebody else may be called there with anything; objects, at any time."""
+        for fact in self.inmost(frozenset().union(*arguments)):
+            owner, _, last = fact.name.rpartition(".")
+            if fact.kind == "function":
+                self.call_function(fact, [], {"**": only(UNKNOWN)}, hot)
+            elif fact.kind in ("instance", "self", "class"):
+                self._escape_object(fact)
+            elif fact.kind == "method" and owner in self.classes:
+                self._call_bound(fact, [], {"**": only(UNKNOWN)}, hot)
+            elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner == "value" and last in _GROWS):
+                self.refuse(self.at, "dynamic_code", f"{last} is handed on, where it cannot be followed")
+            elif hot and fact.kind in ("library", "method"):
+                self.usable(fact)
+
+    def _escape_object(self, fact: Value) -> None:
+        if fact not in self.escaped:
+            self.escaped.add(fact)
+            for owner in self.classes[fact.name].order:
+                for method in self.classes[owner].methods.keys() - {"__init__"}:
+                    self.call_method(fact.name, method, [], {"**": only(UNKNOWN)}, hot=True)
 
     def usable(self, callee: Value) -> None:
         """Refuse what was taken hold of in set-up, where more is allowed, and is called while the answer is made."""
@@ -103,14 +140,13 @@ class Calls(Expressions):
                 self.refuse(node, "torch_computes", "a layer of torch.nn is run; use its weight in a kernel")
             return only(TENSOR)
         if callee.kind == "box":
-            for item in callee.items:
+            for item in self.inmost(only(callee)):
                 if item.kind in ("instance", "layer", "self"):
                     self._call(node, item, arguments, keywords, scope)
             return only(TENSOR)
         if callee.kind == "plain":
-            return only(UNKNOWN)
-        if scope.hot or callee.kind != "unknown":
-            self.refuse(node, "unresolved_call", "what is called here cannot be told from the text")
+            return only(UNKNOWN) | code_of(frozenset().union(*arguments, *keywords.values()))
+        self.refuse(node, "unresolved_call", "what is called here cannot be told from the text")
         return only(UNKNOWN)
 
     # Methods.
@@ -123,11 +159,16 @@ class Calls(Expressions):
             return self._call_value_method(node, method, callee.items, arguments, keywords, scope)
         if owner == "module":
             return self._register(node, method, arguments, keywords, scope)
+        return self._call_bound(callee, arguments, keywords, scope.hot)
+
+    def _call_bound(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
+        """A method of a class of the candidate's, as it was taken from an object, from super() or from a class."""
+        owner, _, method = callee.name.rpartition(".")
         if any(item.kind == "class" for item in callee.items):  # torch.autograd.Function.apply
-            return self._applied(owner, arguments, keywords, scope.hot)
+            return self._applied(owner, arguments, keywords, hot)
         if owner not in self.classes or self.method_of(owner, method) is None:
             return only(PLAIN)  # super().__init__ of nn.Module
-        return self.call_method(owner, method, arguments, keywords, scope.hot)
+        return self.call_method(owner, method, arguments, keywords, hot, callee.items)
 
     def _applied(self, owner: str, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
         """``torch.autograd.Function.apply``: its forward, and whatever else runs beside it."""
@@ -148,7 +189,9 @@ class Calls(Expressions):
                 target = ast.copy_location(ast.Attribute(value=base, attr=literal.value, ctx=ast.Store()), node)
                 held = arguments[1] if len(arguments) > 1 else next(iter(keywords.values()), only(PLAIN))
                 self.bind(target, held, scope)
-        return only(PLAIN) if method in ("training",) else box(only(TENSOR))
+        if method == "named_parameters":
+            return self.box(node, self.box(node, only(TENSOR, PLAIN), scope, "inner"), scope)
+        return only(PLAIN) if method in ("training",) else self.box(node, only(TENSOR), scope)
 
     def _call_value_method(
         self,
@@ -159,33 +202,32 @@ class Calls(Expressions):
         keywords: dict[str, Facts],
         scope: Scope,
     ) -> Facts:
-        self.escape(arguments + list(keywords.values()), scope.hot)
-        if method in _GROWS and isinstance(node.func, ast.Attribute):
-            held = frozenset().union(*arguments) if arguments else frozenset()
-            self.grow(node.func.value, opened(held) | held if method in ("extend", "update") else held, scope)
-            return only(UNKNOWN)
+        given = frozenset().union(*arguments, *keywords.values())
         kinds = {fact.kind for fact in base}
+        if method in _GROWS:
+            self.grow(node, base, self.opened(given) | given if method in ("extend", "update") else given, scope)
+            return self.opened(base) if method == "setdefault" else only(UNKNOWN)
         if kinds == {"box"}:
-            inside = opened(base)
-            return inside if method in ("get", "pop", "setdefault", "index") else box(inside)
+            inside = self.opened(base)
+            if method == "items":
+                return self.box(node, self.box(node, inside | only(PLAIN), scope, "inner"), scope)
+            return inside | given if method in ("get", "pop", "index") else self.box(node, inside, scope)
+        self.escape([given], scope.hot)
         if method in names.PLAIN_TENSOR or method in names.PLAIN_CONTAINER or kinds == {"plain"}:
             return only(PLAIN)
         if method in _PARTS:
-            return box(only(TENSOR))
+            return self.box(node, only(TENSOR), scope)
         return only(TENSOR) if method in names.SETUP_TENSOR else only(UNKNOWN)
 
-    def grow(self, target: ast.expr, held: Facts, scope: Scope) -> None:
-        """A container that ``target`` names now also holds ``held``."""
-        if isinstance(target, ast.Name | ast.Attribute):
-            before = self.facts(target, scope)
-            kept = any(fact.name == "kept" for fact in before)
-            if kept and scope.hot:
-                self.refuse(target, "global_state", "a container that outlives the call may not be changed in it")
-            elif any(fact.kind == "box" for fact in before):
-                self.bind(target, before | box(opened(before) - only(UNKNOWN) | held, kept), scope)
-                return
-        if any(fact.kind in ("function", "class", "library", "kernel", "layer", "instance") for fact in held):
-            self.refuse(target, "unresolved_call", "code is kept where it cannot be followed")
+    def grow(self, node: ast.AST, container: Facts, held: Facts, scope: Scope) -> None:
+        """A container now also holds ``held``, under whatever name it is asked."""
+        for fact in container:
+            if fact.kind == "box" and fact.name == "kept" and scope.hot:
+                self.refuse(node, "global_state", "a container that outlives the call may not be changed in it")
+            elif fact.kind == "box":
+                self.table.grow(held, "held", fact)
+            elif code_of(held):
+                self.refuse(node, "unresolved_call", "code is kept where it cannot be followed")
 
     # Torch, triton and Python's own functions.
 
@@ -194,26 +236,27 @@ class Calls(Expressions):
     ) -> Facts:
         root, _, rest = path.partition(".")
         if root == "builtins":
-            return self._call_builtin(node, rest, arguments, scope)
+            return self._call_builtin(node, rest, arguments, frozenset().union(*keywords.values()), scope)
         if root == "triton":
             return self._call_triton(node, path, arguments)
         if root == "math":
             for facts in arguments:
                 self._computes(node, facts, scope, path)
             return only(PLAIN)
+        given = frozenset().union(*arguments, *keywords.values())
         if root != "torch":
-            return arguments[-1] if rest.endswith("cast") and arguments else only(PLAIN)
+            return (given if rest.endswith("cast") else code_of(given)) or only(PLAIN)
         if rest.startswith("nn."):
-            return self._call_layer(rest, arguments, keywords)
+            return self._call_layer(node, rest, given, scope)
         if rest in names.PLAIN_RESULTS or rest.startswith("cuda."):
             return only(PLAIN)
-        return box(only(TENSOR)) if rest in _PARTS else only(TENSOR)
+        return self.box(node, only(TENSOR), scope) if rest in _PARTS else only(TENSOR)
 
-    def _call_layer(self, rest: str, arguments: list[Facts], keywords: dict[str, Facts]) -> Facts:
+    def _call_layer(self, node: ast.Call, rest: str, given: Facts, scope: Scope) -> Facts:
         name = rest.rpartition(".")[2]
-        held = frozenset().union(*arguments, *keywords.values()) if arguments or keywords else frozenset()
-        if name in ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict"):
-            return box(opened(held) - only(UNKNOWN) | frozenset(fact for fact in held if fact.kind != "box"))
+        if name in _CONTAINERS:
+            boxes = frozenset(fact for fact in given if fact.kind == "box")
+            return self.box(node, self.opened(boxes) | given - boxes, scope)
         if rest.startswith("nn.init."):
             return only(TENSOR)
         return only(TENSOR) if name in ("Parameter", "Buffer") else only(LAYER)
@@ -229,34 +272,37 @@ class Calls(Expressions):
             self.refuse(node, "forbidden_name", f"{path} is for kernels, not for host code")
         return only(PLAIN)
 
-    def _call_builtin(self, node: ast.Call, name: str, arguments: list[Facts], scope: Scope) -> Facts:
-        inside = frozenset().union(*(opened(facts) for facts in arguments)) if arguments else frozenset()
+    def _call_builtin(self, node: ast.Call, name: str, arguments: list[Facts], named: Facts, scope: Scope) -> Facts:
+        given = frozenset().union(named, *arguments)
+        inside = self.opened(frozenset().union(*arguments))
         if name in _COMPUTING_BUILTINS:
             for facts in arguments:
-                self._computes(node, facts if facts == only(TENSOR) else opened(facts), scope, f"{name}()")
+                self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, f"{name}()")
         if name == "super":
-            owner = scope.find("__class__") or frozenset()
-            return frozenset(
-                Value("super", base) for fact in owner for base in (*self.classes[fact.name].bases, "torch.nn.Module")
-            )
-        if name in (
-            "list",
-            "tuple",
-            "set",
-            "zip",
-            "enumerate",
-            "reversed",
-            "sorted",
-            "map",
-            "filter",
-            "frozenset",
-            "dict",
-        ):
-            spread = frozenset(item for fact in inside if fact.kind == "box" for item in fact.items)
-            return box(inside | spread, kept=not scope.hot)
+            return self._super(node, arguments, scope)
+        if name == "map" and arguments:
+            each = [self.opened(facts) for facts in arguments[1:]]
+            made = (self._call(node, callee, each, {}, scope) for callee in arguments[0])
+            return self.box(node, frozenset().union(*made), scope)
+        if name in _ITERABLES:
+            boxes = frozenset(fact for fact in inside if fact.kind == "box")
+            return self.box(node, inside | self.opened(boxes) | named, scope)
+        if name in ("zip", "enumerate"):
+            return self.box(node, self.box(node, inside | only(PLAIN), scope, "inner"), scope)
         if name in ("sum", "max", "min", "abs"):
             return inside - only(UNKNOWN) or only(PLAIN)
+        if name in ("staticmethod", "classmethod"):
+            return given or only(UNKNOWN)
         return only(UNKNOWN) if name == "object" else only(PLAIN)
+
+    def _super(self, node: ast.Call, arguments: list[Facts], scope: Scope) -> Facts:
+        """The next in line after the class that a method stands in, or after the one that is named."""
+        classes = arguments[0] if arguments else scope.find("__class__") or frozenset()
+        objects = arguments[1] if len(arguments) > 1 else scope.find("__self__") or frozenset()
+        if len(classes) != 1 or not all(fact.kind == "class" for fact in classes):
+            self.refuse(node, "unresolved_call", "of which class this is super() cannot be told from the text")
+        own = frozenset(fact for fact in objects if fact.kind in ("self", "instance"))
+        return frozenset(Value("super", fact.name, own) for fact in classes)
 
 
 __all__ = ["Calls"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.calls import Calls
 from slime_kernelbench.judge.values import UNKNOWN, ClassFacts, Facts, Scope, Value, only
 
+_FUNCTION = "torch.autograd.Function"
 _BASES = frozenset({"torch.nn.Module", "torch.autograd.Function", "builtins.object"})
 
 
@@ -16,8 +18,10 @@ class Classes(Calls):
     """Reads class definitions; bodies of methods are left to `Flow`."""
 
     @abstractmethod
-    def define_function(self, node: ast.FunctionDef, scope: Scope, owner: str | None) -> Value:
-        """A function or, with ``owner``, a method."""
+    def define_function(
+        self, node: ast.FunctionDef, scope: Scope, owner: str | None, body: Scope | None = None
+    ) -> Value:
+        """A function or, with ``owner``, a method that stands in the class body ``body``."""
 
     @abstractmethod
     def define(self, node: ast.AST, name: str, facts: Facts, scope: Scope) -> None:
@@ -30,40 +34,54 @@ class Classes(Calls):
                 "dynamic_code",
                 "a class stands once, at the top of the file, with neither metaclass nor decorator",
             )
-        bases: list[str] = []
-        is_module = False
-        for base in node.bases:
-            for fact in self.facts(base, scope):
-                if fact.kind == "class":
-                    bases.append(fact.name)
-                elif fact.kind != "library" or fact.name not in _BASES:
-                    self.refuse(base, "inherits_reference", f"base {ast.unparse(base)} of {node.name} is not allowed")
-                is_module |= fact.name == "torch.nn.Module"
-        facts = ClassFacts(name=node.name, node=node, methods={}, bases=tuple(bases), is_module=is_module)
+        bases = [self._base(node, base, scope) for base in node.bases]
+        own = [self.classes[base.name] for base in bases if base.kind == "class"]
+        facts = ClassFacts(
+            name=node.name,
+            node=node,
+            methods={},
+            order=(node.name, *_merged([list(base.order) for base in own] + [[base.name for base in own]])),
+            is_module=any(base.name == "torch.nn.Module" for base in bases) or any(base.is_module for base in own),
+            is_function=any(base.name == _FUNCTION for base in bases) or any(base.is_function for base in own),
+        )
         self.classes[node.name] = facts
+        body = Scope(self.table, id(node), outer=scope, inline=True)
         for statement in node.body:
-            self._class_statement(statement, facts, scope)
+            self._class_statement(statement, facts, scope, body)
         self.define(node, node.name, only(Value("class", node.name)), scope)
 
-    def _class_statement(self, statement: ast.stmt, facts: ClassFacts, scope: Scope) -> None:
+    def _base(self, node: ast.ClassDef, base: ast.expr, scope: Scope) -> Value:
+        found = self.facts(base, scope)
+        fact = next(iter(found)) if len(found) == 1 else UNKNOWN
+        if fact.kind != "class" and (fact.kind != "library" or fact.name not in _BASES):
+            self.refuse(base, "inherits_reference", f"base {ast.unparse(base)} of {node.name} is not allowed")
+        return fact
+
+    def _class_statement(self, statement: ast.stmt, facts: ClassFacts, scope: Scope, body: Scope) -> None:
         if isinstance(statement, ast.FunctionDef):
             special = statement.name.startswith("__") and statement.name != "__init__"
             if special or statement.name in names.NO_OVERRIDE:
                 self.refuse(statement, "monkeypatch", f"a candidate may not define {statement.name}")
             facts.methods[statement.name] = statement
-            self.define_function(statement, scope, facts.name)
+            body.define(statement.name, only(self.define_function(statement, scope, facts.name, body)))
         elif isinstance(statement, ast.Assign) and all(isinstance(target, ast.Name) for target in statement.targets):
-            held = self.value(statement.value, scope)
-            for target in statement.targets:
-                name = target.id if isinstance(target, ast.Name) else ""
-                if name.startswith("__") or name in names.NO_OVERRIDE or name == "forward":
-                    self.refuse(statement, "monkeypatch", f"a candidate may not define {name}")
-                facts.attributes[name] = held
-                self.own_attributes.add(name)
-        elif isinstance(statement, ast.AnnAssign) and statement.value is None:
-            self.value(statement.annotation, scope)
+            self._class_attributes(statement, statement.targets, self.value(statement.value, body), facts, body)
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            self.value(statement.annotation, body)
+            if statement.value is not None:
+                self._class_attributes(statement, [statement.target], self.value(statement.value, body), facts, body)
         elif not isinstance(statement, ast.Pass) and not _docstring(statement):
             self.refuse(statement, "forbidden_syntax", f"{type(statement).__name__} is not allowed in a class")
+
+    def _class_attributes(
+        self, node: ast.stmt, targets: Sequence[ast.expr], held: Facts, facts: ClassFacts, body: Scope
+    ) -> None:
+        for name in (target.id for target in targets if isinstance(target, ast.Name)):
+            if name.startswith("__") or name in names.NO_OVERRIDE or name == "forward":
+                self.refuse(node, "monkeypatch", f"a candidate may not define {name}")
+            body.define(name, held)
+            self.table.grow(held, "attribute", facts.name, name)
+            self.own_attributes.add(name)
 
     def call_class(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
         """Follow ``__init__``; what it makes may be called later."""
@@ -72,18 +90,35 @@ class Classes(Calls):
         return only(Value("instance", callee.name))
 
     def call_method(
-        self, owner: str, method: str, arguments: list[Facts], keywords: dict[str, Facts], hot: bool
+        self,
+        owner: str,
+        method: str,
+        arguments: list[Facts],
+        keywords: dict[str, Facts],
+        hot: bool,
+        bound: Facts = frozenset(),
     ) -> Facts:
-        """Follow a method, with ``self`` first unless it is static."""
+        """Follow a method, with the object ``bound`` first (else any of the class ``owner``) unless it is static."""
         node = self.method_of(owner, method)
         if node is None:
             return only(UNKNOWN)
         static = {ast.unparse(decorator) for decorator in node.decorator_list}
         if "staticmethod" not in static:
             kind = "class" if "classmethod" in static else "self"
-            arguments = [only(Value(kind, owner)), *arguments]
+            arguments = [frozenset(Value(kind, of.name) for of in bound or only(Value("self", owner))), *arguments]
         return self.call_function(Value("function", method, node=id(node)), arguments, keywords, hot)
 
 
 def _docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _merged(sequences: list[list[str]]) -> list[str]:
+    """Python's order of bases (C3); what is left over where there is none."""
+    found: list[str] = []
+    while sequences := [sequence for sequence in sequences if sequence]:
+        heads = [sequence[0] for sequence in sequences]
+        first = next((head for head in heads if not any(head in sequence[1:] for sequence in sequences)), heads[0])
+        found.append(first)
+        sequences = [[name for name in sequence if name != first] for sequence in sequences]
+    return found

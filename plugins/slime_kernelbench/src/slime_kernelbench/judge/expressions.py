@@ -6,6 +6,7 @@ import ast
 from abc import ABC, abstractmethod
 
 from slime_kernelbench.judge import names
+from slime_kernelbench.judge.libraries import Libraries
 from slime_kernelbench.judge.values import (
     LAYER,
     PLAIN,
@@ -13,42 +14,28 @@ from slime_kernelbench.judge.values import (
     UNKNOWN,
     ClassFacts,
     Facts,
-    Finding,
     Scope,
+    Table,
     TooComplex,
     Value,
-    box,
+    code_of,
     only,
-    opened,
 )
 
 FUEL = 60_000  # AST nodes looked at before the analysis gives up
-_RULES = {
-    "cuda.stream": "stream",
-    "cuda.Stream": "stream",
-    "cuda.current_stream": "stream",
-    "cuda.set_stream": "stream",
-    "cuda.ExternalStream": "stream",
-    "cuda.Event": "timing",
-    "cuda.CUDAGraph": "graph",
-    "cuda.graph": "graph",
-    "cuda.make_graphed_callables": "graph",
-    "cuda.graphs": "graph",
-    "compile": "torch_compile",
-    "jit": "torch_compile",
-    "ops": "torch_computes",
-}
+_MOST = 24  # things that one expression may be
 
 
-class Expressions(ABC):
+class Expressions(Libraries, ABC):
     """Evaluates expressions; what calls a function of the candidate's is left to `Flow`."""
 
     def __init__(self, allow: frozenset[str]) -> None:
-        self.allow = allow
-        self.findings: set[Finding] = set()
+        super().__init__(allow)
+        self.table = Table()
         self.classes: dict[str, ClassFacts] = {}
         self.launched: set[str] = set()
         self.own_attributes: set[str] = set()
+        self.escaped: set[Value] = set()  # objects and classes that were handed to somebody else's code
         self.fuel = FUEL
         self.at: ast.AST = ast.Pass()  # the call that is looked at
 
@@ -62,7 +49,13 @@ class Expressions(ABC):
 
     @abstractmethod
     def call_method(
-        self, owner: str, method: str, arguments: list[Facts], keywords: dict[str, Facts], hot: bool
+        self,
+        owner: str,
+        method: str,
+        arguments: list[Facts],
+        keywords: dict[str, Facts],
+        hot: bool,
+        bound: Facts = frozenset(),
     ) -> Facts:
         """What a call of a method of an object of the candidate's gives."""
 
@@ -70,9 +63,38 @@ class Expressions(ABC):
     def define_lambda(self, node: ast.Lambda, scope: Scope) -> Facts:
         """A lambda as a value; its body is looked at."""
 
-    def refuse(self, node: ast.AST, rule: str, message: str) -> None:
-        """Add a finding at ``node``."""
-        self.findings.add(Finding(getattr(node, "lineno", 0), rule, message))
+    @abstractmethod
+    def escape(self, arguments: list[Facts], hot: bool) -> None:
+        """Code that is handed to somebody else may be called there with anything."""
+
+    def box(self, node: ast.AST, held: Facts, scope: Scope, part: str = "") -> Facts:
+        """A container that ``node`` makes, and which holds ``held`` among others.
+
+        Where it is made in set-up it is ``kept``: still there in the next call. ``part``: the tuples within.
+        """
+        made = Value("box", part or ("" if scope.hot else "kept"), node=id(node))
+        self.table.grow(held, "held", made)
+        return only(made)
+
+    def opened(self, facts: Facts) -> Facts:
+        """What iterating over, indexing or unpacking gives."""
+        found: set[Value] = set()
+        for value in facts:
+            if value.kind == "box":
+                found |= self.table.get("held", value) or frozenset()
+            else:
+                found.add(value if value.kind in ("tensor", "plain") else UNKNOWN)
+                found |= code_of(only(value))
+        return frozenset(found)
+
+    def inmost(self, facts: Facts) -> Facts:
+        """What containers hold, and those within them, at any depth; and what is no container."""
+        found, waiting = set(facts), list(facts)
+        while waiting:
+            new = self.opened(only(fact)) - found if (fact := waiting.pop()).kind == "box" else frozenset()
+            found |= new
+            waiting += new
+        return frozenset(fact for fact in found if fact.kind != "box")
 
     def value(self, node: ast.expr | None, scope: Scope) -> Facts:
         """What ``node`` may be, as a value: a module or torch's functions may not be passed around."""
@@ -94,7 +116,10 @@ class Expressions(ABC):
             self.refuse(node, "forbidden_syntax", f"{type(node).__name__} is not allowed in host code")
             return only(UNKNOWN)
         found: Facts = method(node, scope)
-        return found if len(found) <= 24 else only(UNKNOWN)
+        if len(found) > _MOST:
+            self.escape([found], hot=True)
+            return only(UNKNOWN)
+        return found
 
     # Leaves.
 
@@ -125,7 +150,7 @@ class Expressions(ABC):
         held: Facts = frozenset()
         for item in node.elts:
             held |= self.value(item, scope)
-        return box(held, kept=not scope.hot)
+        return self.box(node, held, scope)
 
     of_List = of_Tuple
     of_Set = of_Tuple
@@ -134,28 +159,31 @@ class Expressions(ABC):
         held: Facts = frozenset()
         for key, item in zip(node.keys, node.values):
             self.value(key, scope)
-            held |= self.value(item, scope)
-        return box(held, kept=not scope.hot)
+            held |= self.value(item, scope) if key is not None else self.opened(self.value(item, scope))
+        return self.box(node, held, scope)
 
     def of_Starred(self, node: ast.Starred, scope: Scope) -> Facts:
-        return opened(self.value(node.value, scope))
+        return self.opened(self.value(node.value, scope))
 
     def of_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Facts:
-        inner = self._comprehension(node.generators, scope)
-        return box(self.value(node.elt, inner), kept=not scope.hot)
+        inner = self._comprehension(node, scope)
+        return self.box(node, self.value(node.elt, inner), scope)
 
     of_SetComp = of_ListComp
     of_GeneratorExp = of_ListComp
 
     def of_DictComp(self, node: ast.DictComp, scope: Scope) -> Facts:
-        inner = self._comprehension(node.generators, scope)
+        inner = self._comprehension(node, scope)
         self.value(node.key, inner)
-        return box(self.value(node.value, inner), kept=not scope.hot)
+        return self.box(node, self.value(node.value, inner), scope)
 
-    def _comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
-        inner = Scope(outer=scope, hot=scope.hot)
-        for generator in generators:
-            self.bind(generator.target, opened(self.value(generator.iter, inner)), inner)
+    def _comprehension(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope
+    ) -> Scope:
+        now = not isinstance(node, ast.GeneratorExp)
+        inner = Scope(self.table, id(node), outer=scope, hot=scope.hot, inline=now)
+        for index, generator in enumerate(node.generators):
+            self.bind(generator.target, self.opened(self.value(generator.iter, inner if index else scope)), inner)
             for condition in generator.ifs:
                 self.value(condition, inner)
         return inner
@@ -177,7 +205,7 @@ class Expressions(ABC):
         if TENSOR in left or TENSOR in right:
             return only(TENSOR)
         if any(value.kind == "box" for value in left | right):
-            return box(opened(left | right))
+            return self.box(node, self.opened(left | right), scope)
         return only(UNKNOWN) if UNKNOWN in left | right else only(PLAIN)
 
     def of_UnaryOp(self, node: ast.UnaryOp, scope: Scope) -> Facts:
@@ -220,7 +248,7 @@ class Expressions(ABC):
             elif fact.kind in ("library", "class"):
                 found.add(PLAIN)  # such as Optional[Tensor]
             else:
-                found |= opened(only(fact))
+                found |= self.opened(only(fact))
         return frozenset(found)
 
     # Attributes.
@@ -253,24 +281,15 @@ class Expressions(ABC):
         if fact.kind in ("self", "instance"):
             return self._own_attribute(node, fact.name, name, scope)
         if fact.kind == "super":
-            return (
-                only(Value("method", f"{fact.name}.{name}", fact.items))
-                if name in ("__init__", "forward")
-                else (self._refused(node, name, scope.hot))
-            )
-        if fact.kind == "class" and name == "apply":
-            return only(Value("method", f"{fact.name}.forward", only(Value("class", fact.name))))
-        if fact.kind in ("class", "function"):
-            if fact.kind == "class" and (method := self.method_of(fact.name, name)) is not None:
-                return only(Value("function", name, node=id(method)))
-            held = self.classes[fact.name].attributes.get(name) if fact.kind == "class" else None
-            return (
-                held if held is not None else (only(PLAIN) if name == "__name__" else self._refused(node, name, True))
-            )
+            return self._of_super(node, fact, name, scope)
+        if fact.kind == "class":
+            return self._of_class(node, fact, name, scope)
+        if fact.kind == "function":
+            return only(PLAIN) if name == "__name__" else self._refused(node, name, True)
         if fact.kind == "kernel":
             return only(Value("launcher", fact.name)) if name == "run" else self._kernel_attribute(node, name)
         if fact.kind == "library":
-            return self._library_member(node, fact, scope)
+            return self.library_member(node, fact)
         return self._member(node, fact, scope)
 
     def _kernel_attribute(self, node: ast.Attribute, name: str) -> Facts:
@@ -280,25 +299,47 @@ class Expressions(ABC):
 
     def method_of(self, owner: str, name: str) -> ast.FunctionDef | None:
         """The definition of a method, in the class itself or in its bases among the candidate's."""
-        seen: list[str] = [owner]
-        while seen:
-            facts = self.classes.get(seen.pop(0))
-            if facts is None:
-                continue
+        for facts in (self.classes[one] for one in self._order(owner)):
             if name in facts.methods:
                 return facts.methods[name]
-            seen.extend(facts.bases)
         return None
 
+    def _order(self, owner: str) -> tuple[str, ...]:
+        return self.classes[owner].order if owner in self.classes else ()
+
+    def _of_super(self, node: ast.Attribute, fact: Value, name: str, scope: Scope) -> Facts:
+        """``super().NAME``: of the class after ``fact.name`` in the order of whatever object it is."""
+        found: Facts = frozenset()
+        for one in fact.items:
+            order = self._order(one.name)
+            after = order[order.index(fact.name) + 1 :] if fact.name in order else ()
+            owner = next((item for item in after if name in self.classes[item].methods), None)
+            if owner is not None:
+                found |= only(Value("method", f"{owner}.{name}", only(one)))
+            elif name == "__init__":
+                found |= only(Value("method", "torch.nn.Module.__init__"))
+        return found or self._refused(node, name, scope.hot)
+
+    def _of_class(self, node: ast.Attribute, fact: Value, name: str, scope: Scope) -> Facts:
+        held = self._held(fact.name, name)
+        if name == "apply" and self.classes[fact.name].is_function:
+            return only(Value("method", f"{fact.name}.forward", only(fact)))
+        if (method := self.method_of(fact.name, name)) is not None:
+            static = {ast.unparse(decorator) for decorator in method.decorator_list}
+            bound = Value("method", f"{fact.name}.{name}", only(Value("instance", fact.name)))
+            held |= only(bound if "classmethod" in static else Value("function", name, node=id(method)))
+        return held or (only(PLAIN) if name == "__name__" else self._refused(node, name, True))
+
+    def _held(self, owner: str, name: str) -> Facts:
+        """What an attribute of a class's, or of its objects, may hold."""
+        return frozenset().union(
+            *(self.table.get("attribute", one, name) or frozenset() for one in self._order(owner))
+        )
+
     def _own_attribute(self, node: ast.Attribute, owner: str, name: str, scope: Scope) -> Facts:
+        held = self._held(owner, name)
         if self.method_of(owner, name) is not None:
-            return only(Value("method", f"{owner}.{name}"))
-        held: Facts = frozenset()
-        waiting = [owner]
-        while waiting:
-            facts = self.classes[waiting.pop()]
-            held |= facts.attributes.get(name, frozenset())
-            waiting.extend(facts.bases)
+            held |= only(Value("method", f"{owner}.{name}"))
         if held:
             return held
         if name in names.MODULE:
@@ -311,7 +352,8 @@ class Expressions(ABC):
         name = node.attr
         allowed = names.HOT_TENSOR if scope.hot else names.SETUP_TENSOR
         known = name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
-        own = name in self.own_attributes and name not in names.COMPUTES
+        own = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
+        known |= name in names.CONFIG and fact.kind in ("plain", "unknown")
         if not (known or own or name in self.allow):
             return self._refused(node, name, scope.hot)
         if fact.kind == "layer":
@@ -320,78 +362,19 @@ class Expressions(ABC):
             return only(TENSOR) if name.startswith(("weight", "bias", "running_")) else only(UNKNOWN)
         if name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
             return only(PLAIN)
+        if name in names.CONFIG:
+            return only(UNKNOWN)
         if name in ("T", "mT", "H", "data"):
             return only(fact) if fact.kind == "tensor" else only(UNKNOWN)
         if fact.kind in ("box", "plain") or name in names.HOT_TENSOR or name in names.SETUP_TENSOR:
             return only(Value("method", "value." + name, only(fact)))
-        return only(UNKNOWN)
+        return only(UNKNOWN).union(*(self._held(owner, name) for owner in self.classes)) if own else only(UNKNOWN)
 
     def _refused(self, node: ast.AST, name: str, hot: bool) -> Facts:
         if hot and name in names.COMPUTES:
             self.refuse(node, "torch_computes", f".{name} computes in PyTorch or on the host, not in a kernel")
         else:
             self.refuse(node, "forbidden_attribute", f"attribute {name} is not allowed here")
-        return only(UNKNOWN)
-
-    # Names of torch and triton.
-
-    def library(self, node: ast.AST, path: str, hot: bool) -> Facts:
-        """What a dotted name of an imported library is; refused where it is not in the tables."""
-        root, _, rest = path.partition(".")
-        if path in names.IMPORTS or path in ("torch.cuda", "triton.runtime", "torch.backends"):
-            return only(Value("module", path))
-        if root == "math" or path.rpartition(".")[0] in ("typing", "typing_extensions", "collections.abc"):
-            last = path.rpartition(".")[2]
-            if not last.startswith("_") and (root == "math" or last in names.TYPING):
-                return only(Value("library", path))
-        if root == "triton":
-            if path.startswith(("triton.language.", "triton.runtime.driver")):
-                return self._triton(node, path)
-            if rest in names.TRITON_HOST:
-                return only(Value("library", path))
-        if root == "torch" and self._torch(path, rest, hot):
-            return only(PLAIN) if rest in names.DTYPES else only(Value("library", path))
-        return self._unlisted(node, path, rest, hot)
-
-    def _torch(self, path: str, rest: str, hot: bool) -> bool:
-        if path in self.allow or rest in names.DTYPES:
-            return True
-        if rest.startswith("nn.init."):
-            return not hot and rest.count(".") == 2 and rest[8:] not in names.INIT_FORBIDDEN
-        if rest in ("nn.Module", "autograd.Function", "nn.Parameter", "nn.ParameterList", "nn.parameter.Parameter"):
-            return True
-        if rest.startswith("nn.") and rest.count(".") == 1:
-            return not hot and rest[3:4].isupper()
-        if rest.startswith("cuda."):
-            return rest[5:] in names.CUDA
-        return rest in (names.PLUMBING if hot else names.SETUP)
-
-    def _triton(self, node: ast.AST, path: str) -> Facts:
-        if path.startswith("triton.runtime"):
-            if path not in names.DRIVER:
-                self.refuse(node, "forbidden_name", f"{path} is not allowed")
-            return only(Value("library", path))
-        parts = path.split(".")
-        if any(part.startswith("_") for part in parts) or parts[2] in names.TL_FORBIDDEN:
-            self.refuse(node, "forbidden_name", f"{path} is not allowed")
-        return only(Value("library", path))
-
-    def _unlisted(self, node: ast.AST, path: str, rest: str, hot: bool) -> Facts:
-        rule = next((rule for start, rule in _RULES.items() if rest == start or rest.startswith(start + ".")), "")
-        if not rule:
-            last = rest.rpartition(".")[2]
-            computes = path.startswith("torch.nn.") or last in names.COMPUTES or rest in names.SETUP
-            rule = "torch_computes" if hot and computes and not last.startswith("_") else "forbidden_name"
-        self.refuse(node, rule, f"{path} is not allowed {'while the answer is made' if hot else 'in a candidate'}")
-        return only(UNKNOWN)
-
-    def _library_member(self, node: ast.Attribute, fact: Value, scope: Scope) -> Facts:
-        path = f"{fact.name}.{node.attr}"
-        if fact.name.startswith(("triton.language", "triton.runtime.driver")):
-            return self._triton(node, path)
-        if fact.name in ("torch.finfo", "torch.iinfo"):
-            return only(PLAIN)
-        self.refuse(node, "forbidden_attribute", f"{path} is not allowed")
         return only(UNKNOWN)
 
 

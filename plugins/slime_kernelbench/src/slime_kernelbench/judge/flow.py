@@ -8,9 +8,12 @@ Each function is looked at once for every kind of arguments it is called with.
 from __future__ import annotations
 
 import ast
+import copy
+from collections.abc import Iterator
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.classes import Classes
+from slime_kernelbench.judge.expressions import FUEL
 from slime_kernelbench.judge.values import (
     PLAIN,
     TENSOR,
@@ -19,13 +22,14 @@ from slime_kernelbench.judge.values import (
     Scope,
     TooComplex,
     Value,
-    box,
+    code_of,
     only,
-    opened,
 )
 
 _DEPTH = 20  # calls within calls
+_ROUNDS = 12  # of a loop, and of all: until nothing new is found
 _DECORATORS = frozenset({"builtins.staticmethod", "builtins.classmethod", "torch.no_grad", "torch.inference_mode"})
+_DEFAULTS = frozenset({"plain", "kernel"})  # kinds of what a kernel's parameters may be by default
 _STORABLE = frozenset({"tensor", "unknown", "plain", "layer", "box"})
 
 
@@ -38,22 +42,44 @@ class Flow(Classes):
 
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(allow)
+        self._made: dict[int, ast.BinOp] = {}  # what augmented assignments read
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all but what is in the table."""
+        self.findings.clear()
+        self.classes.clear()
+        self.launched.clear()
+        self.escaped.clear()
         self.kernels: dict[str, ast.FunctionDef] = {}
         self._functions: dict[int, tuple[ast.FunctionDef | ast.Lambda, Scope, str | None]] = {}
         self._defaults: dict[int, dict[str, Facts]] = {}
-        self._done: dict[tuple[object, ...], Facts] = {}
+        self._done: set[tuple[object, ...]] = set()
         self._returns: list[Facts] = []
         self._depth = 0
-        self.module = Scope()
+        self.fuel = FUEL
+        self.module = Scope(self.table)
+        self.table.begin()
 
     def read(self, tree: ast.Module) -> None:
-        """Follow the module, then `ModelNew`."""
+        """Follow the module, then `ModelNew`; again where something turned out to be more than it was taken for."""
+        for _ in range(_ROUNDS):
+            self._read(tree)
+            if not self.table.stale:
+                return
+            self._begin()
+        raise TooComplex
+
+    def _read(self, tree: ast.Module) -> None:
         self.block(tree.body, self.module)
         if "ModelNew" not in self.classes:
             return
         model = Value("class", "ModelNew")
         self.call_class(model, [], {"**": only(UNKNOWN)}, hot=False)
         self.call_method("ModelNew", "forward", [], {"**": only(TENSOR)}, hot=True)
+        for name, facts in self.classes.items():
+            if "extra_repr" in facts.methods:  # of every object that is made a text
+                self.call_method(name, "extra_repr", [], {}, hot=True)
 
     # Statements.
 
@@ -108,8 +134,11 @@ class Flow(Classes):
             self.bind(node.target, self.value(node.value, scope), scope)
 
     def on_AugAssign(self, node: ast.AugAssign, scope: Scope) -> None:
-        read = ast.copy_location(ast.BinOp(left=_loaded(node.target), op=node.op, right=node.value), node)
-        self.bind(node.target, self.value(read, scope), scope)
+        read = self._made.setdefault(id(node), _loaded(node))
+        facts, before = self.value(read, scope), self.facts(read.left, scope)
+        boxes = frozenset(fact for fact in before if fact.kind == "box")
+        self.grow(node, boxes, self.opened(self.facts(node.value, scope)), scope)
+        self.bind(node.target, facts | boxes, scope)
 
     def on_Delete(self, node: ast.Delete, scope: Scope) -> None:
         for target in node.targets:
@@ -124,16 +153,25 @@ class Flow(Classes):
         return None
 
     def on_For(self, node: ast.For, scope: Scope) -> None:
-        items = opened(self.value(node.iter, scope))
-        self.bind(node.target, items, scope)
-        for _ in range(2):
+        items = self.value(node.iter, scope)
+        for _ in self._rounds(scope):
+            self.bind(node.target, self.opened(items), scope)
             self._branches(scope, node.body, [])
         self.block(node.orelse, scope)
 
     def on_While(self, node: ast.While, scope: Scope) -> None:
-        for _ in range(2):
+        for _ in self._rounds(scope):
             self.value(node.test, scope)
             self._branches(scope, node.body, node.orelse)
+
+    def _rounds(self, scope: Scope) -> Iterator[None]:
+        """Rounds of a loop: two, and more until its names are what they were before."""
+        for number in range(_ROUNDS):
+            before = dict(scope.names)
+            yield
+            if number and scope.names == before:
+                return
+        raise TooComplex
 
     def on_With(self, node: ast.With, scope: Scope) -> None:
         for item in node.items:
@@ -188,7 +226,9 @@ class Flow(Classes):
         """Give a name its facts; Python's own names are refused."""
         if name.startswith("__") and name != "__all__":
             self.refuse(node, "dynamic_code", f"{name} may not be given a value")
-        scope.names[name] = facts
+        if scope is self.module and name in names.BUILTINS:
+            facts |= only(Value("library", "builtins." + name))  # not every module gets as far as here
+        scope.define(name, facts)
 
     def bind(self, target: ast.expr, facts: Facts, scope: Scope) -> None:
         """Give ``target`` of an assignment its facts; refused where that would change somebody else's object."""
@@ -196,7 +236,11 @@ class Flow(Classes):
             self.define(target, target.id, facts, scope)
         elif isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
-                self.bind(part.value if isinstance(part, ast.Starred) else part, opened(facts), scope)
+                inside = self.opened(facts)
+                if isinstance(part, ast.Starred):
+                    self.bind(part.value, self.box(part, inside, scope), scope)
+                else:
+                    self.bind(part, inside, scope)
         elif isinstance(target, ast.Attribute):
             self._bind_attribute(target, facts, scope)
         elif isinstance(target, ast.Subscript):
@@ -204,7 +248,7 @@ class Flow(Classes):
             base = self.facts(target.value, scope)
             if not all(fact.kind in _STORABLE for fact in base):
                 self.refuse(target, "monkeypatch", "items of this may not be changed")
-            self.grow(target.value, facts, scope)
+            self.grow(target, base, facts | self.opened(facts), scope)  # one item, or a slice of them
         else:
             self.refuse(target, "forbidden_syntax", "this may not be assigned to")
 
@@ -215,25 +259,30 @@ class Flow(Classes):
             if fact.kind in ("self", "instance"):
                 if scope.hot:
                     self.refuse(target, "global_state", f"self.{target.attr} may not change while the answer is made")
-                attributes = self.classes[fact.name].attributes
-                attributes[target.attr] = attributes.get(target.attr, frozenset()) | facts
+                self.table.grow(facts, "attribute", fact.name, target.attr)
                 self.own_attributes.add(target.attr)
-            elif fact.kind not in _STORABLE:
+            elif fact.kind not in _STORABLE or (fact.kind != "unknown" and code_of(facts)):
                 self.refuse(target, "monkeypatch", f"attribute {target.attr} of a {fact.kind} may not be changed")
+            elif fact.kind == "unknown":  # it may be an object of any class
+                for owner in self.classes:
+                    self.table.grow(facts, "attribute", owner, target.attr)
 
     # Functions and classes.
 
     def on_FunctionDef(self, node: ast.FunctionDef, scope: Scope) -> None:
         self.define(node, node.name, only(self.define_function(node, scope, None)), scope)
 
-    def define_function(self, node: ast.FunctionDef, scope: Scope, owner: str | None) -> Value:
+    def define_function(
+        self, node: ast.FunctionDef, scope: Scope, owner: str | None, body: Scope | None = None
+    ) -> Value:
         """A function or, with ``owner``, a method; a kernel where ``triton.jit`` decorates it."""
         value = Value("function", node.name, node=id(node))
         self._functions[id(node)] = (node, scope, owner)
-        self._signature(node, node.args, scope)
-        self.value(node.returns, scope)
+        around = body or scope
+        self._signature(node, node.args, around)
+        self.value(node.returns, around)
         for decorator in reversed(node.decorator_list):
-            for fact in self.facts(decorator, scope):
+            for fact in self.facts(decorator, around):
                 if fact.kind == "decorator" or fact.name == "triton.jit":
                     name = fact.name
                     made = self._decorated(ast.Call(decorator, [], []), Value("decorator", name), [only(value)])
@@ -250,6 +299,9 @@ class Flow(Classes):
         if isinstance(node, ast.FunctionDef):
             if self.kernels.setdefault(node.name, node) is not node:
                 self.refuse(node, "dynamic_code", f"kernel {node.name} is defined twice")
+            for name, facts in self._defaults[function.node].items():
+                if not all(fact.kind in _DEFAULTS or fact.name.startswith("triton.language.") for fact in facts):
+                    self.refuse(node, "kernel_names_host", f"the default of {name} is host code")
             return Value("kernel", node.name, node=function.node)
         self.refuse(node, "dynamic_code", "a lambda cannot be a kernel")
         return UNKNOWN
@@ -259,6 +311,8 @@ class Flow(Classes):
         for argument in (*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
             if argument is not None:
                 self.value(argument.annotation, scope)
+                if argument.arg.startswith("__"):
+                    self.refuse(argument, "dynamic_code", f"{argument.arg} may not be given a value")
         named = positional[len(positional) - len(arguments.defaults) :]
         defaults = {argument.arg: self.value(value, scope) for argument, value in zip(named, arguments.defaults)}
         defaults |= {
@@ -279,14 +333,14 @@ class Flow(Classes):
     def call_function(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
         """Follow the body with these arguments; the same call is followed once."""
         node, outer, owner = self._functions[callee.node]
-        scope = Scope(outer=outer, hot=hot)
+        scope = Scope(self.table, callee.node, outer=outer, hot=hot)
         self._bind_arguments(node, arguments, keywords, scope)
         if owner is not None:
-            scope.names["__class__"] = only(Value("class", owner))
-        key = (callee.node, hot, tuple(sorted((name, facts) for name, facts in _frozen(scope.names))))
+            scope.define("__class__", only(Value("class", owner)))
+        key = ("made", callee.node, hot, frozenset(scope.names.items()))
         if key in self._done:
-            return self._done[key]
-        self._done[key] = only(UNKNOWN)
+            return self.table.get(*key) or only(UNKNOWN)
+        self._done.add(key)
         if self._depth > _DEPTH:
             raise TooComplex
         self._depth += 1
@@ -296,8 +350,9 @@ class Flow(Classes):
         else:
             self.block(node.body, scope)
         self._depth -= 1
-        self._done[key] = self._returns.pop() or only(PLAIN)
-        return self._done[key]
+        made = self._returns.pop() or only(PLAIN)
+        self.table.grow(made, *key)
+        return made
 
     def _bind_arguments(
         self, node: ast.FunctionDef | ast.Lambda, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
@@ -311,25 +366,25 @@ class Flow(Classes):
             facts = given.get(name)
             if facts is None:
                 facts = defaults.get(name, frozenset()) | (spread or frozenset()) or only(UNKNOWN)
-            scope.names[name] = facts
+            scope.define(name, facts)
+        if parameters:
+            scope.define("__self__", scope.names[parameters[0]])
         rest = frozenset().union(*arguments[len(parameters) :]) | (spread or frozenset())
         if node.args.vararg is not None:
-            scope.names[node.args.vararg.arg] = box(rest)
+            scope.define(node.args.vararg.arg, self.box(node.args.vararg, rest, scope))
         if node.args.kwarg is not None:
-            scope.names[node.args.kwarg.arg] = box(frozenset().union(*keywords.values()) if keywords else frozenset())
-
-
-def _frozen(scope_names: dict[str, Facts]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(name, tuple(sorted(map(repr, facts)))) for name, facts in scope_names.items()]
+            scope.define(node.args.kwarg.arg, self.box(node.args.kwarg, frozenset().union(*keywords.values()), scope))
 
 
 def _starred(parts: list[ast.expr]) -> bool:
     return any(isinstance(part, ast.Starred) for part in parts)
 
 
-def _loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
-    read = ast.parse(ast.unparse(target), mode="eval").body
-    return ast.copy_location(read, target)
+def _loaded(node: ast.AugAssign) -> ast.BinOp:
+    """The operation of an augmented assignment, which reads its target."""
+    target = copy.copy(node.target)
+    target.ctx = ast.Load()
+    return ast.copy_location(ast.BinOp(left=target, op=node.op, right=node.value), node)
 
 
 def _called(decorator: ast.expr, fact: Value) -> bool:

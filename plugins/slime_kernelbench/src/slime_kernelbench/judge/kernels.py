@@ -78,21 +78,24 @@ class Kernels:
     def _name(self, kernel: str, node: ast.Name, *, is_value: bool) -> None:
         facts: Facts | None = self.module.find(node.id)
         if facts is None:
-            if node.id not in names.KERNEL_BUILTINS:
-                self._refuse(node, "unknown_name", f"name {node.id} is not defined in the kernel, or is not allowed")
+            self._builtin(node, "builtins." + node.id)
             return
         for fact in facts:
             if fact.kind == "kernel":
                 self.calls[kernel].add(fact.name)
             elif fact.kind == "library" and fact.name.startswith("triton.language."):
                 self._language(kernel, node, fact.name)
-            elif fact.kind == "library" and fact.name.startswith("math."):
-                pass
+            elif fact.kind == "library" and fact.name.startswith(("math.", "builtins.")):
+                self._builtin(node, fact.name)
             elif fact.kind == "module" and fact.name in names.IMPORTS:
                 if is_value:
                     self._refuse(node, "module_as_value", f"module {fact.name} is used as a value")
             elif fact.kind not in ("plain", "box"):
                 self._refuse(node, "kernel_names_host", f"{node.id} is host code; a kernel cannot use it")
+
+    def _builtin(self, node: ast.Name, path: str) -> None:
+        if path.startswith("builtins.") and path.partition(".")[2] not in names.KERNEL_BUILTINS:
+            self._refuse(node, "unknown_name", f"name {node.id} is not defined in the kernel, or is not allowed")
 
     def _language(self, kernel: str, node: ast.AST, path: str) -> None:
         parts = path.split(".")[2:]

@@ -98,6 +98,8 @@ DEVICE_PROPERTIES = _words(
     shared_memory_per_block_optin shared_memory_per_multiprocessor max_shared_mem L2_cache_size eps tiny
     smallest_normal bits"""
 )
+# What a triton.Config may be asked for.
+CONFIG = _words("kwargs num_warps num_stages num_ctas")
 # What an nn layer of torch may be asked for; running it is refused.
 LAYER = _words(
     """weight bias in_features out_features in_channels out_channels kernel_size padding dilation groups eps
@@ -112,13 +114,22 @@ MODULE = _words(
     """register_buffer register_parameter training parameters named_parameters register_module add_module eval
     reset_parameters"""
 )
-# A candidate's class may not define these: they would change how the judge's calls are answered.
+# What torch's modules are made of: a candidate that defines or assigns one would change how the judge's calls are
+# answered.
 NO_OVERRIDE = _words(
-    """eval train to cuda cpu float half double state_dict load_state_dict parameters named_parameters buffers
-    modules children named_modules register_buffer register_parameter apply zero_grad share_memory
-    requires_grad_ compile type to_empty bfloat16 named_buffers named_children get_parameter get_buffer _apply
-    _call_impl _wrapped_call_impl _load_from_state_dict _save_to_state_dict get_extra_state set_extra_state
-    _slow_forward"""
+    """_apply _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks
+    _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks _forward_pre_hooks_with_kwargs
+    _get_backward_hooks _get_backward_pre_hooks _get_name _is_full_backward_hook _load_from_state_dict
+    _load_state_dict_post_hooks _load_state_dict_pre_hooks _maybe_warn_non_full_backward_hook _modules
+    _named_members _non_persistent_buffers_set _parameters _register_load_state_dict_pre_hook
+    _register_state_dict_hook _replicate_for_data_parallel _save_to_state_dict _slow_forward _state_dict_hooks
+    _state_dict_pre_hooks _version _wrapped_call_impl add_module apply bfloat16 buffers children compile cpu cuda
+    double eval float get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia
+    named_buffers named_children named_modules named_parameters parameters register_backward_hook register_buffer
+    register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+    register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
+    register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule
+    share_memory state_dict to to_empty train type xpu zero_grad"""
 )
 NN_FORBIDDEN = _words("functional parallel utils modules attention quantized intrinsic qat backends grad")
 INIT_FORBIDDEN = _words("torch math warnings Tensor")

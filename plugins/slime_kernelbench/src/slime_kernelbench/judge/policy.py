@@ -88,9 +88,12 @@ def parse(source: str) -> ast.Module:
 def _everywhere(tree: ast.Module) -> set[Finding]:
     """What is refused wherever it stands, reached or not."""
     found: set[Finding] = set()
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    forbidden = names.FORBIDDEN_NAMES - bound  # such as a parameter `input`; Python's own is not there at run time
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Name) and node.id in names.FORBIDDEN_NAMES and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Name) and node.id in forbidden and isinstance(node.ctx, ast.Load):
             found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed"))
         elif isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr not in names.DUNDERS:
             found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))

@@ -17,19 +17,21 @@ class Value:
 
     ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, module, library (a function of torch or
     triton), function (of the candidate), class, instance, self, super, layer (of torch.nn), kernel, launcher (a kernel
-    with its grid), method (of a value), box (a container, with what it holds in ``items``).
+    with its grid), method (of a value), box (a container; what it holds is in the analysis's `Table`).
     """
 
     kind: str
     name: str = ""
-    items: Facts = frozenset()
-    node: int = 0  # id of the defining AST node, for function and class
+    items: Facts = frozenset()  # of a method or super: whose it is
+    node: int = 0  # id of the defining AST node, for function, class and box
 
 
 PLAIN = Value("plain")
 TENSOR = Value("tensor")
 UNKNOWN = Value("unknown")
 LAYER = Value("layer")
+CODE = frozenset({"function", "class", "library", "kernel", "launcher", "layer", "instance", "self", "method"})
+"""Kinds of what can be called."""
 
 
 def only(*values: Value) -> Facts:
@@ -37,33 +39,38 @@ def only(*values: Value) -> Facts:
     return frozenset(values)
 
 
-def box(items: Facts, kept: bool = False) -> Facts:
-    """Facts of a container that holds ``items``; nesting deeper than three is forgotten.
+def code_of(facts: Facts) -> Facts:
+    """What of ``facts`` can be called."""
+    return frozenset(fact for fact in facts if fact.kind in CODE)
 
-    ``kept``: it was made in set-up, so that it is still there in the next call.
+
+class Table:
+    """Facts that hold at any time: of variables as functions within see them, of attributes, of what containers hold.
+
+    They only grow. ``stale`` says that one has grown after it was asked for: then all must be looked at once more.
     """
-    return only(Value("box", "kept" if kept else "", items=_shallow(items, 3)))
 
+    def __init__(self) -> None:
+        self._facts: dict[tuple[object, ...], Facts] = {}
+        self._asked: set[tuple[object, ...]] = set()
+        self.stale = False
 
-def _shallow(items: Facts, depth: int) -> Facts:
-    if depth == 0:
-        return only(UNKNOWN) if any(item.kind == "box" for item in items) else items
-    return frozenset(
-        Value("box", item.name, _shallow(item.items, depth - 1)) if item.kind == "box" else item for item in items
-    )
+    def begin(self) -> None:
+        """A new look at everything, knowing what is known."""
+        self._asked.clear()
+        self.stale = False
 
+    def get(self, *key: object) -> Facts | None:
+        """Facts under a key; None where there are none so far."""
+        self._asked.add(key)
+        return self._facts.get(key)
 
-def opened(facts: Facts) -> Facts:
-    """What iterating over, indexing or unpacking gives."""
-    found: set[Value] = set()
-    for value in facts:
-        if value.kind == "box":
-            found |= value.items
-        elif value.kind in ("tensor", "plain"):
-            found.add(value)
-        else:
-            found.add(UNKNOWN)
-    return frozenset(found)
+    def grow(self, facts: Facts, *key: object) -> None:
+        """Add facts."""
+        before = self._facts.get(key)
+        if before is None or not facts <= before:
+            self._facts[key] = facts | (before or frozenset())
+            self.stale |= key in self._asked
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -77,32 +84,49 @@ class Finding:
 
 @dataclass(slots=True)
 class Scope:
-    """Names of one function body, of a comprehension or of the module."""
+    """Names of one function body, of a class body, of a comprehension or of the module.
 
+    A function that is defined within sees a name as it is when the function is called: all that it ever is.
+    """
+
+    table: Table
+    place: int = 0  # id of the AST node
     names: dict[str, Facts] = field(default_factory=dict)
     outer: Scope | None = None
     hot: bool = False  # whether inputs may flow here: the answer is being made
+    inline: bool = False  # it is run where it stands: a class body, a comprehension that is no generator
+
+    def define(self, name: str, facts: Facts) -> None:
+        """Give a name its facts, from here on."""
+        self.names[name] = facts
+        self.table.grow(facts, "name", self.place, name)
 
     def find(self, name: str) -> Facts | None:
         """Facts of ``name``, here or further out; None where it is not defined."""
-        scope: Scope | None = self
+        if name in self.names:
+            return self.names[name]
+        now, scope = self.inline, self.outer
         while scope is not None:
-            if name in scope.names:
-                return scope.names[name]
-            scope = scope.outer
+            found = scope.names.get(name) if now else scope.table.get("name", scope.place, name)
+            if found is not None:
+                return found
+            now, scope = now and scope.inline, scope.outer
         return None
 
 
 @dataclass(slots=True)
 class ClassFacts:
-    """A class of the candidate: its methods, its bases among the candidate's classes, and what self.NAME holds."""
+    """A class of the candidate: its methods, and the candidate's classes in the order in which names are looked up.
+
+    What self.NAME holds is in the analysis's `Table`.
+    """
 
     name: str
     node: ast.ClassDef
     methods: dict[str, ast.FunctionDef]
-    bases: tuple[str, ...]
+    order: tuple[str, ...]  # itself first
     is_module: bool
-    attributes: dict[str, Facts] = field(default_factory=dict)
+    is_function: bool = False  # of torch.autograd
 
 
 class TooComplex(Exception):

@@ -1,0 +1,273 @@
+"""The static policy follows code however it is reached: what computes in torch is seen behind every indirection."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_kernelbench.judge import policy
+
+HEAD = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+@triton.jit
+def calling(y, F: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(y + tl.arange(0, BLOCK), F(0))
+
+def launched(x):
+    y = torch.empty_like(x)
+    kernel[(triton.cdiv(x.numel(), 64),)](x, y, x.numel(), BLOCK=64)
+    return y
+
+def computes(x):
+    return torch.relu(x)
+
+def keeps(x):
+    return x
+
+def within(f):
+    def run(x):
+        return f(x)
+    return run
+"""
+MODEL = """
+class ModelNew(nn.Module):
+    {inside}
+
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def relu(self, x):
+        return torch.relu(x)
+
+    def other(self, x):
+        return x
+
+    def forward(self, x):
+        {body}
+        return launched(t)
+"""
+MANY = "FS = [computes, " + ", ".join(f"lambda x: {number}" for number in range(30)) + "]"
+BODIES = {
+    "chain_through_a_loop": [
+        "a = b = c = d = keeps",
+        "for i in range(5): d = c; c = b; b = a; a = computes",
+        "t = d(x)",
+    ],
+    "rebound_in_a_closure": ["f = keeps", "g = lambda x: f(x)", "t = g(x)", "f = computes", "t = g(x)"],
+    "two_closures_of_one_function": ["f = within(computes)", "g = within(keeps)", "t = f(x)"],
+    "late_generator": ["f = keeps", "late = (f(x) for i in [0])", "f = computes", "t = list(late)[0]"],
+    "method_mapped": ["t = list(map(self.relu, [x]))[0]"],
+    "append_mapped": ["fs = [keeps]", "list(map(fs.append, [self.relu]))", "t = fs[1](x)"],
+    "append_under_another_name": ["fs = [self.other]", "add = fs.append", "add(self.relu)", "t = fs[1](x)"],
+    "list_under_another_name": ["fs = [self.other]", "gs = fs", "gs.append(self.relu)", "t = fs[1](x)"],
+    "list_that_grows_in_its_loop": ["fs = [self.other]", "for f in fs: t = f(x); fs.append(self.relu)"],
+    "list_added_to_in_place": ["fs = [keeps]", "gs = fs", "gs += [computes]", "t = fs[1](x)"],
+    "slice_of_a_list": ["fs = [keeps]", "fs[1:] = [computes]", "t = fs[1](x)"],
+    "slice_by_name": ["fs, s = [keeps], slice(1, 2)", "fs[s] = [computes]", "t = fs[1](x)"],
+    "updated_by_keyword": ["d = {'f': self.other}", "d.update(f=self.relu)", "t = d['f'](x)"],
+    "made_by_keyword": ["d = dict(f=self.relu)", "t = d['f'](x)"],
+    "largest_of_functions": ["f = max(self.relu, self.other, key=lambda f: 1)", "t = f(x)"],
+    "attribute_of_an_unknown_object": ["o = [[[[[self]]]]][0][0][0][0][0]", "o.other = computes", "t = self.other(x)"],
+    "deep_in_a_tuple_for_a_kernel": ["t = x", "calling[(1,)](x, ((((computes,),),),), BLOCK=64)"],
+    "one_of_many_for_a_kernel": ["t = x", "calling[(1,)](x, FS[0], BLOCK=64)"],
+    "method_for_a_kernel": ["t = x", "calling[(1,)](x, self.relu, BLOCK=64)"],
+    "object_for_a_kernel": ["t = x", "calling[(1,)](x, Holder(), BLOCK=64)"],
+    "object_that_is_printed_to": ["t = x", "print(x, file=Holder())"],
+    "module_mapped": ["t = list(map(self.layer, [x]))[0]"],
+    "layers_in_layers": ["t = self.layers(x)"],
+    "apply_of_a_module": ["t = x", "ModelNew.apply(self, computes)"],
+    "attribute_over_a_method": ["t = self.other(x)"],
+    "class_attribute_over_a_method": ["t = self.again(x)"],
+    "name_of_the_class_body": ["t = self.named(x)"],
+    "decorator_of_the_class_body": ["t = self.decorated(x)"],
+    "parameter_called_name": ["t = guarded(x)"],
+    "text_of_a_module": ["t = str(self)"],
+}
+LAYER = """
+class Layer(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+"""
+HOLDER = """
+class Holder:
+    def write(self, text):
+        return torch.relu(text)
+"""
+GUARDED = """
+def guarded(x, __name__="__main__"):
+    if __name__ == "__main__":
+        return torch.relu(x)
+    return x
+"""
+BEFORE = {
+    "module_mapped": LAYER,
+    "layers_in_layers": LAYER,
+    "object_for_a_kernel": HOLDER,
+    "object_that_is_printed_to": HOLDER,
+    "parameter_called_name": GUARDED,
+    "one_of_many_for_a_kernel": MANY,
+    "name_of_the_class_body": "shadowed = keeps",
+}
+INIT = {
+    "attribute_over_a_method": "self.other = computes",
+    "module_mapped": "self.layer = Layer()",
+    "layers_in_layers": "self.layers = nn.Sequential({'a': nn.Sequential(Layer())})",
+    "text_of_a_module": "self.weight = nn.Parameter(torch.ones(1))",
+}
+INSIDE = {
+    "name_of_the_class_body": "shadowed = computes\n    named = shadowed",
+    "class_attribute_over_a_method": "def again(self, x): return x\n    again = computes",
+    "decorator_of_the_class_body": ("staticmethod = within\n    @staticmethod\n    def decorated(x): return x"),
+    "text_of_a_module": "def extra_repr(self): return str(torch.relu(self.weight))",
+}
+CLASSES = {
+    "python_s_order_of_bases": """
+class Far(nn.Module):
+    def forward(self, x):
+        return launched(torch.relu(x))
+class Near(Far):
+    pass
+class Other(nn.Module):
+    def forward(self, x):
+        return launched(x)
+class ModelNew(Near, Other):
+    pass
+""",
+    "super_of_another_class": """
+class Far(nn.Module):
+    def forward(self, x):
+        return launched(torch.relu(x))
+class Near(Far):
+    def forward(self, x):
+        return launched(x)
+class ModelNew(Near):
+    def forward(self, x):
+        return super(Near, self).forward(x)
+""",
+    "method_overridden_below_super": """
+class Base(nn.Module):
+    def helper(self, x):
+        return x
+    def forward(self, x):
+        return launched(self.helper(x))
+class ModelNew(Base):
+    def helper(self, x):
+        return torch.relu(x)
+    def forward(self, x):
+        return super().forward(x)
+""",
+    "attribute_set_below_super": """
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = keeps
+    def forward(self, x):
+        return launched(self.f(x))
+class ModelNew(Base):
+    def __init__(self):
+        super().__init__()
+        self.f = computes
+    def forward(self, x):
+        return super().forward(x)
+""",
+    "default_of_a_kernel": """
+@triton.jit
+def by_default(y, BLOCK: tl.constexpr, F: tl.constexpr = computes):
+    tl.store(y + tl.arange(0, BLOCK), F(0))
+class ModelNew(nn.Module):
+    def forward(self, x):
+        by_default[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "hooks_assigned": """
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._forward_hooks = {0: self.hook}
+    def hook(self, module, given, made):
+        return torch.relu(made)
+    def forward(self, x):
+        return launched(x)
+""",
+    "hook_named_elsewhere": """
+class Names:
+    register_forward_hook = 0
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(self.hook)
+    def hook(self, module, given, made):
+        return torch.relu(made)
+    def forward(self, x):
+        return launched(x)
+""",
+    "method_of_tensor_named_elsewhere": """
+class Names:
+    map2_ = 0
+class ModelNew(nn.Module):
+    def forward(self, x):
+        t = torch.empty_like(x)
+        torch.Tensor.map2_(t, x, x, lambda t, a, b: a if a > 0 else 0.0)
+        return launched(t)
+""",
+    "getattr_under_another_name": """
+take = getattr
+GLOBALS = take(triton.cdiv, "__globals__")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(x)
+""",
+    "getattr_never_assigned": """
+if 1 > 2:
+    getattr = 0
+GLOBALS = getattr(triton.cdiv, "__globals__")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(x)
+""",
+}
+
+
+def of_body(name: str) -> str:
+    model = MODEL.format(
+        inside=INSIDE.get(name, "pass"), init=INIT.get(name, "pass"), body="\n        ".join(BODIES[name])
+    )
+    return HEAD + BEFORE.get(name, "") + model
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_code_is_followed_by_whatever_way_it_is_called(name: str) -> None:
+    reading = policy.read(of_body(name))
+    assert reading.status == "rejected"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_and_kernels_hide_no_code(name: str) -> None:
+    assert policy.read(HEAD + CLASSES[name]).status == "rejected"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "t = keeps(x)",
+        "f = keeps; g = lambda x: f(x); t = g(x)",
+        "fs = [keeps]; fs.append(self.other); t = fs[1](x)",
+        "t = list(map(self.other, [x]))[0]",
+        "t = within(keeps)(x)",
+        "t = max(self.other, keeps, key=lambda f: 1)(x)",
+        "d = dict(f=self.other); t = d['f'](x)",
+    ],
+)
+def test_code_that_computes_nothing_is_let_through(body: str) -> None:
+    model = MODEL.format(inside="pass", init="pass", body=body)
+    reading = policy.read(HEAD + model)
+    assert (reading.status, reading.diagnostics) == ("ok", ())
