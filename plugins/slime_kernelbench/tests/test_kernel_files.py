@@ -1,6 +1,7 @@
 """`slime kernelbench eval`: which problem a file answers, its rows and exit codes, over HTTP; `problems`."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,33 @@ def test_eval_prints_a_row_a_file_and_its_exit_code_says_whether_all_are_right(t
     done = invoke("eval", tmp_path / "correct.py", "--url", url, token=token)
     assert done.exit_code == 0
     assert "1 of 1 are correct" in done.stdout
+
+
+def test_a_file_that_cannot_be_read_has_a_row_that_says_why_and_the_others_are_judged(tmp_path, server):
+    url, token = server
+    (tmp_path / "correct.py").write_text("correct")
+    (tmp_path / "dangling.py").symlink_to("nowhere.py")
+    (tmp_path / "itself.py").symlink_to("itself.py")
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    with (tmp_path / "vast.py").open("wb") as vast:
+        vast.truncate(1 << 40)
+    done = invoke("eval", tmp_path, "--url", url, "--json", token=token)
+    rows = {Path(row["file"]).name: row for row in json.loads(done.stdout)}
+    told = {name: [item["message"] for item in row["diagnostics"]] for name, row in rows.items()}
+    assert list(rows) == ["correct.py", "dangling.py", "itself.py", "pipe.py", "vast.py"]
+    assert [row["status"] for row in rows.values()] == ["correct"] + 4 * ["compile_error"]
+    assert ["link to nothing" in told[name][0] for name in ("dangling.py", "itself.py")] == [True, True]
+    assert "no regular file" in told["pipe.py"][0]
+    assert "1099511627776 bytes" in told["vast.py"][0]
+
+
+def test_a_file_with_a_byte_order_mark_is_what_it_is_without(tmp_path):
+    for name, problem in (("x.py", "class ModelNew: ..."), ("x.problem.py", find_problem("relu").source)):
+        (tmp_path / name).write_text(problem, encoding="utf-8-sig")
+    (entry,) = entries(tmp_path, None)
+    assert entry.source == "class ModelNew: ..."
+    assert entry.problem.source == find_problem("relu").source
 
 
 def test_eval_without_the_token_or_a_judge_says_what_to_do(tmp_path, server):

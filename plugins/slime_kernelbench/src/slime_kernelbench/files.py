@@ -20,10 +20,12 @@ from slime_core.errors import nearest
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.problems import load, shipped
 from slime_kernelbench.problems.rows import PARTS, checked, of_file
-from slime_kernelbench.types import Judge, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, Judge, Problem, Verdict
 
 BUILT_IN = "slime/1/add"
 PROBLEM = ".problem.py"
+LARGEST = 16 << 20
+"""Bytes of a file; the policy refuses far shorter texts."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Entry:
     file: str
     source: str
     problem: Problem
+    unread: str = ""  # why there is no source
 
 
 def entries(path: Path, problem: Problem | None) -> list[Entry]:
@@ -48,7 +51,7 @@ def entries(path: Path, problem: Problem | None) -> list[Entry]:
         raise DataError(
             f"there is no {path}", code="CFG05", where=str(path.absolute()), fix="name a file of Python, or a folder"
         )
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    files = sorted(file for file in path.rglob("*.py") if not file.is_dir()) if path.is_dir() else [path]
     files = [file for file in files if not file.name.endswith(PROBLEM) and file.name != "__init__.py"]
     if not files:
         raise DataError(f"{path} has no candidates", code="DAT17", where=str(path.absolute()), fix="files named *.py")
@@ -84,7 +87,7 @@ async def judge_all(found: Sequence[Entry], judge: Judge, *, at_once: int) -> li
 
     async def one(entry: Entry) -> dict[str, Any]:
         async with free:
-            return row(entry, await judge.judge(entry.source, entry.problem))
+            return row(entry, _unread(entry) if entry.unread else await judge.judge(entry.source, entry.problem))
 
     return list(await asyncio.gather(*(one(entry) for entry in found)))
 
@@ -105,7 +108,7 @@ def row(entry: Entry, verdict: Verdict) -> dict[str, Any]:
 
 
 def _entry(file: Path, problem: Problem | None) -> Entry:
-    source = file.read_bytes().decode("utf-8", errors="surrogateescape")
+    source, unread = _source(file)
     if problem is None:
         beside = file.with_name(file.stem + PROBLEM)
         if beside.is_file():
@@ -115,7 +118,26 @@ def _entry(file: Path, problem: Problem | None) -> Entry:
             problem = checked(Problem(id=_safe(file.stem), name=file.stem, source=reference, where=f"{file}:1"))
         else:
             problem = next(problem for problem in shipped() if problem.id == BUILT_IN)
-    return Entry(file=str(file), source=source, problem=problem)
+    return Entry(file=str(file), source=source, problem=problem, unread=unread)
+
+
+def _source(file: Path) -> tuple[str, str]:
+    """A file's text, or "" and why it cannot be had."""
+    try:
+        if not file.is_file():
+            return "", "it is no regular file" if file.exists() else "it is a link to nothing"
+        if (size := file.stat().st_size) > LARGEST:
+            return "", f"it has {size} bytes; at most {LARGEST}"
+        return file.read_bytes().decode("utf-8-sig", errors="surrogateescape"), ""
+    except OSError as error:
+        return "", f"it cannot be read: {error.strerror}"
+
+
+def _unread(entry: Entry) -> Verdict:
+    told = Diagnostic(
+        stage="static", kind="unreadable", message=f"{entry.unread}; name a file of Python that you can read"
+    )
+    return Verdict(status="compile_error", reached="static", diagnostics=(told,))
 
 
 def _safe(stem: str) -> str:

@@ -122,6 +122,7 @@ def _unparsable(error: BaseException, source: str) -> Reading:
     line = error.lineno if isinstance(error, SyntaxError) else None
     lines = source.splitlines()
     told = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+    told = "it is not UTF-8: save it as such" if isinstance(error, UnicodeError) else told
     diagnostic = Diagnostic(
         stage="static",
         kind=type(error).__name__,

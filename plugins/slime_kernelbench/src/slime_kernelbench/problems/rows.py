@@ -66,7 +66,7 @@ def of_file(path: Path, *, id: str = "") -> Problem:
         DataError: DAT20 it is not UTF-8, CFG05 it cannot be read, or as :func:`of_row`.
     """
     try:
-        source = path.read_bytes().decode("utf-8")
+        source = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path.name} is not UTF-8", code="DAT20", where=f"{path}, byte {error.start}", fix="save it as UTF-8"
