@@ -57,6 +57,10 @@ class ModelNew(nn.Module):
 """
 MANY = "FS = [computes, " + ", ".join(f"lambda x: {number}" for number in range(30)) + "]"
 BODIES = {
+    "format_of_a_text": ["t = x", "f'{1:{self.relu(x)}}'"],
+    "assigned_in_a_comprehension": ["f = self.other", "[(f := self.relu) for _ in [0]]", "t = f(x)"],
+    "assigned_in_a_generator": ["f = self.other", "g = ((f := keeps) for _ in [0])", "t = f(x)"],
+    "cause_of_an_error": ["def f(x): raise ValueError from self.relu(x)", "t = list(map(f, [x]))[0]"],
     "chain_through_a_loop": [
         "a = b = c = d = keeps",
         "for i in range(5): d = c; c = b; b = a; a = computes",
@@ -130,6 +134,26 @@ INSIDE = {
     "text_of_a_module": "def extra_repr(self): return str(torch.relu(self.weight))",
 }
 CLASSES = {
+    "list_that_a_kernel_names": """
+FS = [computes]
+@triton.jit
+def listed(y, T: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(y + tl.arange(0, BLOCK), FS[0](T))
+class ModelNew(nn.Module):
+    def forward(self, x):
+        listed[(1,)](x, x, BLOCK=64)
+        return launched(x)
+""",
+    "builtins_below_triton_s_language": """
+@triton.jit
+def opened(y, T: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(y + tl.arange(0, BLOCK), 0.0)
+    tl.random.tl.builtins.eval("T.relu_()", {"T": T})
+class ModelNew(nn.Module):
+    def forward(self, x):
+        opened[(1,)](x, x, BLOCK=64)
+        return launched(x)
+""",
     "python_s_order_of_bases": """
 class Far(nn.Module):
     def forward(self, x):

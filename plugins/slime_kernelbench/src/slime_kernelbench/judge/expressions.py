@@ -139,6 +139,7 @@ class Expressions(Libraries, ABC):
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 self.value(part.value, scope)
+                self.value(part.format_spec, scope)
         return only(PLAIN)
 
     def of_Lambda(self, node: ast.Lambda, scope: Scope) -> Facts:
@@ -181,7 +182,7 @@ class Expressions(Libraries, ABC):
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope
     ) -> Scope:
         now = not isinstance(node, ast.GeneratorExp)
-        inner = Scope(self.table, id(node), outer=scope, hot=scope.hot, inline=now)
+        inner = Scope(self.table, id(node), outer=scope, hot=scope.hot, inline=now, of_comprehension=True)
         for index, generator in enumerate(node.generators):
             self.bind(generator.target, self.opened(self.value(generator.iter, inner if index else scope)), inner)
             for condition in generator.ifs:
@@ -230,6 +231,10 @@ class Expressions(Libraries, ABC):
 
     def of_NamedExpr(self, node: ast.NamedExpr, scope: Scope) -> Facts:
         facts = self.value(node.value, scope)
+        while scope.of_comprehension and scope.outer is not None:  # the name is of the function around
+            if not scope.inline:
+                self.refuse(node, "forbidden_syntax", "a generator may not assign: it runs later than it stands")
+            scope = scope.outer
         self.bind(node.target, facts, scope)
         return facts
 

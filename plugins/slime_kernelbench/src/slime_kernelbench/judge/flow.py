@@ -113,6 +113,7 @@ class Flow(Classes):
 
     def on_Raise(self, node: ast.Raise, scope: Scope) -> None:
         self.value(node.exc, scope)
+        self.value(node.cause, scope)
 
     def on_Assign(self, node: ast.Assign, scope: Scope) -> None:
         pairs = node.value.elts if isinstance(node.value, ast.Tuple) else []

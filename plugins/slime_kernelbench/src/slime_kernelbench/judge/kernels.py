@@ -6,6 +6,7 @@ The interpreter runs a kernel's body as Python, where any name of the file would
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.values import Facts, Finding, Scope
@@ -35,9 +36,10 @@ class Kernels:
     """Checks every kernel of a module once; ``calls`` afterwards says which kernels name which, ``stores`` which
     store."""
 
-    def __init__(self, kernels: dict[str, ast.FunctionDef], module: Scope) -> None:
+    def __init__(self, kernels: dict[str, ast.FunctionDef], module: Scope, inmost: Callable[[Facts], Facts]) -> None:
         self.kernels = kernels
         self.module = module
+        self.inmost = inmost  # of what containers hold
         self.findings: set[Finding] = set()
         self.calls: dict[str, set[str]] = {}
         self.stores: set[str] = set()
@@ -80,7 +82,7 @@ class Kernels:
         if facts is None:
             self._builtin(node, "builtins." + node.id)
             return
-        for fact in facts:
+        for fact in self.inmost(facts):
             if fact.kind == "kernel":
                 self.calls[kernel].add(fact.name)
             elif fact.kind == "library" and fact.name.startswith("triton.language."):
@@ -90,7 +92,7 @@ class Kernels:
             elif fact.kind == "module" and fact.name in names.IMPORTS:
                 if is_value:
                     self._refuse(node, "module_as_value", f"module {fact.name} is used as a value")
-            elif fact.kind not in ("plain", "box"):
+            elif fact.kind != "plain":
                 self._refuse(node, "kernel_names_host", f"{node.id} is host code; a kernel cannot use it")
 
     def _builtin(self, node: ast.Name, path: str) -> None:
@@ -98,10 +100,9 @@ class Kernels:
             self._refuse(node, "unknown_name", f"name {node.id} is not defined in the kernel, or is not allowed")
 
     def _language(self, kernel: str, node: ast.AST, path: str) -> None:
-        parts = path.split(".")[2:]
-        if any(part.startswith("_") for part in parts) or parts[0] in names.TL_FORBIDDEN:
+        if not names.of_language(path):
             self._refuse(node, "forbidden_name", f"{path} is not allowed in a kernel")
-        if parts[-1] in names.STORES:
+        if path.rpartition(".")[2] in names.STORES:
             self.stores.add(kernel)
 
     def _attribute(self, kernel: str, node: ast.Attribute, own: set[str], *, is_value: bool) -> None:

@@ -71,8 +71,7 @@ class Libraries:
             if path not in names.DRIVER:
                 self.refuse(node, "forbidden_name", f"{path} is not allowed")
             return only(Value("library", path))
-        parts = path.split(".")
-        if any(part.startswith("_") for part in parts) or parts[2] in names.TL_FORBIDDEN:
+        if not names.of_language(path):
             self.refuse(node, "forbidden_name", f"{path} is not allowed")
         return only(Value("library", path))
 

@@ -1,4 +1,4 @@
-"""What a candidate may name, as tables; no code. What is absent here is refused."""
+"""What a candidate may name, as tables. What is absent here is refused."""
 
 from __future__ import annotations
 
@@ -148,8 +148,11 @@ KERNEL_BUILTINS = _words(
     """range min max abs int float bool len print None True False isinstance str tuple list zip enumerate sum"""
 )
 TL_FORBIDDEN = _words(
-    """core semantic standard inline_asm_elementwise target_info builtin str_to_ty tensor_descriptor_base ir"""
+    """core semantic standard inline_asm_elementwise target_info builtin str_to_ty tensor_descriptor_base ir
+    tl jit wraps module module_from_spec pkgutil utils"""
 )
+# Modules of triton's language that may be gone through; what else has members is a dtype or a tensor.
+TL_MODULES = _words("math random extra cuda hip libdevice")
 KERNEL_ATTRIBUTES = _words(
     """to shape dtype T trans sum max min argmax argmin xor_sum cumsum cumprod sort element_ty scalar value type
     numel store load atomic_add atomic_min atomic_max gather scatter reshape view broadcast_to permute split
@@ -172,3 +175,11 @@ ATEN_PLUMBING = _words(
     resize_ scalar_tensor select set_ slice split split_with_sizes squeeze squeeze_ t t_ transpose transpose_
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_real zero_ zeros zeros.out zeros_like"""
 )
+
+
+def of_language(path: str) -> bool:
+    """Whether a dotted name below ``triton.language`` may be used."""
+    *inner, last = path.split(".")[2:]
+    closed = any(part.startswith("_") or part in TL_FORBIDDEN for part in (*inner, last))
+    modules = all(part in TL_MODULES for part in inner)
+    return not closed and (modules or (not TL_MODULES & set(inner) and {*inner[1:], last} <= KERNEL_ATTRIBUTES))

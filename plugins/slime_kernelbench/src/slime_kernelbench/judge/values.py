@@ -95,6 +95,7 @@ class Scope:
     outer: Scope | None = None
     hot: bool = False  # whether inputs may flow here: the answer is being made
     inline: bool = False  # it is run where it stands: a class body, a comprehension that is no generator
+    of_comprehension: bool = False
 
     def define(self, name: str, facts: Facts) -> None:
         """Give a name its facts, from here on."""
