@@ -162,3 +162,9 @@ def test_a_cluster_whose_token_this_process_lacks_says_so(nodes, forked_slime, e
     assert f"error CFG17  no Ray cluster can be joined at {nodes.address}" in done.stderr
     assert told in done.stderr.replace("couldn't find an", "no")
     assert "fix: export RAY_AUTH_MODE=token, and the cluster's own token: RAY_AUTH_TOKEN=..." in done.stderr
+
+
+def test_a_token_that_is_at_hand_is_taken_up_where_no_mode_is_named(nodes, forked_slime):
+    env = {name: value for name, value in nodes.env.items() if name != "RAY_AUTH_MODE"}
+    done = forked_slime("attach", "--address", nodes.address, "nobody", **env)
+    assert "error CFG05" in done.stderr, done.stderr  # let in, and there is no such run

@@ -84,8 +84,16 @@ def test_kernels_of_both_sides_are_right_and_each_slip_makes_them_wrong(tmp_path
     check([*FAMILY.operators("train"), *FAMILY.operators("heldout")][::40], tmp_path)
 
 
-def test_a_reduction_of_flat_steps_hides_slips_and_is_left_out(tmp_path):
-    hidden = Operator(("clamp", "leaky"), "max")
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        Operator(("clamp", "leaky"), "max"),
+        Operator(("decay", "negate", "relu"), "sum"),  # always 0
+        Operator(("abs", "raise", "clamp"), "map"),  # always 1
+    ],
+    ids=lambda operator: operator.name,
+)
+def test_an_operator_that_hides_slips_is_left_out(hidden, tmp_path):
     slipped = [(hidden.problem(4, 20).source, hidden.kernel(Slips(load=True)))]
     assert judged(slipped, tmp_path) == [True]
     assert hidden not in FAMILY.operators("train") + FAMILY.operators("heldout")

@@ -31,7 +31,7 @@ from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.domains import selectors
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, oversize, table
-from slime_core.clusters.ray.token import let_in
+from slime_core.clusters.ray.token import address_of_auto, let_in, take_up
 from slime_core.clusters.ray.travelling import not_set_up, travelling
 from slime_core.errors import ConfigError
 
@@ -186,10 +186,11 @@ def _own(processors: int, common: dict[str, Any]) -> None:
 
 def _probe(address: str) -> None:
     """Ray asks for long at an address where nobody listens, or lets it in; this asks once, and raises an OSError."""
-    host, _, port = address.rpartition(":")
+    there = address_of_auto() if address == "auto" else address
+    host, _, port = there.rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), PROBE).close()
-        if not let_in(address):
+        if not let_in(there) and not (take_up() and let_in(there)):
             raise PermissionError("the cluster asks for another token than this process has")
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
+from typing import Any
+
 ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """What every client of a head asks it first; an empty message is a whole one."""
 PATIENCE = 5.0  # seconds
+MODE = "RAY_AUTH_MODE"
 
 
 def let_in(address: str) -> bool:
@@ -25,4 +30,32 @@ def let_in(address: str) -> bool:
             call(b"", timeout=PATIENCE, metadata=[(name.lower(), value) for name, value in headers.items()])
         except grpc.RpcError as error:
             return bool(error.code() != grpc.StatusCode.UNAUTHENTICATED)
+    return True
+
+
+def address_of_auto() -> str:
+    """HOST:PORT of the cluster that ``auto`` means; "auto" where Ray does not say."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+
+        return canonicalize_bootstrap_address("auto") or "auto"
+    except Exception:  # of Ray's inner life; or there is none, which `ray.init` tells
+        return "auto"
+
+
+def take_up() -> bool:
+    """Send the token of this machine's user from now on, where ``RAY_AUTH_MODE`` says nothing; whether there is one.
+
+    `ray start --head` asks for that token by itself where there is one; who joins has to know.
+    """
+    if MODE in os.environ:
+        return False
+    try:
+        inner: Any = import_module("ray._raylet")
+        if not inner.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            return False
+        os.environ[MODE] = "token"
+        inner.Config.initialize("")
+    except (ImportError, AttributeError, TypeError):  # another version's inner life
+        return False
     return True

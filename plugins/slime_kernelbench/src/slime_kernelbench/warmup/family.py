@@ -37,6 +37,10 @@ STEPS: dict[str, tuple[str, str]] = {
 FLAT = frozenset({"relu", "clamp"})
 """Steps that make many elements equal: a row's largest or smallest would say little about the rest of the kernel."""
 
+NOT_NEGATIVE = frozenset({"relu", "sigmoid", "abs", "square", "root", "decay"})
+CONSTANT = frozenset({("negate", "relu"), ("raise", "clamp")})
+"""What makes one number of all that is not negative: a kernel that reads the wrong elements would be right."""
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Finish:
@@ -169,6 +173,9 @@ class Operator:
     @property
     def tells(self) -> bool:
         """Whether its output depends enough on its input that every slip shows."""
+        steps = self.steps
+        if any(steps[at] in NOT_NEGATIVE and steps[at + 1 : at + 3] in CONSTANT for at in range(len(steps) - 2)):
+            return False
         return self.finish not in ("max", "min") or FLAT.isdisjoint(self.steps)
 
     @property
