@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shim
 from slime_kernelbench.judge.module import imported, told
+from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import Watch, fingerprint, warm
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
@@ -38,7 +39,7 @@ class Session:
     """One candidate on the CPU, in triton's interpreter."""
 
     def __init__(self) -> None:
-        self.watch = Watch()
+        self.watch = Watch(Recorder())
         shim.install()
         self.watch.install()
         self.untouched = fingerprint()

@@ -25,6 +25,7 @@ from triton.runtime.jit import mangle_type
 
 from slime_kernelbench.judge.module import FILE
 from slime_kernelbench.judge.names import ATEN_PLUMBING
+from slime_kernelbench.judge.recorder import Recorder
 
 _EMPTY = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -51,8 +52,10 @@ class OutOfBounds(Exception):
 class Watch(TorchDispatchMode):
     """Counts operators of torch while the answer is made, and fills memory that is handed out unwritten."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """``recorder`` is a second witness of what torch computes."""
         super().__init__()
+        self._recorder = recorder
         self.computed: Counter[str] = Counter()
         self.launches = 0
         self.stored = 0  # elements that kernels wrote
@@ -78,10 +81,15 @@ class Watch(TorchDispatchMode):
         """While the candidate's forward runs."""
         self.hot, self.ablate, self.launches, self.stored = True, ablate, 0, 0
         self.computed.clear()
+        if self._recorder is not None:
+            self._recorder.begin()
         try:
             yield
         finally:
             self.hot = self.ablate = False
+            for name in self._recorder.end() if self._recorder is not None else ():
+                if name.removeprefix("aten::") not in ATEN_PLUMBING:
+                    self.computed.setdefault(name.removeprefix("aten::"), 1)
 
     def install(self) -> None:
         """Watch every launch and every access of the interpreter's; for the rest of this process's life."""

@@ -1,0 +1,53 @@
+"""The second witness of what torch computes: hears what the dispatch mode is kept from hearing."""
+
+import asyncio
+
+import pytest
+import torch
+from corpus_of_kernels import problem_of, sources
+
+from slime_kernelbench.judge import JudgeOptions, LocalJudge, policy
+from slime_kernelbench.judge.recorder import SWITCHED_OFF, Recorder
+
+
+def heard(work):
+    recorder, x = Recorder(), torch.ones(4, 4)
+    recorder.begin()
+    work(x)
+    return recorder.end() - {"aten::empty"}
+
+
+def test_operators_are_heard_where_dispatch_modes_are_off():
+    def work(x):
+        with torch._C._DisableTorchDispatch():
+            torch.add(x, x)
+
+    assert heard(work) == {"aten::add"}
+
+
+def test_what_is_made_of_other_operators_is_heard_as_those():
+    assert "aten::reshape" not in heard(lambda x: x.reshape(2, 8))
+    assert heard(lambda x: torch.nn.functional.silu(x).flatten()) == {"aten::silu", "aten::view"}
+
+
+@pytest.mark.parametrize(
+    "off", [torch.autograd._disable_profiler, lambda: torch.autograd._enable_record_function(False)]
+)
+def test_a_witness_that_is_silenced_says_so(off):
+    try:
+        assert heard(lambda x: off()) == {SWITCHED_OFF}
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
+def test_a_sum_made_beside_the_watch_is_a_hack_without_the_policy(monkeypatch):
+    monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
+    text = sources("cheats")["computes_beside_the_watch"]
+
+    async def judged():
+        async with LocalJudge(JudgeOptions(workers=1)) as judge:
+            return await judge.judge(text, problem_of(text))
+
+    verdict = asyncio.run(judged())
+    assert verdict.status == "hack"
+    assert [flag.detail for flag in verdict.flags] == ["torch computed: add"]
