@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -92,11 +93,12 @@ class Meter:
 
     def __init__(self, model: Callable[..., Any], sets: Sequence[list[Any]], watch: Stopwatch) -> None:
         self._model, self._sets, self._watch = model, sets, watch
-        self.outputs: list[Any] = []  # of every timed call, in order
+        self.outputs: list[Any] = []  # of every timed call: those by events, then those by the host
 
     def measure(self, order: Sequence[int], host_order: Sequence[int], warm: int) -> dict[str, list[float]]:
         """Times of calls on the sets that ``order`` names, after ``warm`` ones; both orders' outputs are kept.
 
+        The two orders' calls are spread among each other: what slows the machine for a while slows both.
         Memory that outputs are likely to be made in holds NaN before a timed call.
         """
         first = [self._model(*self._sets[number % len(self._sets)]) for number in range(max(warm, 1))]
@@ -106,16 +108,20 @@ class Meter:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         del first
-        self.outputs = []
-        events = [self._timed(self._watch.by_events, number) for number in order[:most]]
-        host = [self._timed(self._watch.by_host, number) for number in host_order[:most]]
-        return {"events": events, "host": host}
-
-    def _timed(self, clock: Callable[[Callable[[], Any]], tuple[float, Any]], number: int) -> float:
-        inputs = self._sets[number]
-        taken, made = clock(lambda: self._model(*inputs))
-        self.outputs.append(made)
-        return taken
+        clocks = {"events": (self._watch.by_events, order[:most]), "host": (self._watch.by_host, host_order[:most])}
+        calls = [
+            ((place + 0.5) / len(numbers), name, number)
+            for name, (_, numbers) in clocks.items()
+            for place, number in enumerate(numbers)
+        ]
+        times: dict[str, list[float]] = {name: [] for name in clocks}
+        outputs: dict[str, list[Any]] = {name: [] for name in clocks}
+        for _, name, number in sorted(calls, key=lambda one: one[0]):
+            taken, made = clocks[name][0](partial(self._model, *self._sets[number]))
+            times[name].append(taken)
+            outputs[name].append(made)
+        self.outputs = [*outputs["events"], *outputs["host"]]
+        return times
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -281,7 +281,7 @@ class Speed:
             compiled=baseline.compiled,
             floor=floor,
         )
-        for flag in timing.suspicions(trial.timing, first.samples, baseline.eager):
+        for flag in timing.suspicions(trial.timing, first.samples, again.samples, baseline.eager):
             trial.flags.setdefault(flag.rule, flag)
             trial.diagnostics.append(Diagnostic(stage="speed", kind=flag.rule, message=flag.detail))
         if timing.CHEATS & trial.flags.keys() or trial.cheated():
