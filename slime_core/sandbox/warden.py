@@ -106,7 +106,7 @@ class Warden:
             self._watch(told)
 
     def _watch(self, told: socket.socket) -> None:
-        poller, listener = select.poll(), -1
+        poller, listener, heard = select.poll(), -1, False
         poller.register(self.report, select.POLLIN)
         poller.register(told, select.POLLIN)
         poller.register(self.zygote, 0)  # it hangs up when the fork server dies
@@ -123,10 +123,12 @@ class Warden:
                         poller.unregister(listener)
                 elif number == told.fileno():
                     poller.unregister(told)
-                    listener = self._hear(told)
+                    listener, heard = self._hear(told), True
                     if listener >= 0:
                         poller.register(listener, select.POLLIN)
                 else:  # the driver wants nothing any more, or it or the fork server is gone
+                    if not heard:
+                        self._last_words(told)
                     return
 
     def _over(self) -> str:
@@ -164,6 +166,11 @@ class Warden:
         elif message:
             post(self.report, {"infra": message["failed"]})
         return -1
+
+    def _last_words(self, told: socket.socket) -> None:
+        """What the candidate may have said meanwhile; if it has not, it cannot any more, and so never runs."""
+        told.shutdown(socket.SHUT_RD)
+        self._hear(told)
 
     def _end_group(self) -> None:
         if not self.group:

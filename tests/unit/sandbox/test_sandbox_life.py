@@ -6,14 +6,18 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from slime_core.errors import SandboxError
 from slime_core.sandbox import Policy, Sandbox
+from slime_core.sandbox.warden import Warden
+from slime_core.sandbox.wire import collect, packet_pair, post
 
 pytestmark = pytest.mark.integration
 
@@ -171,3 +175,44 @@ def test_an_answer_that_a_cancelled_driver_waited_for_leaves_nothing(own, proces
 
     run(cancel())
     assert processes.below(os.getpid()) == before
+
+
+@pytest.fixture
+def watched():
+    """``watched(message)``: a warden that was told ``message`` while its driver wants nothing any more; both ends."""
+    with ExitStack() as ends:
+
+        def watch(*messages):
+            made = (driver, report), (told, telling), (_, requests) = packet_pair(), packet_pair(), packet_pair()
+            for end in (end for pair in made for end in pair):
+                ends.enter_context(end)
+            for message in messages:
+                post(telling, message)
+            driver.shutdown(socket.SHUT_WR)
+            driver.setblocking(False)
+            setup = {"layers": ["uid", "rlimits"], "proc": True, "readable": []}
+            warden = Warden(setup, {"limits": {}}, report, requests)
+            warden._watch(told)
+            return warden, driver, telling
+
+        yield watch
+
+
+def test_a_candidate_that_ran_already_when_its_end_is_asked_for_is_known_and_ended(watched):
+    """It prints too much, or ends, before its warden has looked: both are told at once."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as child:
+        try:
+            warden, driver, _ = watched({"jailed": child.pid})
+            assert (collect(driver)[0], warden.group) == ({"jailed": True}, child.pid)
+            warden._end_group()
+            assert child.wait(SECONDS) == -signal.SIGKILL
+        finally:
+            child.kill()
+
+
+def test_a_candidate_whose_end_is_asked_for_before_it_runs_never_runs(watched):
+    """Saying that it is jailed is the last thing that it does before it runs, and fails."""
+    warden, _, telling = watched()
+    assert warden.group == 0
+    with pytest.raises(BrokenPipeError):
+        post(telling, {"jailed": os.getpid()})
