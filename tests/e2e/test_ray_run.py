@@ -4,6 +4,7 @@ Everything is real: Ray's own processes, a small model, the FSDP trainer, the le
 """
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -139,9 +140,10 @@ def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, nodes, cluster, her
 
 
 def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run, work):
-    (work / "listening.py").write_text(LISTENING)
+    own = f"own-{os.getpid()}"
+    (work / "listening.py").write_text(LISTENING.replace("SLIME_TEST_NODE=own", f"{MARK}={own}"))
     flags = ("--cluster", "ray", "--rollout-sample-hook-path", f"{work}/listening.py:look")
-    done, path = run("own", *flags, RAY_ADDRESS="", **{MARK: "own"})
+    done, path = run("own", *flags, RAY_ADDRESS="", **{MARK: own})
     assert done.returncode == 0, done.stderr
     assert steps(path)[1]["trained"] == STEPS * BATCH * SAMPLES
     pids, open_to_others, of_the_dashboard, modes = json.loads((work / "listening.json").read_text())
@@ -166,6 +168,7 @@ def environ(pid):
 LISTENING = '''
 """Processes that bear the mark, and addresses beside the loopback on which one of them listens."""
 import json
+import os
 import os
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from served_run import Driver, Work
 from slime_core.engines.sglang.home import Launch
 
 RM_MATH = Path(__file__).parents[2] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
-CONTEXT = 1024
+CONTEXT = 4096
 StartServer = Callable[..., RawServer]
 
 

@@ -16,6 +16,9 @@ from slime_core.errors import EngineError
 
 pytestmark = pytest.mark.system
 
+LASTING, LONG = 1500, 3500
+"""Tokens of a request that goes on for some seconds, so that nothing overtakes it; of one that is not waited for."""
+
 Work = Callable[[SglangEngine], Coroutine[Any, Any, None]]
 With = Callable[..., list[str]]
 
@@ -40,12 +43,12 @@ def with_engine(server: RawServer, served_model: Path, tmp_path: Path) -> With:
 
 def test_an_abort_returns_the_tokens_that_were_made(with_engine: With, server: RawServer) -> None:
     async def work(engine: SglangEngine) -> None:
-        running = begin(engine, ["first", "second"], 600)
+        running = begin(engine, ["first", "second"], LONG)
         await computing(server, 80, requests=2)
         ended = await engine.abort(["first"])
         first = await running["first"]
         assert first.finish == "abort"
-        assert 0 < len(first.tokens) < 600
+        assert 0 < len(first.tokens) < LONG
         whole(first, len(first.tokens))
         assert [(done.id, done.tokens) for done in ended] == [("first", first.tokens)]
         assert not running["second"].done()
@@ -58,14 +61,14 @@ def test_an_abort_returns_the_tokens_that_were_made(with_engine: With, server: R
 @pytest.mark.parametrize("mode", ["retract", "keep"])
 def test_a_pause_holds_requests_and_they_lose_nothing(with_engine: With, server: RawServer, mode: Any) -> None:
     async def work(engine: SglangEngine) -> None:
-        running = begin(engine, ["held"], 300)
+        running = begin(engine, ["held"], LASTING)
         await computing(server, 40)
         await engine.pause(mode)
         late = asyncio.create_task(engine.generate(request("late", 4)))
         done, _ = await asyncio.wait([late, *running.values()], timeout=0.5)
         assert not done
         await engine.resume()
-        whole(await running["held"], 300)
+        whole(await running["held"], LASTING)
         whole(await late, 4)
 
     with_engine(work)
@@ -73,12 +76,12 @@ def test_a_pause_holds_requests_and_they_lose_nothing(with_engine: With, server:
 
 def test_a_pause_with_abort_ends_requests_with_what_they_have(with_engine: With, server: RawServer) -> None:
     async def work(engine: SglangEngine) -> None:
-        running = begin(engine, ["ended"], 600)
+        running = begin(engine, ["ended"], LONG)
         await computing(server, 40)
         await engine.pause("abort")
         done = await running["ended"]
         assert done.finish == "abort"
-        assert 0 < len(done.tokens) < 600
+        assert 0 < len(done.tokens) < LONG
         await engine.resume()
         whole(await engine.generate(request("after", 4)), 4)
 
@@ -91,14 +94,14 @@ def test_weights_change_under_running_requests_and_every_token_says_which_made_i
 ) -> None:
     async def work(engine: SglangEngine) -> None:
         assert ("live_load" in engine.abilities) == (mode != "abort")
-        running = begin(engine, [f"r{number}" for number in range(4)], 200)
+        running = begin(engine, [f"r{number}" for number in range(4)], LASTING)
         await computing(server, 80, requests=4)
         sent = await update(engine, other_model, 2)
         await engine.load(sent)
         assert engine.version == 2
         for task in running.values():
             done = await task
-            whole(done, 200)
+            whole(done, LASTING)
             assert set(done.versions) == {1, 2}
         whole(await engine.generate(request("after", 3)), 3)
         await assert_holds(engine, sent)

@@ -218,13 +218,13 @@ def test_case_72_the_servers_own_word_for_a_long_prompt_is_understood(run: Run) 
     """Case 72: HTTP 400 (prompt too long), in the words of this version."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
-        for length in (1019, 1030, 3000):  # near the context of 1,024 the scheduler refuses, above it the front
+        for length in (4091, 4102, 9000):  # near the context of 4,096 the scheduler refuses, above it the front
             asked = GenerateRequest(id="x", tokens=[5] * length, params=SamplingParams(max_new_tokens=1), seed=1)
             error = await error_of(ask(client, asked), EngineError)
             assert (error.code, isinstance(error, ServerFault)) == ("ENG72", False), error
         assert proxy.count("/generate") == 3
 
-    run(work, context_len=4000)
+    run(work, context_len=12000)
 
 
 def test_case_73_a_wrong_token_is_refused_once(run: Run) -> None:

@@ -105,7 +105,7 @@ def test_log_probs_are_of_the_logits_divided_by_the_temperature(server: RawServe
 
 
 def test_an_abort_answers_the_waiting_request_with_its_tokens(server: RawServer) -> None:
-    waiting = server.begin(PROMPT, 900, rid="abort-1")
+    waiting = server.begin(PROMPT, 3500, rid="abort-1")
     server.ask("/abort_request", {"rid": "abort-1"})
     reply = waiting.result(30)
     assert meta(reply)["finish_reason"]["type"] == "abort"
@@ -120,14 +120,14 @@ def test_the_abort_of_an_unknown_request_is_no_error_and_aborts_nothing(server: 
 
 def test_an_abort_takes_every_request_whose_id_begins_with_the_given_one(server: RawServer) -> None:
     """So no id of ours may be the beginning of another that may be in flight."""
-    waiting = [server.begin(PROMPT, 900, rid=rid) for rid in ("many-1", "many-10")]
+    waiting = [server.begin(PROMPT, 3500, rid=rid) for rid in ("many-1", "many-10")]
     server.ask("/abort_request", {"rid": "many-1"})
     assert [meta(each.result(30))["finish_reason"]["type"] for each in waiting] == ["abort", "abort"]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_a_reason(server: RawServer) -> None:
     params = {"max_new_tokens": 5, "temperature": 1.0}
-    answer = server.call("/generate", {"input_ids": [13] * 1100, "sampling_params": params})
+    answer = server.call("/generate", {"input_ids": [13] * 4200, "sampling_params": params})
     assert answer.status == 400
     assert "longer than the model's context length" in answer.body["error"]["message"]
 
@@ -156,7 +156,7 @@ def test_paused_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     server: RawServer, other_model: Path, served_model: Path, mode: str
 ) -> None:
     update(server, served_model, "1.1")
-    waiting = server.begin(PROMPT, 400, rid=f"span-{mode}")
+    waiting = server.begin(PROMPT, 1500, rid=f"span-{mode}")
     server.ask("/pause_generation", {"mode": mode})
     body = {"model_path": str(other_model), "weight_version": "1.2", "abort_all_requests": False}
     assert server.ask("/update_weights_from_disk", {**body, "flush_cache": mode == "retract"})["success"] is True
@@ -165,7 +165,7 @@ def test_paused_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     reply = waiting.result(60)
     spans = meta(reply)["weight_versions"]
     assert [span["version"] for span in spans] == ["1.1", "1.2"]
-    assert (spans[0]["start"], spans[-1]["end"]) == (0, 400)
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, 1500)
     assert all(left["end"] == right["start"] for left, right in pairwise(spans))
     assert all(span["start"] < span["end"] for span in spans)
     assert [span["version"] for span in meta(late.result(60))["weight_versions"]] == ["1.2"]

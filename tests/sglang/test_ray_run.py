@@ -31,7 +31,7 @@ from slime_core.testing.contracts import ENGINE_CHECKS, EngineCheck
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-IN_FLIGHT, COUNT = 16, 150
+IN_FLIGHT, COUNT = 16, 600
 RAY = ("--cluster", "ray", "--ray-address", "local")
 
 

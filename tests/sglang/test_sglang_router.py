@@ -62,14 +62,14 @@ def test_a_request_is_ended_and_weights_change_while_the_router_has_them(
         async with routed([server.server], installation, served_model, tmp_path) as run:
             engine = run.engine
             await load(engine, served_model, 1)
-            running = begin(engine, ["ended", "goes-on"], 400)
+            running = begin(engine, ["ended", "goes-on"], 1500)
             await computing(server, 40)
             (ended,) = await engine.abort(["ended"])
             assert ended.finish == "abort"
             whole(ended, len(ended.tokens))
             sent = await load(engine, other_model, 2)
             done = await running["goes-on"]
-            whole(done, 400)
+            whole(done, 1500)
             assert set(done.versions) == {1, 2}
             await assert_holds(engine, sent)
             assert run.gateway.restarts == 0
@@ -115,7 +115,7 @@ def test_requests_of_a_router_that_is_killed_are_answered_once_by_the_next(
         async with routed([server.server], installation, served_model, tmp_path) as run:
             await load(run.engine, served_model, 1)
             before = run.gateway.address
-            running = begin(run.engine, [f"r{number}" for number in range(8)], 150)
+            running = begin(run.engine, [f"r{number}" for number in range(8)], 600)
             await computing(server, 8 * 8)
             (child,) = [pid for pid in ports.members(run.gateway.process.pid) if pid != run.gateway.process.pid]
             os.kill(child, signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_requests_of_a_router_that_is_killed_are_answered_once_by_the_next(
             done = await asyncio.gather(*running.values())
             assert [each.id for each in done] == list(running)
             for each in done:
-                whole(each, 150)
+                whole(each, 600)
             whole(await late, 3)
             assert run.gateway.restarts == 1
             assert run.gateway.address.url != before.url
@@ -148,13 +148,13 @@ def test_a_killed_server_leaves_the_router_and_comes_back(
         both, turns = [server.server, second.server], ("--sglang-router-policy", "round_robin")
         async with routed(both, installation, served_model, tmp_path, *turns, limits=limits) as run:
             sent = await load(run.engine, served_model, 1)
-            running = begin(run.engine, [f"r{number}" for number in range(12)], 150)
+            running = begin(run.engine, [f"r{number}" for number in range(12)], 600)
             await computing(second, 8)
             old = second.server.address.url
             os.kill(second.scheduler(), signal.SIGKILL)
             done = await asyncio.gather(*running.values())
             for each in done:
-                whole(each, 150)
+                whole(each, 600)
             assert run.engine.fleet.watch is not None
             await run.engine.fleet.watch.settled()
             assert run.engine.fleet.watch.states == {0: "healthy", 1: "healthy"}
