@@ -37,7 +37,7 @@ TABLES = {
 SERVER = {
     **{"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"},
     **{"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True, "mem_fraction_static": 0.3},
-    **{"skip_server_warmup": True, "max_running_requests": 256},
+    **{"skip_server_warmup": True, "max_running_requests": 256, "max_total_tokens": 600_000},
 }
 WARMUP = [
     *('data.tasks=[{name = "arithmetic_pupil"}]', "--loss-type", "sft_loss", "--n-samples-per-prompt", "1"),
