@@ -73,6 +73,12 @@ def options(*, to_hf: bool) -> Callable[[Callable[..., None]], Callable[..., Non
 PLUGINS = click.option(
     "--plugin", "plugins", multiple=True, help="Whose bridges are asked; default: models, where it is installed."
 )
+ORIGIN = click.option(
+    "--origin-hf-dir",
+    "origin",
+    type=FOLDER,
+    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
+)
 
 
 @click.group("convert")
@@ -115,31 +121,31 @@ def hf_to_dist_command(source: Path, target: Path, divisible_by: int, tp: int, *
 @command.command("dist-to-hf")
 @click.argument("source", metavar="SRC", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
-@click.option(
-    "--origin-hf-dir", "origin", type=FOLDER, required=True, help="Folder that config and tokenizer come from."
-)
+@ORIGIN
 @click.option(
     "--trust-metadata", "trusted", is_flag=True, help="Read the metadata of a checkpoint that slime did not write."
 )
 @PLUGINS
 @options(to_hf=True)
-def dist_to_hf_command(source: Path, target: Path, origin: Path, trusted: bool, **rest: Any) -> None:
-    """A Megatron checkpoint SRC (torch_dist, of any layout) to a Hugging Face folder DST."""
+def dist_to_hf_command(source: Path, target: Path, origin: Path | None, trusted: bool, **rest: Any) -> None:
+    """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST."""
     from slime_core.weights.conversion import dist_to_hf
+    from slime_core.weights.dist import find as folder_with_tensors
+    from slime_core.weights.run_folder import origin_of, step_of
 
     find = finder(rest.pop("plugins"))
-    convert(rest, lambda how: dist_to_hf(source, target, folder_of(origin), find, how), trusted=trusted)
+
+    def work(how: How) -> Done:
+        from_ = folder_of(origin) if origin else origin_of(step_of(folder_with_tensors(source)))
+        return dist_to_hf(source, target, from_, find, how)
+
+    convert(rest, work, trusted=trusted)
 
 
 @command.command("fsdp-to-hf")
 @click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
-@click.option(
-    "--origin-hf-dir",
-    "origin",
-    type=FOLDER,
-    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
-)
+@ORIGIN
 @options(to_hf=True)
 def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: Path | None, **rest: Any) -> None:
     """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_core.errors import ConfigError, Preempted, SlimeError
+from slime_core.errors import ConfigError, Preempted, SlimeError, remade
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from slime_core.report.rundir import RunDir
 
 INTERRUPTED, TERMINATED = 130, 143
+HELP_ASKED: tuple[type[click.UsageError], ...] = tuple(
+    filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
+)
+"""A group of commands without one of them; click before 8.2 prints the help by itself."""
 
 
 class Terminated(BaseException):
@@ -53,13 +58,24 @@ def report_failure(error: BaseException, session: Session) -> int:
     if isinstance(error, Terminated):
         say(f"terminated{_kept(session)}")
         return TERMINATED
+    if isinstance(error, HELP_ASKED):
+        say(error.format_message())
+        return error.exit_code
     if isinstance(error, click.ClickException):
         return _told(_usage(error), error, session)
     if isinstance(error, Preempted):
         return _stopped(error, session)
     if isinstance(error, SlimeError):
-        return _told(error, error, session)
+        return _told(placed(error, session.run_dir), error, session)
     return _told(_ours(error), error, session, always_saved=True)
+
+
+def placed(error: SlimeError, run_dir: RunDir | None) -> SlimeError:
+    """With the run directory in place of the word RUN_DIR, so that its fix can be typed as it stands."""
+    if run_dir is None or "RUN_DIR" not in error.fix:
+        return error
+    path = shlex.quote(str(run_dir.path))
+    return remade(type(error).__name__, {**error.as_dict(), "fix": error.fix.replace("RUN_DIR", path)}, type(error))
 
 
 def say(text: str) -> None:

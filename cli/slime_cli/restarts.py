@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime_cli.failure import Session, Terminated, report_failure, say
+from slime_cli.failure import Session, Terminated, placed, report_failure, say
 from slime_cli.signals import kill_descendants
 from slime_core.errors import Hung, Preempted, SlimeError, remade
 
@@ -187,7 +187,7 @@ class Restarts:
         from slime_core.config.redact import scrub
 
         secrets = self._session.secrets
-        say(scrub(error.render(), secrets))
+        say(scrub(placed(error, run_dir).render(), secrets))
         with suppress(OSError):
             trace = scrub("".join(traceback.format_exception(error)), secrets)
             say(f"  full traceback: {run_dir.save_error('traceback', trace)}")

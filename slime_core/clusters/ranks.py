@@ -240,7 +240,7 @@ class RankTrainer:
                 f"trainer rank {number}, process {rank.pid}, {await rank.ended(CAUSE) or GONE}",
                 code="TRN105",
                 where=rank.log,
-                why=await rank.tail() or "its log is empty",
+                why=await rank.tail() or "it wrote nothing into its log",
                 fix=RESUME,
                 lost=True,
             )

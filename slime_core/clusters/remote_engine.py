@@ -296,7 +296,7 @@ class EngineProcess:
             what,
             code="ENG84",
             where=channel.log,
-            why=await channel.tail() or "its log is empty",
+            why=await channel.tail() or "it wrote nothing into its log",
             fix="what was finished is in the ledger: slime run --resume RUN_DIR",
             lost=True,
         )

@@ -1,7 +1,8 @@
 """Memory that a rank gives away and takes back: storages are emptied and filled again, every view of them stays.
 
 Parameters, their shards and buffers of megatron-core's or FSDP2's are views of each other, so no tensor is moved: its
-bytes go to page-locked memory of the host, its storage becomes empty, and later both come back. That memory is kept.
+bytes go to page-locked memory of the host, its storage becomes empty, and later both come back. That memory is kept,
+and what is away can be read there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Parking:
         self._tensors = tensors
         self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, list[torch.Tensor]] = {}
+        self._known: dict[int, torch.Tensor] = {}  # of a storage that is away: its bytes
 
     @property
     def away(self) -> set[str]:
@@ -42,6 +44,7 @@ class Parking:
                 kept = self._room(name, found)
                 for storage, host in zip(found, kept):
                     host.copy_(_bytes(storage), non_blocking=True)
+                    self._known[storage._cdata] = host
                 if found and found[0].device.type == "cuda":
                     torch.cuda.synchronize()
             self._away[name] = [(storage, storage.nbytes()) for storage in found]
@@ -53,6 +56,7 @@ class Parking:
         for name in sorted(what & self.away):
             for number, (storage, size) in enumerate(self._away.pop(name)):
                 storage.resize_(size)
+                self._known.pop(storage._cdata, None)
                 if name in KEPT:
                     _bytes(storage).copy_(self._host[name][number], non_blocking=True)
                 else:
@@ -60,10 +64,18 @@ class Parking:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor to be read: itself, or where its storage is away the same view of its bytes on the host."""
+        host = self._known.get(tensor.untyped_storage()._cdata)
+        if host is None:
+            return tensor
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)  # type: ignore[call-overload,no-any-return]
+
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """Everything is here inside the block, and what had left leaves again."""
-        gone = self.away
+    def present(self, what: Iterable[str] | None = None) -> Iterator[None]:
+        """Everything, or ``what``, is here inside the block, and what had left leaves again."""
+        gone = self.away if what is None else self.away & set(what)
         self.back(gone)
         try:
             yield

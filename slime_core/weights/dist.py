@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from slime_core.errors import DataError
 from slime_core.weights.archive import locate
 from slime_core.weights.rows import read_at
+from slime_core.weights.run_folder import newest_step
 from slime_core.weights.unpickle import read_metadata
 
 METADATA, COMMON, FORMAT, MANIFEST = ".metadata", "common.pt", "metadata.json", "MANIFEST.json"
@@ -83,7 +84,7 @@ class DistFolder:
 
     @classmethod
     def open(cls, path: Path, *, trusted: bool = False) -> DistFolder:
-        """Find and check the folder of ``path``: itself, or what its tracker file or `trainer` names.
+        """Find and check the folder of ``path``: itself, or what its tracker file or `trainer` names; a run's newest.
 
         Raises:
             DataError: TOK201 incomplete or damaged, TOK202 another format, TOK203 its metadata is not to be trusted.
@@ -218,7 +219,8 @@ def find(path: Path) -> Path:
 
 
 def _candidates(path: Path) -> list[Path]:
-    return [path, path / "trainer", *_tracked(path)]
+    newest = newest_step(path)
+    return [path, path / "trainer", *_tracked(path), *([newest / "trainer"] if newest else [])]
 
 
 def _marked(folder: Path) -> bool:

@@ -157,7 +157,7 @@ def test_a_model_of_no_family_is_refused_by_name(cli, hf, tmp_path):
     [
         (("hf-to-dist", "nothing", "d"), 2, "CFG05"),
         (("dist-to-hf", "nothing", "d", "--origin-hf-dir", "HF"), 3, "TOK201"),
-        (("dist-to-hf", "nothing", "d"), 2, "--origin-hf-dir"),
+        (("dist-to-hf", "nothing", "d"), 3, "TOK201"),
         (("fsdp-to-hf", "nothing", "d"), 2, "CFG05"),
         (("hf-to-dist", "HF", "d", "--plugin", "nobody"), 4, "PLG51"),
         (("hf-to-dist", "HF", "d", "--dtype", "int8"), 2, "int8"),
@@ -168,6 +168,22 @@ def test_wrong_words_end_with_the_right_code(cli, hf, words, code, said):
     done = cli("convert", *(hf if word == "HF" else word for word in words))
     assert done.code == code, done.err
     assert said in done.err
+
+
+def test_a_run_directory_is_its_newest_checkpoint_and_knows_its_model_folder(cli, hf, dist, tmp_path):
+    for number in (2, 10):
+        step = tmp_path / "run" / "checkpoints" / f"step-{number}"
+        shutil.copytree(tmp_path / dist / "release", step / "trainer")
+        named = str(hf) if number == 10 else "nowhere"
+        (step / "MANIFEST.json").write_text(json.dumps({"config": {"rollout": {"hf_checkpoint": named}}}))
+    done = cli("convert", "dist-to-hf", "run", "hf", "--quiet")
+    assert done.code == 0, done.err
+    assert {n: t.tolist() for n, t in tensors(tmp_path / "hf").items()} == {
+        n: t.tolist() for n, t in tensors(hf).items()
+    }
+    for source, said in (("run/checkpoints/step-2", "'nowhere' is not here"), (dist, "names no model folder")):
+        done = cli("convert", "dist-to-hf", source, "other")
+        assert (done.code, said in done.err, "fix: --origin-hf-dir FOLDER" in done.err) == (2, True, True), done.err
 
 
 def test_foreign_metadata_needs_a_word(cli, hf, dist, tmp_path):

@@ -67,6 +67,23 @@ def test_every_command_has_help(cli, name):
     assert done.err == ""
 
 
+@pytest.mark.parametrize("name", ["models", "convert", "plugins", "config"])
+def test_a_group_alone_shows_its_help_and_no_error(cli, name):
+    done = cli(name)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"Usage: slime {name} [OPTIONS] COMMAND")
+    assert "error" not in done.err
+
+
+def test_a_fix_names_the_run_directory_itself(tmp_path, capsys):
+    with RunDir.create("demo", at=tmp_path / "a run") as run_dir:
+        error = TrainerError("trainer rank 1 ended", code="TRN105", fix="slime run --resume RUN_DIR", lost=True)
+        assert report_failure(error, Session(run_dir=run_dir)) == 6
+    said = capsys.readouterr().err
+    assert f"fix: slime run --resume '{run_dir.path}'" in said
+    assert "RUN_DIR" not in said
+
+
 @pytest.mark.parametrize("name", ["show", "keys", "check"])
 def test_every_config_command_has_help(cli, name):
     assert cli("config", name, "--help").code == 0

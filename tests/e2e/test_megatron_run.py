@@ -159,9 +159,7 @@ def same(one, other):
 @pytest.mark.parametrize("layout", TRIED)
 def test_the_last_checkpoint_becomes_the_folder_that_the_run_ends_in(work, trained, tmp_path, layout):
     ended = trained(layout)
-    convert(
-        "dist-to-hf", ended / "checkpoints" / "step-3", tmp_path / "hf", "--origin-hf-dir", work / "model", "--verify"
-    )
+    convert("dist-to-hf", ended, tmp_path / "hf", "--verify")
     same(tmp_path / "hf", ended / "final")
     first, last = load_file(work / "model" / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
     assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"]), "nothing was learnt"

@@ -73,6 +73,26 @@ def test_host_memory_is_locked_once_and_before_the_first_save(tmp_path, thread):
     asyncio.run(run())
 
 
+def test_a_full_device_can_be_saved_from_once_the_state_was_given_away(tmp_path, thread):
+    one, config = trainer_on("cuda", tiny_model(tmp_path / "model", hidden=2048, layers=8), thread)
+    others = []
+
+    async def run():
+        await one.begin(config)
+        await one.step(made.batch_of())
+        print_ = await one.fingerprint()
+        await one.release({"parameters", "optimizer", "gradients"})
+        others.append(torch.empty(torch.cuda.mem_get_info()[0] - (64 << 20), dtype=torch.uint8, device="cuda"))
+        await one.save(tmp_path / "saved")
+        await one.saved()
+        others.clear()
+        torch.cuda.empty_cache()
+        await one.restore(tmp_path / "saved")
+        assert await one.fingerprint() == print_
+
+    asyncio.run(run())
+
+
 def test_a_fingerprint_is_that_of_a_cpu(tmp_path, thread):
     folder = tiny_model(tmp_path / "model")
 

@@ -6,7 +6,6 @@ checkpoints/step-N/trainer/parameters*.safetensors (float32, whole tensors, of a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.publishing import parts_of
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.conversion import Done, How, to_hf
-from slime_core.weights.folder import read_config, resolve
+from slime_core.weights.folder import read_config
 from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
+from slime_core.weights.run_folder import ANOTHER, manifest_of, origin_of, step_of
 from slime_core.weights.shards import Shards, TensorInfo
 
-MANIFEST, STEP = "MANIFEST.json", "step-"
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"
-ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 
 
 def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) -> Done:
@@ -47,9 +45,8 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     except StorageError as error:
         error.fix = NAME_ONE if error.code == "STO111" else ANOTHER
         raise
-    manifest = _manifest(step)
-    _check_marks(step, {info.file for info in infos.values()}, manifest, full=how.verify)
-    folder = origin if origin is not None else _origin(step, manifest)
+    _check_marks(step, {info.file for info in infos.values()}, manifest_of(step), full=how.verify)
+    folder = origin if origin is not None else origin_of(step)
     config = read_config(folder)
     stored = {name: Stored(info) for name, info in infos.items()}
     stored |= _check_fit(skeleton(config), infos, folder, trainer)
@@ -60,25 +57,9 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
 
 def _step(path: Path) -> Path:
     """The folder of one checkpoint."""
-    for folder in (path, path / "checkpoints"):
-        found = [(int(p.name[5:]), p) for p in folder.glob(f"{STEP}*") if p.name[5:].isdecimal() and p.is_dir()]
-        if found:
-            return max(found)[1]
     if not path.is_dir():
         raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()), fix=NAME_ONE)
-    return path.parent if path.name == "trainer" else path
-
-
-def _manifest(step: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((step / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise StorageError(
-            f"{MANIFEST} cannot be read", code="STO112", where=str(step), why=str(error), fix=ANOTHER
-        ) from error
-    return found
+    return step_of(path)
 
 
 def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, full: bool) -> None:
@@ -97,23 +78,6 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
             raise StorageError(
                 f"{file.name} is not what was written", code="STO112", where=str(file), why=why, fix=ANOTHER
             )
-
-
-def _origin(step: Path, manifest: Mapping[str, Any]) -> Path:
-    """The model folder that the run started from."""
-    named, why = str(manifest.get("config", {}).get("rollout", {}).get("hf_checkpoint") or ""), None
-    try:
-        if named:
-            return resolve(named)
-    except ConfigError as error:
-        why = error
-    raise ConfigError(
-        f"the run's model folder {named!r} is not here" if named else "the checkpoint names no model folder",
-        code="CFG05",
-        where=str(step / MANIFEST),
-        why="config.json and the tokenizer come from it",
-        fix="--origin-hf-dir FOLDER",
-    ) from why
 
 
 def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, Stored]:

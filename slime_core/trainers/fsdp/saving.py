@@ -32,6 +32,8 @@ Tensors = dict[str, torch.Tensor]
 def save(worker: Worker, path: Path) -> None:
     """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
 
+    What the trainer gave away is read where it is: the device need not have room for it.
+
     Raises:
         StorageError: the folder cannot be made.
     """
@@ -50,7 +52,9 @@ def save(worker: Worker, path: Path) -> None:
     starts = {kind: layout.starts() for kind, layout in layouts.items()}
     for part in parts:
         mine = owner[part.owner] == worker.rank
-        whole = part.shard if worker.world == 1 else full(like(part.shard, part.parameter))
+        whole = worker.parking.seen(part.shard)
+        if worker.world > 1:
+            whole = full(like(whole.to(worker.device), part.parameter))
         if mine:
             staging.copy(starts[part.kind][part.name], whole, temporary=worker.world > 1)
     name = files.file_name(files.GENERATORS, worker.rank, worker.world, ".json")

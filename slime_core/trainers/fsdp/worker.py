@@ -309,8 +309,7 @@ class Worker:
         return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
-        with self.parking.present():
-            saving.save(self, path)
+        saving.save(self, path)
 
     def fingerprint(self) -> str:
         known = dict(self.parameters())
@@ -327,7 +326,7 @@ class Worker:
         self._barrier()
 
     def export(self, path: Path) -> None:
-        with self.parking.present():
+        with self.parking.present({"parameters"}):
             whole = self.whole()
         if self.rank == 0:
             files.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())

@@ -112,12 +112,15 @@ def piece_of(held: Held) -> Piece:
 def save(worker: Worker, path: Path) -> None:
     """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
 
+    What the trainer gave away is read where it is: the device need not have room for it. States that are kept in
+    another form are the exception; they come back for as long as it takes to copy them.
+
     Raises:
         StorageError: the folder cannot be made.
     """
-    staging = worker.staging
+    staging, away = worker.staging, worker.parking.away
     staging.wait()
-    for one in learned(worker):
+    for one in learned(worker) if "parameters" not in away else ():
         one.learner.settle()
     try:
         durable.disk.make_folder(path)
@@ -127,15 +130,17 @@ def save(worker: Worker, path: Path) -> None:
         raise storage_error(error, path, "the trainer's state cannot be written") from error
     first = dist_files.empty_state() if worker.rank == 0 else b""
     plan = Plan(Archives(f"__{worker.rank}_0.distcp", {}, first=first))
-    for item in _items(worker):
+    items = list(_items(worker))
+    for item in items:
         plan.add(item)
     staging.plan([plan.file])
     starts = plan.file.starts()
     known: tuple[int, torch.Tensor] = -1, torch.empty(0)
-    for item, begin, end, name in plan.copies:
-        if known[0] != id(item):
-            known = id(item), item.read().detach().reshape(-1)
-        staging.copy(starts[name], known[1][begin - item.first : end - item.first], temporary=item.temporary)
+    with worker.parking.present(away if any(item.temporary for item in items) else ()):
+        for item, begin, end, name in plan.copies:
+            if known[0] != id(item):
+                known = id(item), worker.parking.seen(item.read().detach()).reshape(-1)
+            staging.copy(starts[name], known[1][begin - item.first : end - item.first], temporary=item.temporary)
     staging.write(path, _texts(worker, plan.file))
 
 

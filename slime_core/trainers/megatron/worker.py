@@ -312,8 +312,7 @@ class Worker:
 
     def save(self, path: Path) -> None:
         self._need_stage("save")
-        with self.parking.present():
-            saving.save(self, path)
+        saving.save(self, path)
 
     def restore(self, path: Path) -> None:
         self._need_stage("restore")
@@ -327,7 +326,7 @@ class Worker:
             return fingerprint(self)
 
     def export(self, path: Path) -> None:
-        with self.parking.present():
+        with self.parking.present({"parameters"}):
             exporting.export(self, path)
 
     def _need_stage(self, call: str) -> None:

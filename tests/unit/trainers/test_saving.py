@@ -81,6 +81,21 @@ def test_a_second_save_waits_for_the_first(bench, tmp_path, held):
     assert (tmp_path / "second" / "parameters.safetensors").exists()
 
 
+def test_what_the_trainer_gave_away_is_saved_from_the_host(bench, tmp_path):
+    one = bench()
+    one.call("step", made.batch_of())
+    one.call("save", tmp_path / "here")
+    parking, tensor = one.worker.parking, next(iter(one.worker.locals().values()))
+    one.thread.call(parking.leave, {"parameters", "optimizer", "gradients"})
+    one.call("save", tmp_path / "away")
+    assert tensor.untyped_storage().nbytes() == 0
+    for name in ("parameters.safetensors", "moments.safetensors", "trainer.json", "generators.json"):
+        assert (tmp_path / "away" / name).read_bytes() == (tmp_path / "here" / name).read_bytes(), name
+    one.thread.call(parking.back, parking.away)
+    assert torch.equal(parking.seen(tensor), tensor)
+    one.call("step", made.batch_of())
+
+
 def test_files_are_read_by_the_safetensors_library(bench, tmp_path):
     one = bench()
     one.call("step", made.batch_of())

@@ -218,10 +218,23 @@ def alone(root):
     half.step()
     half.save(root / "half")
     found["half"] = [half.step(), half.restore(root / "half"), half.step()]
+    found["away"] = away(half, root)
     found["reference"] = reference(root)
     found["no critic"] = refused(Ranks(root, "dense", {}, 0, 1, **PPO), root / "whole")
     (root / "alone.json").write_text(json.dumps(found))
     asyncio.run(killed(root))
+
+
+def away(ranks, root):
+    """Names of files that differ where the state was given away before a save, and bytes that came back for it."""
+    ranks.save(root / "half-here")
+    parking, held = ranks.worker.parking, ranks.worker.policy.tensors.held.values()
+    parking.leave({"parameters", "optimizer", "gradients"})
+    names = ranks.save(root / "half-away")
+    back = sum(one.tensor.untyped_storage().nbytes() for one in held)
+    parking.back(parking.away)
+    files = [[(root / where / name).read_bytes() for where in ("half-here", "half-away")] for name in names]
+    return [[name for name, (here, gone) in zip(names, files) if here != gone], back]
 
 
 def reference(root):

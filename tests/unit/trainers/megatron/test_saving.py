@@ -181,6 +181,10 @@ def test_masters_of_bfloat16_weights_come_back(alone):
     assert after == again != restored
 
 
+def test_what_the_trainer_gave_away_is_saved_from_the_host(alone):
+    assert alone["away"] == [[], 0]
+
+
 def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(root, alone, zygote, tmp_path):
     folder = root / "checkpoints"
     assert sorted(path.name[:6] for path in folder.iterdir()) == [".tmp-2", "step-1"]
