@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -114,9 +114,11 @@ async def run_stage(
     """Run one stage from where ``progress`` stands; it then stands at the next."""
     stage = open_stage(config, parts, plugins, report, progress)
     rollout, interval = config.rollout, config.eval.eval_interval
-    await parts.trainer.begin(config)
-    await progress.restore_trainer(config)
+    async with parts.turns.training() if progress.served else nullcontext():  # it needs room for all of its state
+        await parts.trainer.begin(config)
+        await progress.restore_trainer(config)
     await stage.sync(progress.version, first=True)
+    progress.served = True
     async with stage.collector as collector, stage.evaluations as evaluations:
         await evaluate_if_due(evaluations, collector, progress, beside=progress.step < rollout.num_rollout)
         while progress.step < rollout.num_rollout:

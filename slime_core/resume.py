@@ -48,6 +48,7 @@ class Progress:
     step: int = 0
     version: int = 0
     eval_due: bool = True  # before the next step
+    served: bool = False  # an engine of this process has taken weights
     evaluations: Evaluations | None = None  # of the stage
     collector: Mapping[str, Any] | None = None  # its state in the checkpoint
     stalled: float = 0.0  # seconds that the last checkpoint took from the run

@@ -1,6 +1,6 @@
 """An engine and a trainer on one device that is strict: what neither may do with its memory fails at once."""
 
-from slime_core.clusters.turns import SwappingTurns
+from slime_core.clusters.turns import STATE, SwappingTurns
 from slime_core.testing.fakes import FakeEngine, FakeTrainer
 
 NEEDS = {"engine": {"kv": 40, "weights": 10}, "trainer": {"parameters": 20, "gradients": 20, "optimizer": 40}}
@@ -70,6 +70,12 @@ class StrictTrainer(FakeTrainer):
         super().__init__()
         self.device = device
         device.move("trainer", self._held, True)
+
+    async def begin(self, stage):
+        missing = STATE - self._held
+        await self.reacquire(missing)
+        await super().begin(stage)
+        await self.release(missing)
 
     async def release(self, what):
         if mine := what & self._held:

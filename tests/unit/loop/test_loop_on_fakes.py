@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, nullcontext
 
 import numpy as np
 import pytest
+from one_device import Device, lent
 
 from slime_core import loop
 from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
@@ -93,13 +94,14 @@ FLAGS = [
 ]
 
 
-def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=None):
-    config = load_config(None, [*FLAGS, *flags])
+def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=None, recipe=None):
+    config = load_config(recipe, [*FLAGS, *flags])
     plugins = load_plugins(config)
     engine, ledger = engine or FakeEngine(), ledger or MemoryLedger()
-    holder = {FreeTurns: (), QuietTurns: (engine,), SwappingTurns: (engine, trainer)}[turns]
+    if isinstance(turns, type):
+        turns = turns(*{FreeTurns: (), QuietTurns: (engine,), SwappingTurns: (engine, trainer)}[turns])
     parts = Parts(
-        engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=trainer, ledger=ledger, turns=turns(*holder)
+        engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=trainer, ledger=ledger, turns=turns
     )
 
     @asynccontextmanager
@@ -166,6 +168,15 @@ def test_engine_and_trainer_swap_memory_without_using_what_was_given_away(tmp_pa
     install_plugin("fakes", PLUGIN)
     version, _ = _run(tmp_path, FakeTrainer(), turns=SwappingTurns)
     assert version == 4
+
+
+def test_a_later_stage_begins_with_the_memory_of_the_engine(tmp_path, install_plugin):
+    install_plugin("fakes", PLUGIN)
+    (tmp_path / "recipe.toml").write_text('[[stage]]\nname = "one"\nnum_rollout = 2\n[[stage]]\nname = "two"\n')
+    device = Device()
+    engine, trainer, turns = asyncio.run(lent(device))
+    version, _ = _run(tmp_path, trainer, engine=engine, turns=turns, recipe=tmp_path / "recipe.toml")
+    assert (version, len(trainer.stages)) == (6, 2)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])
