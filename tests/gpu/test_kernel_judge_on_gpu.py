@@ -32,6 +32,15 @@ class ModelNew(nn.Module):
         return y
 """
 
+SLOW = """
+@triton.jit
+def slow_kernel(x_ptr, y_ptr, n, rounds, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(rounds):
+        x = tl.load(x_ptr + offsets, mask=offsets < n, volatile=True)
+        tl.store(y_ptr + offsets, tl.maximum(x, 0.0), mask=offsets < n)
+"""
+
 
 def model(body):
     return HEAD + MODEL.format(body="\n".join(f"        {line}" for line in body.strip().split("\n")))
@@ -116,10 +125,10 @@ def test_tf32_is_a_wrong_answer_unless_it_is_allowed(options):
 
 def test_cheats_of_timing_are_caught_by_what_the_gpu_shows(options):
     launch = "relu_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)"
-    slow = f"for _ in range(200):\n    {launch}"
+    slow = "slow_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), 600, BLOCK=256)"
     stops = model(f"n = x.numel() if self.calls < 10 else 1\n{launch.replace('x.numel(), BLOCK', 'n, BLOCK')}")
-    aside = model(
-        "with torch.cuda.stream(torch.cuda.Stream()):\n" + "\n".join(f"    {line}" for line in slow.split("\n"))
+    aside = model(f"with torch.cuda.stream(torch.cuda.Stream()):\n    {slow}").replace(
+        "class Model", f"{SLOW}\n\nclass Model"
     )
     torch_does_it = model("nothing = 0\ny = torch.relu(x)")
     keeps = model(f"y = self.y = torch.empty_like(x) if self.calls == 1 else self.y\n{launch}")
@@ -131,9 +140,8 @@ def test_cheats_of_timing_are_caught_by_what_the_gpu_shows(options):
     found = measured(options, [stops, aside, torch_does_it, keeps, replays, RELU])
     stopped, hidden, torchs, kept, replayed, honest = found
     assert stopped.status == "wrong"
-    assert hidden.status in ("hack", "wrong")
-    if hidden.status == "hack":
-        assert "hidden_work" in hidden.flags
+    assert hidden.status == "hack"
+    assert "hidden_work" in hidden.flags
     assert torchs.status == "hack"
     assert "torch_computes" in torchs.flags
     assert kept.status == "wrong"
@@ -142,7 +150,7 @@ def test_cheats_of_timing_are_caught_by_what_the_gpu_shows(options):
 
 
 def test_a_kernel_that_never_ends_is_ended_and_the_next_one_is_judged(options):
-    forever = sources("cheats")["infinite_kernel"]
+    forever = sources("cheats")["infinite_kernel"].replace("y, 1)", "y, 2)")  # a 1 is a constant to the compiler
     short = JudgeOptions(gpus=options.gpus, seconds=20.0)
     endless, honest = measured(short, [forever, RELU])
     assert endless.status == "timeout"

@@ -1,6 +1,7 @@
 """A candidate's process on a GPU: compiles and times its model, and sends what it made when it is asked for it.
 
-load -> build -> compile (nothing is launched) -> measure (the GPU is its own) -> fetch (parts of what it made)
+load -> build -> compile (no kernel is launched) -> ready -> measure (the GPU is its own) -> check -> fetch (parts of
+what it made). One candidate measures at a time, so what need not be done there is done before or after.
 """
 
 from __future__ import annotations
@@ -113,23 +114,26 @@ class Session:
             self.launches.skip = False
         return {"computed": dict(self.watch.computed)}
 
+    def do_ready(self, request: Mapping[str, Any]) -> Tree:
+        """Have the memory and what torch itself loads at first use."""
+        self.meter = Meter(self.model, self.sets, stopwatch(self.device))
+        self.meter.make_room(self.kept["without"], request["calls"])
+        return {"same": _same(self.sets, self.before)}
+
     def do_measure(self, request: Mapping[str, Any]) -> Tree:
         """Call it watched, then time it."""
         with self.watch, self.watch.answer(ablate=False):
             self.kept["watched"] = self.model(*self.sets[0])
         computed = dict(self.watch.computed)
         self.launches.count = 0
-        meter = Meter(self.model, self.sets, stopwatch(self.device))
-        found = meter.measure(request["order"], request["host_order"], request["warm"])
-        self.kept |= {str(number): made for number, made in enumerate(meter.outputs)}
-        return {
-            **found,
-            "calls": len(meter.outputs),
-            "launches": self.launches.count,
-            "computed": computed,
-            "changed": [name for name, value in fingerprint().items() if self.untouched[name] != value],
-            "mutated": not _same(self.sets, self.before),
-        }
+        found = self.meter.measure(request["order"], request["host_order"], request["warm"])
+        self.kept |= {str(number): made for number, made in enumerate(self.meter.outputs)}
+        return {**found, "calls": len(self.meter.outputs), "launches": self.launches.count, "computed": computed}
+
+    def do_check(self, request: Mapping[str, Any]) -> Tree:
+        """What it has changed."""
+        changed = [name for name, value in fingerprint().items() if self.untouched[name] != value]
+        return {"changed": changed, "mutated": not _same(self.sets, self.before)}
 
     def do_fetch(self, request: Mapping[str, Any]) -> Tree:
         """A part of one kept output."""

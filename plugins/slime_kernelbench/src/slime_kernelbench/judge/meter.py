@@ -18,9 +18,15 @@ from slime_kernelbench.judge.tensors import tensors_of
 _clock = time.perf_counter
 _Event = torch.cuda.Event
 _synchronize = torch.cuda.synchronize
+_spin = torch.cuda._sleep
 FLUSH_BYTES = 256 << 20
+LEAD_CYCLES = 1_000_000
+"""For which the device is busy before a timed call, some half a millisecond: what the host takes to enqueue it is over
+by then, also where Python and a driver that others use take longer than the kernel."""
 KEPT_BYTES = 16 << 30
 """Of outputs, at most; fewer calls are made where they would not fit."""
+ROOM_BYTES = 1 << 30
+"""That a candidate has ready while others do too; a kernel whose outputs are larger hides what the driver takes."""
 
 
 class Stopwatch(Protocol):
@@ -36,7 +42,7 @@ class Stopwatch(Protocol):
 
 
 class CudaStopwatch:
-    """The flush runs while the host enqueues the call, whose latency is thus not measured; then all streams end."""
+    """The device waits while the host enqueues the call, whose latency is thus not measured; then all streams end."""
 
     def __init__(self) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -46,7 +52,7 @@ class CudaStopwatch:
         begin, end = _Event(enable_timing=True), _Event(enable_timing=True)
         _synchronize()
         self._cache.zero_()
-        self._cache.zero_()
+        _spin(LEAD_CYCLES)
         begin.record()
         made = call()
         end.record()
@@ -95,6 +101,17 @@ class Meter:
         self._model, self._sets, self._watch = model, sets, watch
         self.outputs: list[Any] = []  # of every timed call: those by events, then those by the host
 
+    def make_room(self, answer: Any, calls: int) -> None:
+        """Take memory for so many answers like this one, and let it go filled with NaN.
+
+        A timed call finds it with torch: asking the driver takes longer than a kernel, and every answer is kept.
+        """
+        tensors = tensors_of(answer)
+        fit = ROOM_BYTES // max(sum(map(_bytes, tensors)), 1)
+        room = [torch.empty_like(tensor) for _ in range(min(calls, fit)) for tensor in tensors]
+        for tensor in room:
+            _spoil(tensor)
+
     def measure(self, order: Sequence[int], host_order: Sequence[int], warm: int) -> dict[str, list[float]]:
         """Times of calls on the sets that ``order`` names, after ``warm`` ones; both orders' outputs are kept.
 
@@ -102,11 +119,9 @@ class Meter:
         Memory that outputs are likely to be made in holds NaN before a timed call.
         """
         first = [self._model(*self._sets[number % len(self._sets)]) for number in range(max(warm, 1))]
-        each = sum(map(_bytes, tensors_of(first[0])))
-        most = max(KEPT_BYTES // max(each, 1), 6)
+        most = _most(first[0])
         for tensor in (tensor for made in first for tensor in tensors_of(made)):
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
+            _spoil(tensor)
         del first
         clocks = {"events": (self._watch.by_events, order[:most]), "host": (self._watch.by_host, host_order[:most])}
         calls = [
@@ -122,6 +137,16 @@ class Meter:
             outputs[name].append(made)
         self.outputs = [*outputs["events"], *outputs["host"]]
         return times
+
+
+def _most(answer: Any) -> int:
+    """How many answers like this one are kept."""
+    return max(KEPT_BYTES // max(sum(map(_bytes, tensors_of(answer))), 1), 6)
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

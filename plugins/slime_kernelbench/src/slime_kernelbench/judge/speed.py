@@ -1,7 +1,7 @@
 """The stage that measures speed on a GPU, and judges what was measured.
 
     reference's process: inputs, expected values, compile -> [measure eager and compiled]  once in a while, per problem
-    candidate's process, twice: load, build, compile -> [the GPU is its own: measure] -> parts of timed calls' outputs
+    candidate's process, twice: load, build, compile, ready -> [the GPU is its own: measure] -> parts of timed outputs
 
 A GPU times one candidate at a time, while others compile. Which outputs are looked at is drawn after they were made.
 """
@@ -39,7 +39,7 @@ EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 USES = 512  # of a baseline, which takes seconds to compile, before another is drawn
 HELD_BYTES = 8 << 30  # of baselines, which hold whole outputs: those that were asked for last are kept
 PARTS = ("build", "compile", "wait", "measure")
-"""Of a candidate's process: its module and model, its kernels, waiting for the GPU, having it."""
+"""Of a candidate's process: its module and model, its kernels and memory, waiting for the GPU, having it."""
 _MESSAGE = 1 << 30
 
 
@@ -219,12 +219,14 @@ class Speed:
             await self._ask(child, {"do": "build"} | shared | parts, trial)
             marks.append(time.perf_counter())
             await self._ask(child, {"do": "compile"} | shared, trial)
+            await self._ask(child, {"do": "ready", "calls": EVENTS + HOST + WARM} | shared, trial)
             marks.append(time.perf_counter())
             async with self._alone[gpu]:
                 marks.append(time.perf_counter())
                 request = {"do": "measure", "order": order, "host_order": host_order, "warm": WARM}
                 told = await self._ask(child, request | shared, trial)
             marks.append(time.perf_counter())
+            told |= await self._ask(child, {"do": "check"} | shared, trial)
             samples = self._trusted(told, trial)
             sets = [*order[: len(samples.events)], *host_order[: len(samples.host)]]
             looked_at = [("watched", 0)]
