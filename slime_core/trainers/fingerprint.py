@@ -20,6 +20,7 @@ import torch
 BLOCK = 1 << 16
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
+AT_ONCE = 256  # blocks a kernel takes on a GPU
 
 
 @lru_cache(maxsize=2)
@@ -29,6 +30,30 @@ def table(device: torch.device) -> torch.Tensor:
     for odd in (ODD2, ODD):
         mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * odd
     return mixed | 1
+
+
+@torch.no_grad()
+def sums(run: torch.Tensor, start: int) -> torch.Tensor:
+    """Both sums of float32 elements in a row, of which the first is element ``start`` of its tensor: [2] int64."""
+    flat = run.reshape(-1).view(torch.int32)
+    mixed, done = table(flat.device), 0
+    first, second = [], []
+    while done < len(flat):
+        block, inside = divmod(start + done, BLOCK)
+        count = min(BLOCK - inside, len(flat) - done)
+        many = 1 if inside else max(1, min((len(flat) - done) // BLOCK, AT_ONCE if flat.is_cuda else 1))
+        bits = flat[done : done + max(count, many * BLOCK if many > 1 else 0)].to(torch.int64)
+        first.append(bits.sum())
+        if many > 1:  # whole blocks, a kernel for all of them
+            odd = torch.arange(block, block + many, device=flat.device) * 2 + 1
+            second.append(((bits.view(many, BLOCK) * mixed).sum(1) * odd).sum())
+        else:
+            mine = mixed[inside : inside + count]
+            second.append(((bits * mine).sum() if flat.is_cuda else torch.dot(bits, mine)) * (2 * block + 1))
+        done += len(bits)
+    if not first:
+        return torch.zeros(2, dtype=torch.int64, device=flat.device)
+    return torch.stack((torch.stack(first).sum(), torch.stack(second).sum()))
 
 
 @torch.no_grad()

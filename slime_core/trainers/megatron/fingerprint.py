@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slime_core.trainers.fingerprint import digest, sums_at
+from slime_core.trainers.fingerprint import BLOCK, digest, sums, sums_at
 from slime_core.trainers.megatron.masters import Master, masters
 from slime_core.trainers.megatron.places import BITS, Piece, share
 from slime_core.trainers.megatron.saving import Learned, learned, piece_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
+LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +95,22 @@ def _rows(piece: Piece, sizes: Sizes, device: torch.device) -> torch.Tensor:
     return piece.source_rows(sizes).to(device)
 
 
+@lru_cache(maxsize=256)
+def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows that follow each other in the folder too: first of the shard, count, the tensor's number, row there.
+
+    Nothing where a row of the shard is no whole row there. Filling is left out.
+    """
+    if piece.column or piece.whole[1:] != piece.shape[1:]:
+        return ()
+    source = piece.source_rows(sizes)
+    apart = (source[1:] != source[:-1] + 1) | (source[:-1] < 0)
+    cuts = [0, *(torch.nonzero(apart).flatten() + 1).tolist(), len(source)]
+    firsts = source[cuts[:-1]].tolist()
+    found = zip(cuts, cuts[1:], firsts, strict=False)
+    return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in found if first >= 0)
+
+
 def _sums(
     values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
 ) -> torch.Tensor:
@@ -104,11 +121,21 @@ def _sums(
     width, device = piece.width, values.device
     row, last = begin // width, -(-end // width)
     alike = replace(entry, megatron="", hf=("",) * len(entry.hf), layer=-1, expert=-1)  # as in other layers
-    source = _rows(replace(piece, entry=alike), tensors.sizes, device)[row:last]
+    alike_piece = replace(piece, entry=alike)
+    found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
+    runs = _runs(alike_piece, tensors.sizes)
+    if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
+        places = spots(entry, tensors)
+        for top, count, which, there in runs:
+            low, high = max(begin, top * width), min(end, (top + count) * width)
+            if low < high:
+                part = values[low - first : high - first].float()
+                found[which] += sums(part, places[which].begin + (there - top) * width + low)
+        return found
+    source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
     start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
-    found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
     most, at = max(1, (AT_ONCE if values.is_cuda else AT_ONCE_ON_CPU) // width), begin
     while at < end:
         line, inside = divmod(at, width)

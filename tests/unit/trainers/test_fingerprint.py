@@ -8,6 +8,7 @@ import torch
 import trainer_bench as made
 
 from slime_core.testing import tiny_model
+from slime_core.trainers import fingerprint as shared
 from slime_core.trainers.fsdp import fingerprint as room
 
 pytestmark = pytest.mark.unit
@@ -46,7 +47,7 @@ def test_it_is_the_formula():
 
 
 def test_the_table_is_the_formula():
-    found = room.table(torch.device("cpu"))
+    found = shared.table(torch.device("cpu"))
     for j in (0, 1, 2, 1000, 2**16 - 1):
         assert int(found[j]) & MASK == mix(j)
     assert len(torch.unique(found)) == 2**16
@@ -55,18 +56,18 @@ def test_the_table_is_the_formula():
 def test_a_tensor_of_several_blocks_is_the_formula(monkeypatch):
     whole = torch.randn(3 * 2**16 + 5, generator=torch.Generator().manual_seed(1))
     bits = whole.numpy().view(np.int32).astype(np.int64).astype(np.uint64)
-    table = room.table(torch.device("cpu")).numpy().astype(np.uint64)
+    table = shared.table(torch.device("cpu")).numpy().astype(np.uint64)
     want = [int(bits.sum()), 0]
     for block in range(4):
         part = bits[block << 16 : block + 1 << 16]
         want[1] += int((part * table[: len(part)]).sum()) * (2 * block + 1)
-    assert [value & MASK for value in room.sums(whole, 0).tolist()] == [value & MASK for value in want]
+    assert [value & MASK for value in shared.sums(whole, 0).tolist()] == [value & MASK for value in want]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 2**16 - 1, 2**16, 2**16 + 1, 2 * 2**16 + 3])
 def test_shards_add_up_wherever_they_are_cut(cut):
     whole = torch.randn(2 * 2**16 + 9, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(room.sums(whole[:cut], 0) + room.sums(whole[cut:], cut), room.sums(whole, 0))
+    assert torch.equal(shared.sums(whole[:cut], 0) + shared.sums(whole[cut:], cut), shared.sums(whole, 0))
 
 
 def test_every_single_bit_counts():

@@ -1,6 +1,7 @@
 """Boxes of whole tensors and rows of the folder's, against the bridge's own functions on whole tensors."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,11 +94,30 @@ def test_shares_are_all_once_in_whole_rows(total, width, count):
 
 
 def test_sums_of_elements_in_any_order_are_those_of_the_formula():
-    from slime_core.trainers.fsdp.fingerprint import sums
+    from slime_core.trainers.fingerprint import sums
 
     whole = torch.randn(3 * 2**16 + 5, generator=torch.Generator().manual_seed(1))
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(2))
     assert torch.equal(sums_at(whole[order], order).sum(1), sums(whole, 0))
+
+
+@pytest.mark.parametrize("long", [0, 1 << 60], ids=["runs", "elements"])
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_ranges_of_shards_sum_to_the_folders_tensors(name, size, long, monkeypatch):
+    pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
+    from slime_core.trainers.fingerprint import sums
+    from slime_core.trainers.megatron import fingerprint
+
+    monkeypatch.setattr(fingerprint, "LONG", long)
+    held = SimpleNamespace(sizes=SIZES)
+    found, copies = 0, 1
+    for piece, mine, _, tensors in pieces(name, size):
+        wanted = torch.stack([sums(tensor, 0) for tensor in tensors])
+        copies = size if piece.entry.kind == "whole" else 1
+        flat, ends = mine.reshape(-1), [mine.numel() * n // 3 for n in range(4)]
+        for begin, end in pairwise(ends):
+            found += fingerprint._sums(flat[begin:end], begin, begin, end, piece, held, piece.entry)
+    assert torch.equal(found, wanted * copies)
 
 
 def test_a_bridge_without_shapes_is_refused():
