@@ -19,8 +19,8 @@ from slime_kernelbench.plugin import __file__ as plugin_file
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(880)]
 
 PLUGIN = Path(plugin_file).parent
-STEPS = 2 if CPU else 10
-WARMUP = ["--init-weights", "random", "--num-rollout", "8" if CPU else "800", "--save-interval", "0"]
+STEPS = 2 if CPU else 12
+WARMUP = ["--init-weights", "random", "--num-rollout", "8" if CPU else "1600", "--save-interval", "0"]
 SMALL = {"mem_fraction_static": 0.2, "max_total_tokens": 20000}
 
 
