@@ -37,12 +37,14 @@ def command(
     """Evaluate. MODEL is a model folder, or a run directory, whose config then is the default CONFIG.
 
     Figures stand with their 95 % intervals. Every question's scores and answers lie in evaluations/ of the run
-    directory, for `slime compare`.
+    directory, for `slime compare`. A set of which nothing could be judged is an error.
     """
     session.verbose = session.verbose or verbose
     with terminable():
         results, path = evaluate(model, words, session, run_dir)
+    unjudged = [name for name, figures in results.items() if figures["infra_errors"] == figures["samples"] > 0]
     if as_json:
+        _check_judged(unjudged, path)
         click.echo(json.dumps({"model": model, "run_dir": path, "evaluations": results}, indent=1, sort_keys=True))
         return
     from slime_core.evaluation.tables import figure_tables, to_markdown
@@ -53,6 +55,25 @@ def command(
         else:
             heading(table.title)
             print_table(table.columns, table.rows)
+    _check_judged(unjudged, path)
+
+
+def _check_judged(unjudged: list[str], path: str) -> None:
+    """Refuse to call it an evaluation where no answer of a set could be judged.
+
+    Raises:
+        PluginError: PLG67.
+    """
+    if unjudged:
+        from slime_core.errors import PluginError
+
+        raise PluginError(
+            f"nothing could be judged of {', '.join(unjudged)}",
+            code="PLG67",
+            where=f"{path}/evaluations",
+            why="the reward function failed on every answer, as said above: that is no score of the model",
+            fix="mend what judges (its server, its key, its processes), then evaluate again",
+        )
 
 
 def evaluate(

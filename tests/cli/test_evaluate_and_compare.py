@@ -38,6 +38,14 @@ n_samples_per_prompt = 2
 temperature = 0
 """
 
+BROKEN = """
+from slime_core import Reward
+
+
+def reward(group, ctx):
+    return [Reward(value=0.0, kind="infra_error", reason="the judge is away") for _ in group.samples]
+"""
+
 
 @pytest.fixture
 def sets(own):
@@ -100,3 +108,16 @@ def test_comparing_what_was_never_evaluated_says_what_to_do(cli, tmp_path):
     assert done.code == 3
     assert "error DAT17" in done.err
     assert "slime eval" in done.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["tables", "json"])
+def test_a_set_of_which_nothing_could_be_judged_is_no_evaluation(cli, sets, flags):
+    (sets / "judge.py").write_text(BROKEN)
+    done = cli("eval", sets / "model", sets / "sets.toml", "--run-dir", "run", *flags)
+    assert done.code == 4, done.err
+    assert "PLG67  nothing could be judged of " in done.err
+    for name in ("greedy", "kinds", "plain"):
+        assert name in done.err.split("PLG67")[1].splitlines()[0]
+    assert "samples could not be judged: the judge is away" in done.err
+    if flags:
+        assert json.loads(done.out)["error"]["code"] == "PLG67"
