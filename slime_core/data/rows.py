@@ -155,6 +155,14 @@ def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, ma
         return HubRows(spec)
     if is_hub_name(spec) and path.suffix not in (".jsonl", ".json", ".parquet"):
         return HubRows(spec)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"{spec} is no regular file",
+            code="CFG05",
+            where=f"{key} = {path.absolute()}",
+            why="a pipe can be read once, in order; rows are read in any order, and again when a run goes on",
+            fix="write it to a file first",
+        )
     raise ConfigError(
         f"there is no data file {spec!r}",
         code="CFG05",

@@ -75,7 +75,7 @@ def test_an_object_has_the_reward_under_its_key_and_the_rest_become_terms():
     "body",
     ['"0.5"', '{"reward": "1"}', "{}", "NaN", '{"reward": NaN}', "Infinity", "1e400", "[1]", "null", "true", "no JSON",
      "", '{"reward": {"value": 1}}', '{"reward": 1, "": 1}', '{"reward": 1, "\\ud800": 1}', '{"reward": 1, "a\\n": 1}',
-     '{"reward": 1, "why": "good"}', "1" * 5000, "[" * 100_000,
+     '{"reward": 1, "why": "good"}', '{"reward": 0, "reward": 1}', "1" * 5000, "[" * 100_000,
      '"' + "x" * (1 << 20) + '"'],
     ids=lambda body: body[:20] or "empty",
 )  # fmt: skip

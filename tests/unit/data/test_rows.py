@@ -1,6 +1,7 @@
 """Files and sets by number: slices, kinds, Parquet by row group, hub sets and folders."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -80,6 +81,13 @@ def test_a_missing_file_shows_the_absolute_path_and_the_working_folder(tmp_path,
     error = refused("CFG05", opened, "nowhere.jsonl")
     assert str(tmp_path / "nowhere.jsonl") in error.where
     assert f"working folder {tmp_path}" in error.where
+
+
+def test_a_pipe_is_refused_by_name_and_not_waited_for(tmp_path, refused):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    error = refused("CFG05", opened, tmp_path / "rows.jsonl")
+    assert "rows.jsonl is no regular file" in error.what
+    assert error.fix == "write it to a file first"
 
 
 @pytest.fixture

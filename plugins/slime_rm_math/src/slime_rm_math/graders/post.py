@@ -64,9 +64,17 @@ async def _once(url: str, payload: Any, token: str) -> Any:
     if len(body) > LARGEST:
         raise Unanswered(f"an answer of more than {LARGEST} bytes")
     try:
-        return json.loads(body, parse_constant=_no_constant)
+        return json.loads(body, parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise Unanswered(f"an answer that is no JSON: {error}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which each name stands once: which of two would be meant, nobody can say."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
 
 
 def _no_constant(name: str) -> Any:
