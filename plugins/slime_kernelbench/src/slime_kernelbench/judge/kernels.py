@@ -72,6 +72,8 @@ class Kernels:
                 self._refuse(node, "kernel_syntax", f"{type(node).__name__} is not allowed in a kernel")
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in own:
                 self._name(name, node, is_value=id(node) not in inner)
+            elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                self._refuse(node, "kernel_syntax", "a kernel assigns to names alone; results leave by tl.store")
             elif isinstance(node, ast.Attribute):
                 self._attribute(name, node, own, is_value=id(node) not in inner)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.startswith("__"):

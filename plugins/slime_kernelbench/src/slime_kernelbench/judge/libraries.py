@@ -57,7 +57,9 @@ class Libraries:
         if path in self.allow or rest in names.DTYPES:
             return True
         if rest.startswith("nn.init."):
-            return not hot and rest.count(".") == 2 and rest[8:] not in names.INIT_FORBIDDEN
+            last = rest[8:]
+            private = last.startswith("_") and not last.startswith("_calculate_")
+            return not hot and rest.count(".") == 2 and last not in names.INIT_FORBIDDEN and not private
         if rest in ("nn.Module", "autograd.Function", "nn.Parameter", "nn.ParameterList", "nn.parameter.Parameter"):
             return True
         if rest.startswith("nn.") and rest.count(".") == 1:

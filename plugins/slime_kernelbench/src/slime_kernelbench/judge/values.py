@@ -96,6 +96,7 @@ class Scope:
     hot: bool = False  # whether inputs may flow here: the answer is being made
     inline: bool = False  # it is run where it stands: a class body, a comprehension that is no generator
     of_comprehension: bool = False
+    of_class: bool = False  # a class body, whose names nothing that stands within sees
 
     def define(self, name: str, facts: Facts) -> None:
         """Give a name its facts, from here on."""
@@ -109,7 +110,7 @@ class Scope:
         now, scope = self.inline, self.outer
         while scope is not None:
             found = scope.names.get(name) if now else scope.table.get("name", scope.place, name)
-            if found is not None:
+            if found is not None and not scope.of_class:
                 return found
             now, scope = now and scope.inline, scope.outer
         return None
