@@ -402,6 +402,13 @@ class ModelNew(nn.Module):
     def forward(self, x):
         return launched(x)
 """,
+    "getattr_of_a_frame": """
+def walks(generator):
+    return getattr(generator, "gi_frame")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(walks(x))
+""",
     "getattr_never_assigned": """
 if 1 > 2:
     getattr = 0

@@ -6,7 +6,7 @@ import ast
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
-from slime_kernelbench.judge.values import LAYER, PLAIN, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
+from slime_kernelbench.judge.values import LAYER, PLAIN, REFUSED, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
 
 _COMPUTING_BUILTINS = frozenset(
     {"sum", "max", "min", "abs", "pow", "round", "divmod", "float", "int", "bool", "any", "all"}
@@ -153,6 +153,8 @@ class Calls(Expressions):
             for item in code_of(self.inmost(only(callee))):
                 self._call(node, item, arguments, keywords, scope)
             return only(TENSOR)
+        if callee == REFUSED:
+            return only(REFUSED)
         if callee.kind == "plain":
             return only(UNKNOWN) | code_of(frozenset().union(*arguments, *keywords.values()))
         self.refuse(node, "unresolved_call", "what is called here cannot be told from the text")

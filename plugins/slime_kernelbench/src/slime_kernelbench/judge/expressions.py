@@ -10,6 +10,7 @@ from slime_kernelbench.judge.libraries import Libraries
 from slime_kernelbench.judge.values import (
     LAYER,
     PLAIN,
+    REFUSED,
     TENSOR,
     UNKNOWN,
     ClassFacts,
@@ -83,7 +84,7 @@ class Expressions(Libraries, ABC):
             if value.kind == "box":
                 found |= self.table.get("held", value) or frozenset()
             else:
-                found.add(value if value.kind in ("tensor", "plain") else UNKNOWN)
+                found.add(value if value.kind in ("tensor", "plain", "refused") else UNKNOWN)
                 found |= code_of(only(value))
         return frozenset(found)
 
@@ -282,9 +283,11 @@ class Expressions(Libraries, ABC):
 
     def _attribute(self, node: ast.Attribute, fact: Value, scope: Scope) -> Facts:
         name = node.attr
-        if name.startswith("__") and name not in names.DUNDERS:
+        if fact == REFUSED:
+            return only(fact)
+        if names.is_inside(name):
             self.refuse(node, "forbidden_attribute", f"attribute {name} opens Python's inside")
-            return only(UNKNOWN)
+            return only(REFUSED)
         if fact.kind == "module":
             return self.library(node, f"{fact.name}.{name}", scope.hot)
         if fact.kind in ("self", "instance"):
@@ -384,7 +387,7 @@ class Expressions(Libraries, ABC):
             self.refuse(node, "torch_computes", f".{name} computes in PyTorch or on the host, not in a kernel")
         else:
             self.refuse(node, "forbidden_attribute", f"attribute {name} is not allowed here")
-        return only(UNKNOWN)
+        return only(REFUSED)
 
 
 __all__ = ["LAYER", "Expressions"]

@@ -30,7 +30,7 @@ _DEPTH = 20  # calls within calls
 _ROUNDS = 12  # of a loop, and of all: until nothing new is found
 _DECORATORS = frozenset({"builtins.staticmethod", "builtins.classmethod", "torch.no_grad", "torch.inference_mode"})
 _DEFAULTS = frozenset({"plain", "kernel"})  # kinds of what a kernel's parameters may be by default
-_STORABLE = frozenset({"tensor", "unknown", "plain", "layer", "box"})
+_STORABLE = frozenset({"tensor", "unknown", "refused", "plain", "layer", "box"})
 
 
 class Flow(Classes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from slime_kernelbench.judge import names
-from slime_kernelbench.judge.values import PLAIN, UNKNOWN, Facts, Finding, Value, only
+from slime_kernelbench.judge.values import PLAIN, REFUSED, UNKNOWN, Facts, Finding, Value, only
 
 _RULES = {
     "cuda.stream": "stream",
@@ -84,7 +84,7 @@ class Libraries:
             computes = path.startswith("torch.nn.") or last in names.COMPUTES or rest in names.SETUP
             rule = "torch_computes" if hot and computes and not last.startswith("_") else "forbidden_name"
         self.refuse(node, rule, f"{path} is not allowed {'while the answer is made' if hot else 'in a candidate'}")
-        return only(UNKNOWN)
+        return only(REFUSED)
 
     def library_member(self, node: ast.Attribute, fact: Value) -> Facts:
         path = f"{fact.name}.{node.attr}"

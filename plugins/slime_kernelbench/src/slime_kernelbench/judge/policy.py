@@ -66,8 +66,6 @@ def read(source: str, allow: frozenset[str] = frozenset()) -> Reading:
         return _refused([*findings, Finding(0, "too_complex", "too large or nested to be followed")], source)
     reached = kernels.reached(flow.launched)
     findings |= flow.findings | kernels.findings
-    told = {finding.line for finding in findings if finding.rule != "unresolved_call"}
-    findings = {one for one in findings if one.rule != "unresolved_call" or one.line not in told}  # it follows
     if not findings and not flow.launched:
         findings.add(Finding(0, "no_launch", "ModelNew.forward launches no kernel made by @triton.jit"))
     elif not findings and not reached & kernels.stores:

@@ -15,9 +15,10 @@ Facts = frozenset["Value"]
 class Value:
     """One thing that an expression may be.
 
-    ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, module, library (a function of torch or
-    triton), function (of the candidate), class, instance, self, super, layer (of torch.nn), kernel, launcher (a kernel
-    with its grid), method (of a value), box (a container; what it holds is in the analysis's `Table`).
+    ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, refused (enough was said of it), module,
+    library (a function of torch or triton), function (of the candidate), class, instance, self, super, layer (of
+    torch.nn), kernel, launcher (a kernel with its grid), method (of a value), box (a container; what it holds is in
+    the analysis's `Table`).
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Value:
 PLAIN = Value("plain")
 TENSOR = Value("tensor")
 UNKNOWN = Value("unknown")
+REFUSED = Value("refused")
 LAYER = Value("layer")
 CODE = frozenset({"function", "class", "library", "kernel", "launcher", "layer", "instance", "self", "method"})
 """Kinds of what can be called."""
