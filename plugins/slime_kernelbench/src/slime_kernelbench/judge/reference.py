@@ -77,7 +77,7 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
                 raise Unusable(f"its largest input has {drawn.largest} elements, wanted are {low} to {high}")
             if drawn.parameters > MOST_PARAMETERS:
                 raise Unusable(f"it has {drawn.parameters} parameters")
-            woken = style in WOKEN and drawn.wake(weights_seed)
+            woken = drawn.wake(weights_seed) if style in WOKEN else {}
             cases = list(drawn.cases(seed))
             if not cases:
                 raise Unusable("the reference gives NaN, or nothing that float32 can be judged by")
@@ -133,18 +133,18 @@ class Drawn:
         self.shapes = " ".join("x".join(map(str, value.shape)) or "scalar" for value in tensors)
 
     @torch.no_grad()
-    def wake(self, seed: int) -> bool:
-        """Give parameters and buffers whose elements are all alike values of their own; whether there were any.
+    def wake(self, seed: int) -> dict[str, float]:
+        """Give parameters and buffers whose elements are all alike values of their own; which, and what they were.
 
         What is above zero stays so (variances). A candidate gets the same, where its parameters are the reference's.
         """
-        generator, woken = torch.Generator().manual_seed(seed), False
-        for value in self.model.state_dict().values():
+        generator, woken = torch.Generator().manual_seed(seed), {}
+        for name, value in self.model.state_dict().items():
             if not value.is_floating_point() or value.unique().numel() != 1:
                 continue
             noise = 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
-            value.copy_(value * noise.exp() if value.flatten()[0] > 0 else value + noise)
-            woken = True
+            woken[name] = float(value.flatten()[0])
+            value.copy_(value * noise.exp() if woken[name] > 0 else value + noise)
         self.state = {name: leaf_of(value) for name, value in self.model.state_dict().items()}
         return woken
 
