@@ -77,6 +77,8 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
                 raise Unusable(f"its largest input has {drawn.largest} elements, wanted are {low} to {high}")
             if drawn.parameters > MOST_PARAMETERS:
                 raise Unusable(f"it has {drawn.parameters} parameters")
+            if drawn.parameters and style == "long" and 1 in mapping.values():
+                raise Unusable("its weights say little with a size of 1")
             woken = drawn.wake(weights_seed) if style in WOKEN else {}
             cases = list(drawn.cases(seed))
             if not cases:
@@ -170,7 +172,7 @@ class Drawn:
                 if regime == "normal":
                     raise
                 continue
-            if all(map(_finite, tensors_of(exact))):
+            if all(map(_finite, [*tensors_of(exact), *tensors_of(computed)])):
                 yield {
                     "regime": regime,
                     "inputs": to_wire(inputs),
@@ -226,12 +228,19 @@ def _sparse(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value * (torch.rand(value.shape, generator=generator) < 0.15).to(value.dtype)
 
 
+def _large(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Large, and in one half so large that the exponential of some is no number of float32."""
+    factors, half = torch.full((len(value), *[1] * (value.ndim - 1)), 24.0), (len(value) + 1) // 2
+    factors[:half] = max(24.0, 120.0 / max(float(value[:half].max()), 1.0))
+    return value * factors.to(value.dtype)
+
+
 REGIMES: dict[str, Change] = {
     "normal": lambda value, generator: value,
     "again": lambda value, generator: value.clone(),
     "negative": lambda value, generator: -value.abs(),
     "mixed": lambda value, generator: value.abs() * _signs(value, generator),
-    "large": lambda value, generator: value * 24,
+    "large": _large,
     "small": lambda value, generator: value * 0.03,
     "sparse": _sparse,
 }
