@@ -155,6 +155,12 @@ def test_kernels_reach_other_kernels() -> None:
     assert reading.kernels == {"kernel", "store"}
 
 
+def test_a_kernel_s_comprehension_has_names_of_its_own() -> None:
+    summed = "    n = n + sum([i * j for i in range(2) for j in [i]])\n    tl.store"
+    reading = of_body(LAUNCH, KERNEL.replace("    tl.store", summed))
+    assert (reading.status, reading.diagnostics) == ("ok", ())
+
+
 def test_further_names_can_be_allowed() -> None:
     source = HEAD + KERNEL + MODEL.format(body=LAUNCH + "; y = torch.nn.functional.conv2d(x, y)")
     assert policy.read(source).status == "rejected"

@@ -402,6 +402,40 @@ class ModelNew(nn.Module):
     def forward(self, x):
         return launched(x)
 """,
+    "getattr_behind_a_comprehension": """
+@triton.jit
+def opened(y, BLOCK: tl.constexpr):
+    names = [0 for getattr in range(1)]
+    tl.store(y + tl.arange(0, BLOCK), 0.0)
+    getattr(kernel, "fn")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        opened[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "what_a_comprehension_begins_with": """
+@triton.jit
+def opened(y, BLOCK: tl.constexpr):
+    names = [keeps for keeps in keeps(y)]
+    tl.store(y + tl.arange(0, BLOCK), 0.0)
+class ModelNew(nn.Module):
+    def forward(self, x):
+        opened[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "names_of_the_function_around_a_kernel": """
+def made():
+    sum = keeps
+    @triton.jit
+    def inner(y, BLOCK: tl.constexpr):
+        tl.store(y + tl.arange(0, BLOCK), sum(0.0))
+    return inner
+INNER = made()
+class ModelNew(nn.Module):
+    def forward(self, x):
+        INNER[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
     "getattr_of_a_frame": """
 def walks(generator):
     return getattr(generator, "gi_frame")

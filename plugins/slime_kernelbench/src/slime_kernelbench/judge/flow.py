@@ -84,6 +84,11 @@ class Flow(Classes):
             if "extra_repr" in facts.methods:  # of every object that is made a text
                 self.call_method(name, "extra_repr", [], {}, hot=True)
 
+    def around(self, kernel: ast.FunctionDef) -> Scope:
+        """Names as a kernel sees them: of the function in which it stands, and further out."""
+        outer = self._functions[id(kernel)][1]
+        return self.module if outer is self.module else Scope(self.table, id(kernel), outer=outer)
+
     # Statements.
 
     def block(self, body: list[ast.stmt], scope: Scope) -> None:

@@ -61,7 +61,7 @@ def read(source: str, allow: frozenset[str] = frozenset()) -> Reading:
     findings = _everywhere(tree)
     try:
         flow.read(tree)
-        kernels = Kernels(flow.kernels, flow.module, flow.inmost)
+        kernels = Kernels(flow.kernels, flow.around, flow.inmost)
     except (TooComplex, RecursionError):
         return _refused([*findings, Finding(0, "too_complex", "too large or nested to be followed")], source)
     reached = kernels.reached(flow.launched)
