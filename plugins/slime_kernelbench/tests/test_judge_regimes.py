@@ -18,7 +18,7 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return {formula}
 def get_inputs():
-    return [torch.{draw}(ROWS, COLS)]
+    return [torch.randn(ROWS, COLS)]
 def get_init_inputs():
     return []
 """
@@ -42,9 +42,11 @@ def test_large_values_overflow_an_exponential_in_one_half(value: list[float], wa
     assert torch.allclose(large, torch.tensor(want))
 
 
-def asked(formula: str, made: str = "pass", draw: str = "randn") -> dict[str, tuple[set[str], list[tuple[int, ...]]]]:
+def asked(formula: str, made: str = "pass", swap: bool = False) -> dict[str, tuple[set[str], list[tuple[int, ...]]]]:
     """Regimes and shapes by style."""
-    found = examination(PROBLEM.format(formula=formula, made=made, draw=draw), 3, 4, ["even", "odd", "long"])
+    text = PROBLEM.format(formula=formula, made=made)
+    text = text.replace("ROWS, COLS = 64, 2048", "ROWS, COLS = 2048, 64") if swap else text
+    found = examination(text, 3, 4, ["even", "odd", "long"])
     return {
         name: (
             {case["regime"] for case in held["cases"]},
@@ -63,3 +65,5 @@ def test_rows_are_as_long_as_on_a_gpu_where_no_weights_are() -> None:
     assert asked("torch.softmax(x, dim=1)")["long"][1] == [(1, 5003)]
     weighed = asked("self.linear(x[:, :64])", "self.linear = torch.nn.Linear(64, 64)")
     assert 1 not in weighed["long"][1][0]
+    many = asked("torch.softmax(x, dim=1)", swap=True)  # rows are many, and not long
+    assert 1 not in many["long"][1][0]

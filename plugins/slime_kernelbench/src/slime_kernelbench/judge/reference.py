@@ -77,8 +77,8 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
                 raise Unusable(f"its largest input has {drawn.largest} elements, wanted are {low} to {high}")
             if drawn.parameters > MOST_PARAMETERS:
                 raise Unusable(f"it has {drawn.parameters} parameters")
-            if drawn.parameters and style == "long" and 1 in mapping.values():
-                raise Unusable("its weights say little with a size of 1")
+            if style == "long" and 1 in mapping.values() and (drawn.parameters or drawn.rows != {shrink.LONGEST}):
+                raise Unusable("with a size of 1 it is not one long row without weights")
             woken = drawn.wake(weights_seed) if style in WOKEN else {}
             cases = list(drawn.cases(seed))
             if not cases:
@@ -132,6 +132,7 @@ class Drawn:
         inputs = self.draw(seed)
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         self.largest = max((value.numel() for value in tensors), default=0)
+        self.rows = {value.shape[-1] for value in tensors if value.numel() == self.largest and value.ndim}
         self.shapes = " ".join("x".join(map(str, value.shape)) or "scalar" for value in tensors)
 
     @torch.no_grad()
