@@ -20,6 +20,8 @@ HARMLESS_WITHOUT_POLICY = {
     "computes_when_weights_are_loaded",
     "destructor",
     "global_counter",
+    "kernel_counts_its_calls",
+    "kernel_patches_the_language",
     "patches_events",
     "patches_the_tensor",
     "slows_the_baseline",
@@ -27,6 +29,13 @@ HARMLESS_WITHOUT_POLICY = {
     "through_a_library_module",
     "try_falls_back",
     "works_on_first_calls_alone",
+}
+BEYOND_WITHOUT_POLICY = {
+    # Code that nobody read walks to the judge's own objects in its process, and has them record nothing.
+    "blinds_the_watch_in_a_grid",
+    "blinds_the_watch_in_a_heuristic",
+    "blinds_the_watch_in_a_union",
+    "blinds_the_watch_in_another_model",
 }
 
 
@@ -61,6 +70,7 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     assert verdicts["infinite_kernel"].status == "timeout"
     assert verdicts["infinite_import"].status == "timeout"
     assert {flag.rule for flag in verdicts["operators_through_unknown_values"].flags} >= {"torch_computes"}
+    assert "reference's ln.weight, ln.bias" in verdicts["norm_that_has_no_weights"].diagnostics[0].message
     assert "no_launch" in {flag.rule for flag in verdicts["launch_in_a_dead_branch"].flags}
     assert "decoy_launch" in {flag.rule for flag in verdicts["operators_through_unknown_values"].flags}
     assert "mutated_input" in {flag.rule for flag in verdicts["works_in_its_input"].flags}
@@ -70,6 +80,7 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
 def test_the_layers_at_run_time_hold_without_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
     verdicts = judged("cheats", IMPATIENT)
-    assert {name for name, verdict in verdicts.items() if verdict.status == "correct"} <= HARMLESS_WITHOUT_POLICY
+    correct = {name for name, verdict in verdicts.items() if verdict.status == "correct"}
+    assert correct <= HARMLESS_WITHOUT_POLICY | BEYOND_WITHOUT_POLICY
     assert verdicts["plain_torch"].status == "hack"
     assert verdicts["layer_of_torch"].status == "hack"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from slime_kernelbench.judge.module import imported
 
@@ -41,3 +42,21 @@ def test_an_import_statement_has_the_policys_names_and_no_others(name: str) -> N
 def test_the_door_itself_lets_nothing_else_in() -> None:
     with pytest.raises(ImportError, match="import of os is not allowed"):
         imported("__builtins__['__import__']('os')\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["torch, 'sys'", "torch, '_C'", "torch.add, '__self__'", "(i for i in ()), 'gi_frame'"]
+)
+def test_getattr_opens_nothing_that_could_not_be_spelled_out(text: str) -> None:
+    assert imported(f"import torch\nfound = hasattr({text})\n").found is False
+    for more in ("", ", None"):
+        with pytest.raises(AttributeError, match="that a candidate may use"):
+            imported(f"import torch\nfound = getattr({text}{more})\n")
+
+
+def test_getattr_is_python_s_for_everything_else() -> None:
+    names = "getattr(torch, 'float32'), getattr(torch, 'no_such', 3), getattr(torch, 'nn').Linear"
+    assert imported(f"import torch\nfound = [{names}]\n").found == [torch.float32, 3, torch.nn.Linear]
+    with pytest.raises(AttributeError, match="no_such"):
+        imported("import torch\ngetattr(torch, 'no_such')\n")
+    assert imported("import torch\nfound = hasattr(torch, 'float32')\n").found is True

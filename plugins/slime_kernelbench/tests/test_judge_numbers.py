@@ -201,4 +201,4 @@ def test_forged_messages_are_value_errors(message: bytes) -> None:
 def test_a_volume_is_shrunk_on_all_sides_to_several_blocks() -> None:
     mappings = list(shrink.proposals((16, 64, 128), "long"))
     assert {16: 10, 64: 10, 128: 10} in mappings
-    assert mappings[0] == {16: 16, 64: 24, 128: 5003}
+    assert mappings[:2] == [{16: 1, 64: 2, 128: 5003}, {16: 16, 64: 24, 128: 5003}]  # few rows, as long as on a GPU

@@ -122,6 +122,26 @@ def test_what_is_no_plumbing_is_refused(body: str, rule: str) -> None:
     assert rule in {flag.rule for flag in reading.flags}
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            "y = torch.linalg.multi_dot([x, x])",
+            ["forbidden_name: torch.linalg is not allowed while the answer is made"],
+        ),
+        (
+            "y = nn.utils.weight_norm(x).weight[0]",
+            ["torch_computes: torch.nn.utils is not allowed while the answer is made"],
+        ),
+        ("y = x.softmax(1).sum()[0]", ["torch_computes: .softmax computes"]),
+        ("y = list(map(torch.relu, [x]))[0]", ["torch_computes: torch.relu is not allowed while the answer is made"]),
+    ],
+)
+def test_a_refusal_names_its_reason_and_not_what_follows_from_it(body: str, told: list[str]) -> None:
+    found = [f"{one.kind}: {one.message}" for one in of_body(LAUNCH + "; " + body).diagnostics]
+    assert [one[: len(want)] for one, want in zip(found, told, strict=True)] == told
+
+
 def test_a_kernel_that_stores_nothing_is_a_decoy() -> None:
     reading = of_body(LAUNCH, KERNEL.replace("tl.store(y + at, tl.load(x + at, mask=at < n), mask=at < n)", "pass"))
     assert [flag.rule for flag in reading.flags] == ["decoy_launch"]
@@ -133,6 +153,12 @@ def test_kernels_reach_other_kernels() -> None:
     reading = of_body(LAUNCH, helper + body)
     assert reading.status == "ok"
     assert reading.kernels == {"kernel", "store"}
+
+
+def test_a_kernel_s_comprehension_has_names_of_its_own() -> None:
+    summed = "    n = n + sum([i * j for i in range(2) for j in [i]])\n    tl.store"
+    reading = of_body(LAUNCH, KERNEL.replace("    tl.store", summed))
+    assert (reading.status, reading.diagnostics) == ("ok", ())
 
 
 def test_further_names_can_be_allowed() -> None:

@@ -95,6 +95,31 @@ BODIES = {
     "decorator_of_the_class_body": ["t = self.decorated(x)"],
     "parameter_called_name": ["t = guarded(x)"],
     "text_of_a_module": ["t = str(self)"],
+    "union_of_one_function": ["t = Union[computes](x)"],
+    "grid_that_computes": [
+        "t = x",
+        "def grid(meta): return (computes(x).numel(),)",
+        "kernel[grid](x, x, 1, BLOCK=64)",
+    ],
+    "grid_that_is_a_method": ["t = x", "kernel[self.relu](x, x, 1, BLOCK=64)"],
+    "sorted_in_place": ["t = x", "[x].sort(key=computes)"],
+    "list_added_to_what_may_be_a_tensor": [
+        "t = x",
+        "list(filter(((x if x is None else [computes]) + [keeps])[0], [x]))",
+    ],
+    "function_that_no_grad_was_given": ["t = quietly(x)"],
+    "argument_from_a_dict": ["t = runs(x, **{'g': computes})"],
+    "arguments_from_two_dicts": ["t = runs(x, **{'g': computes}, **{})"],
+    "class_that_filters": ["t = x", "list(filter(Made, [x]))"],
+    "dict_updated_with_pairs": ["d = {}", "d.update([('f', computes)])", "t = d['f'](x)"],
+    "dict_updated_with_zipped_pairs": ["d = {}", "d.update(zip(['f'], [computes]))", "t = d['f'](x)"],
+    "dict_joined_with_pairs": ["d = {'f': keeps}", "d |= [('f', computes)]", "t = d['f'](x)"],
+    "key_of_a_dict": ["for f in {computes: 0}: t = f(x)"],
+    "key_of_a_dict_that_grew": ["d = {}", "d[computes] = 0", "t = list(d)[0](x)"],
+    "key_of_a_dict_comprehension": ["t = list({f: 0 for f in [computes]})[0](x)"],
+    "module_put_in_another_s_place": ["t = self.layer(x)"],
+    "module_put_there_by_getattr": ["t = self.layer(x)"],
+    "list_that_tells_calls_apart": ["t = x if self.left.pop() else x.clone()"],
 }
 LAYER = """
 class Layer(nn.Module):
@@ -105,6 +130,28 @@ HOLDER = """
 class Holder:
     def write(self, text):
         return torch.relu(text)
+"""
+KEPT_LAYER = (
+    LAYER
+    + """
+class Kept(nn.Module):
+    def forward(self, x):
+        return x
+"""
+)
+RUNS = """
+def runs(x, g=keeps):
+    return g(x)
+"""
+MADE = """
+class Made:
+    def __init__(self, x):
+        torch.relu(x)
+"""
+QUIETLY = """
+def adds(x):
+    return torch.add(x, x)
+quietly = torch.no_grad(adds)
 """
 GUARDED = """
 def guarded(x, __name__="__main__"):
@@ -120,12 +167,22 @@ BEFORE = {
     "parameter_called_name": GUARDED,
     "one_of_many_for_a_kernel": MANY,
     "name_of_the_class_body": "shadowed = keeps",
+    "union_of_one_function": "from typing import Union",
+    "function_that_no_grad_was_given": QUIETLY,
+    "argument_from_a_dict": RUNS,
+    "arguments_from_two_dicts": RUNS,
+    "class_that_filters": MADE,
+    "module_put_in_another_s_place": KEPT_LAYER,
+    "module_put_there_by_getattr": KEPT_LAYER,
 }
 INIT = {
     "attribute_over_a_method": "self.other = computes",
     "module_mapped": "self.layer = Layer()",
     "layers_in_layers": "self.layers = nn.Sequential({'a': nn.Sequential(Layer())})",
     "text_of_a_module": "self.weight = nn.Parameter(torch.ones(1))",
+    "module_put_in_another_s_place": "self.layer = Kept(); add = self.add_module; add('layer', Layer())",
+    "module_put_there_by_getattr": "self.layer = Kept(); getattr(self, 'add_module')('layer', Layer())",
+    "list_that_tells_calls_apart": "self.left = [0] * 5 + [1] * 99",
 }
 INSIDE = {
     "name_of_the_class_body": "shadowed = computes\n    named = shadowed",
@@ -250,6 +307,142 @@ class ModelNew(nn.Module):
     def forward(self, x):
         return launched(x)
 """,
+    "model_given_another_value": """
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(x)
+class Other(nn.Module):
+    def forward(self, x):
+        return launched(torch.relu(x))
+for ModelNew in [Other]: pass
+""",
+    "attribute_within_an_expression": """
+class Near(nn.Module):
+    def forward(self, x):
+        return launched(x)
+def forward(self, x):
+    return launched(torch.relu(x))
+class ModelNew(Near):
+    other = [forward := forward]
+""",
+    "attribute_within_a_default": """
+def impl(self, x):
+    return launched(torch.relu(x))
+class ModelNew(nn.Module):
+    def other(self, y=(_call_impl := impl)):
+        return y
+    def forward(self, x):
+        return launched(x)
+""",
+    "comprehension_in_a_class_body": """
+f = computes
+class ModelNew(nn.Module):
+    f = keeps
+    fs = [f for _ in [0]]
+    def forward(self, x):
+        return launched(self.fs[0](x))
+""",
+    "lambda_in_a_class_body": """
+def adds(x):
+    return torch.add(x, x)
+f = adds
+class ModelNew(nn.Module):
+    f = keeps
+    fs = [lambda x: f(x)]
+    def forward(self, x):
+        return launched(self.fs[0](x))
+""",
+    "class_as_a_heuristic": """
+class Made:
+    def __init__(self, arguments):
+        torch.relu(arguments["x"])
+@triton.heuristics({"BLOCK": Made})
+@triton.jit
+def heuristic(x, y, n, BLOCK: tl.constexpr):
+    tl.store(y, tl.load(x))
+class ModelNew(nn.Module):
+    def forward(self, x):
+        heuristic[(1,)](x, x, 1)
+        return launched(x)
+""",
+    "init_of_a_class_beside_modules": """
+class Beside:
+    def __init__(self):
+        torch.relu(torch.zeros(1))
+class ModelNew(nn.Module, Beside):
+    call_super_init = True
+    def forward(self, x):
+        return launched(x)
+""",
+    "kernel_that_changes_the_language": """
+@triton.jit
+def changing(x, y, BLOCK: tl.constexpr):
+    tl.exp = tl.abs
+    tl.store(y, tl.load(x))
+class ModelNew(nn.Module):
+    def forward(self, x):
+        changing[(1,)](x, x, BLOCK=64)
+        return launched(x)
+""",
+    "kernel_that_counts_its_calls": """
+CALLS = [0]
+@triton.jit
+def counting(x, y, BLOCK: tl.constexpr):
+    CALLS[0] = CALLS[0] + 1
+    tl.store(y, tl.load(x))
+class ModelNew(nn.Module):
+    def forward(self, x):
+        counting[(1,)](x, x, BLOCK=64)
+        return launched(x)
+""",
+    "frames_never_walked": """
+def walks(generator):
+    return generator.gi_frame
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(x)
+""",
+    "getattr_behind_a_comprehension": """
+@triton.jit
+def opened(y, BLOCK: tl.constexpr):
+    names = [0 for getattr in range(1)]
+    tl.store(y + tl.arange(0, BLOCK), 0.0)
+    getattr(kernel, "fn")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        opened[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "what_a_comprehension_begins_with": """
+@triton.jit
+def opened(y, BLOCK: tl.constexpr):
+    names = [keeps for keeps in keeps(y)]
+    tl.store(y + tl.arange(0, BLOCK), 0.0)
+class ModelNew(nn.Module):
+    def forward(self, x):
+        opened[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "names_of_the_function_around_a_kernel": """
+def made():
+    sum = keeps
+    @triton.jit
+    def inner(y, BLOCK: tl.constexpr):
+        tl.store(y + tl.arange(0, BLOCK), sum(0.0))
+    return inner
+INNER = made()
+class ModelNew(nn.Module):
+    def forward(self, x):
+        INNER[(1,)](x, BLOCK=64)
+        return launched(x)
+""",
+    "getattr_of_a_frame": """
+def walks(generator):
+    return getattr(generator, "gi_frame")
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return launched(walks(x))
+""",
     "getattr_never_assigned": """
 if 1 > 2:
     getattr = 0
@@ -289,6 +482,9 @@ def test_classes_and_kernels_hide_no_code(name: str) -> None:
         "t = within(keeps)(x)",
         "t = max(self.other, keeps, key=lambda f: 1)(x)",
         "d = dict(f=self.other); t = d['f'](x)",
+        "d = {}; d.update([('f', keeps)]); t = d['f'](x)",
+        "t = sorted([keeps(x)], key=len)[0]",
+        "def grid(meta): return (meta['BLOCK'],)\n        kernel[grid](x, x, 1, BLOCK=64); t = x",
     ],
 )
 def test_code_that_computes_nothing_is_let_through(body: str) -> None:

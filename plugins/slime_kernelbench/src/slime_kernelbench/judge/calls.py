@@ -6,13 +6,17 @@ import ast
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
-from slime_kernelbench.judge.values import LAYER, PLAIN, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
+from slime_kernelbench.judge.values import LAYER, PLAIN, REFUSED, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
 
 _COMPUTING_BUILTINS = frozenset(
     {"sum", "max", "min", "abs", "pow", "round", "divmod", "float", "int", "bool", "any", "all"}
 )
 _PARTS = frozenset({"split", "chunk", "unbind", "broadcast_tensors"})
 _GROWS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
+_CHANGES = frozenset({"pop", "clear", "remove", "sort", "reverse"})
+_NOT_HANDED_ON = frozenset(("value", name) for name in _GROWS) | frozenset(
+    ("module", name) for name in ("register_buffer", "register_parameter", "register_module", "add_module")
+)
 _ITERABLES = frozenset({"list", "tuple", "set", "reversed", "sorted", "filter", "frozenset", "dict"})
 _CALLS_NOTHING = frozenset(
     {
@@ -44,9 +48,13 @@ class Calls(Expressions):
         if looks := frozenset(callee for callee in callees if callee.name in _LOOKED_UP):
             found, callees = self.attribute_named(node, scope), callees - looks
         arguments = [self.value(argument, scope) for argument in node.args]
-        keywords = {keyword.arg or "**": self.value(keyword.value, scope) for keyword in node.keywords}
+        keywords: dict[str, Facts] = {}
+        for keyword in node.keywords:
+            facts = self.value(keyword.value, scope)
+            before = keywords.get(keyword.arg or "**", frozenset())
+            keywords[keyword.arg or "**"] = before | (facts if keyword.arg else self.opened(facts))
         if any(isinstance(argument, ast.Starred) for argument in node.args):
-            keywords["**"] = only(UNKNOWN).union(*arguments)
+            keywords["**"] = keywords.get("**", frozenset()) | only(UNKNOWN).union(*arguments)
         for callee in callees:
             found |= self._call(node, callee, arguments, keywords, scope)
         return found or only(UNKNOWN)
@@ -92,10 +100,12 @@ class Calls(Expressions):
             if fact.kind == "function":
                 self.call_function(fact, [], {"**": only(UNKNOWN)}, hot)
             elif fact.kind in ("instance", "self", "class"):
+                if fact.kind == "class":
+                    self.call_class(fact, [], {"**": only(UNKNOWN)}, hot)
                 self._escape_object(fact)
             elif fact.kind == "method" and owner in self.classes:
                 self._call_bound(fact, [], {"**": only(UNKNOWN)}, hot)
-            elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner == "value" and last in _GROWS):
+            elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner, last) in _NOT_HANDED_ON:
                 self.refuse(self.at, "dynamic_code", f"{last} is handed on, where it cannot be followed")
             elif hot and fact.kind in ("library", "method"):
                 self.usable(fact)
@@ -140,10 +150,11 @@ class Calls(Expressions):
                 self.refuse(node, "torch_computes", "a layer of torch.nn is run; use its weight in a kernel")
             return only(TENSOR)
         if callee.kind == "box":
-            for item in self.inmost(only(callee)):
-                if item.kind in ("instance", "layer", "self"):
-                    self._call(node, item, arguments, keywords, scope)
+            for item in code_of(self.inmost(only(callee))):
+                self._call(node, item, arguments, keywords, scope)
             return only(TENSOR)
+        if callee == REFUSED:
+            return only(REFUSED)
         if callee.kind == "plain":
             return only(UNKNOWN) | code_of(frozenset().union(*arguments, *keywords.values()))
         self.refuse(node, "unresolved_call", "what is called here cannot be told from the text")
@@ -185,7 +196,9 @@ class Calls(Expressions):
         if method.startswith(("register", "add_module")):
             if not (isinstance(literal, ast.Constant) and isinstance(literal.value, str)):
                 self.refuse(node, "dynamic_code", f"{method} needs a literal name")
-            elif base is not None:
+            elif base is None or not isinstance(node.func, ast.Attribute) or node.func.attr != method:
+                self.refuse(node, "dynamic_code", f"{method} is called under another name")
+            else:
                 target = ast.copy_location(ast.Attribute(value=base, attr=literal.value, ctx=ast.Store()), node)
                 held = arguments[1] if len(arguments) > 1 else next(iter(keywords.values()), only(PLAIN))
                 self.bind(target, held, scope)
@@ -205,10 +218,14 @@ class Calls(Expressions):
         given = frozenset().union(*arguments, *keywords.values())
         kinds = {fact.kind for fact in base}
         if method in _GROWS:
-            self.grow(node, base, self.opened(given) | given if method in ("extend", "update") else given, scope)
+            inside = self.opened(given) if method in ("extend", "update") else frozenset()
+            self.grow(node, base, given | inside | self.opened(self.boxes(inside)), scope)
             return self.opened(base) if method == "setdefault" else only(UNKNOWN)
         if kinds == {"box"}:
             inside = self.opened(base)
+            if method in _CHANGES and scope.hot:
+                self.grow(node, base, frozenset(), scope)
+            self._keyed(node, keywords, inside, scope)
             if method == "items":
                 return self.box(node, self.box(node, inside | only(PLAIN), scope, "inner"), scope)
             return inside | given if method in ("get", "pop", "index") else self.box(node, inside, scope)
@@ -218,6 +235,15 @@ class Calls(Expressions):
         if method in _PARTS:
             return self.box(node, only(TENSOR), scope)
         return only(TENSOR) if method in names.SETUP_TENSOR else only(UNKNOWN)
+
+    def _keyed(self, node: ast.Call, keywords: dict[str, Facts], items: Facts, scope: Scope) -> None:
+        """What is given as ``key`` is called with each of the items."""
+        for callee in keywords.get("key", frozenset()) | keywords.get("**", frozenset()):
+            self._call(node, callee, [items], {}, scope)
+
+    def boxes(self, facts: Facts) -> Facts:
+        """The containers among them."""
+        return frozenset(fact for fact in facts if fact.kind == "box")
 
     def grow(self, node: ast.AST, container: Facts, held: Facts, scope: Scope) -> None:
         """A container now also holds ``held``, under whatever name it is asked."""
@@ -236,6 +262,8 @@ class Calls(Expressions):
     ) -> Facts:
         root, _, rest = path.partition(".")
         if root == "builtins":
+            if rest in ("sorted", "min", "max"):
+                self._keyed(node, keywords, self.opened(frozenset().union(*arguments)), scope)
             return self._call_builtin(node, rest, arguments, frozenset().union(*keywords.values()), scope)
         if root == "triton":
             return self._call_triton(node, path, arguments)
@@ -249,7 +277,7 @@ class Calls(Expressions):
         if rest.startswith("nn."):
             return self._call_layer(node, rest, given, scope)
         if rest in names.PLAIN_RESULTS or rest.startswith("cuda."):
-            return only(PLAIN)
+            return only(PLAIN) | code_of(given)  # a function that torch.no_grad was given is still that function
         return self.box(node, only(TENSOR), scope) if rest in _PARTS else only(TENSOR)
 
     def _call_layer(self, node: ast.Call, rest: str, given: Facts, scope: Scope) -> Facts:
@@ -284,9 +312,11 @@ class Calls(Expressions):
             each = [self.opened(facts) for facts in arguments[1:]]
             made = (self._call(node, callee, each, {}, scope) for callee in arguments[0])
             return self.box(node, frozenset().union(*made), scope)
+        if name == "filter" and arguments:
+            self._keyed(node, {"key": arguments[0]}, self.opened(frozenset().union(*arguments[1:])), scope)
         if name in _ITERABLES:
-            boxes = frozenset(fact for fact in inside if fact.kind == "box")
-            return self.box(node, inside | self.opened(boxes) | named, scope)
+            named = named if name == "dict" else frozenset()
+            return self.box(node, inside | self.opened(self.boxes(inside)) | named, scope)
         if name in ("zip", "enumerate"):
             return self.box(node, self.box(node, inside | only(PLAIN), scope, "inner"), scope)
         if name in ("sum", "max", "min", "abs"):

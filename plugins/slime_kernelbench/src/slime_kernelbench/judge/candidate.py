@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_core.sandbox import Child, Ended, Limits, Sandbox
@@ -124,15 +124,16 @@ class Trial:
         first: tuple[Style, Question] | None = None
         for style in examination.styles:
             request = {"do": "build", "style": style.name, "init": style.init, "state": style.state}
-            request["weights_seed"] = examination.weights_seed
+            request |= {"weights_seed": examination.weights_seed, "woken": style.woken}
             built = await self.ask(child, request, self.options.call_seconds)
-            if style.woken and built.get("same_weights") is not True:
-                continue
+            right = self.wrong is None
             for question in style.questions:
                 first = first or (style, question)
                 await self._question(
                     child, style, question, slot=style.name, bfloat16="bfloat16" in examination.dtypes
                 )
+            if right and self.wrong is not None and (without := built.get("without")):
+                self.wrong = replace(self.wrong, message=f"{self.wrong.message}{_lacking(without)}")
         if self.wrong is not None:
             self.decide("wrong", self.wrong)
         if first is not None:
@@ -273,6 +274,12 @@ def _same(after: Tree, before: Tree) -> bool:
     return len(now) == len(then) and all(
         one.dtype == two.dtype and one.shape == two.shape and one.data == two.data for one, two in zip(now, then)
     )
+
+
+def _lacking(without: Any) -> str:
+    """Which weights of the reference a candidate has no place for, by its own account."""
+    told = ", ".join(str(name)[:60] for name in without[:4]) if isinstance(without, list) else ""
+    return f"; ModelNew holds no parameter or buffer of the size and first value of the reference's {told}"
 
 
 def _case(question: Question, found: Comparison) -> Case:

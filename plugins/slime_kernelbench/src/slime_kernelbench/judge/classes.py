@@ -45,7 +45,7 @@ class Classes(Calls):
             is_function=any(base.name == _FUNCTION for base in bases) or any(base.is_function for base in own),
         )
         self.classes[node.name] = facts
-        body = Scope(self.table, id(node), outer=scope, inline=True)
+        body = Scope(self.table, id(node), outer=scope, inline=True, of_class=True)
         for statement in node.body:
             self._class_statement(statement, facts, scope, body)
         self.define(node, node.name, only(Value("class", node.name)), scope)

@@ -41,7 +41,7 @@ class Style:
     name: str
     init: Tree
     state: Tree
-    woken: bool  # its weights are not those that the model is made with: only a candidate that takes them is asked
+    woken: dict[str, float]  # weights that have other values than the model is made with, and what they were
     questions: list[Question]
     spare: Question  # asked with the kernels taken out
 
@@ -112,7 +112,7 @@ def _style(name: str, held: Tree) -> Style:
         name=name,
         init=held["init"],
         state=held["state"],
-        woken=held["woken"] is True,
+        woken=held["woken"],
         questions=[question(regime) for regime in asked],
         spare=question(spare),
     )

@@ -10,6 +10,7 @@ from slime_kernelbench.judge.libraries import Libraries
 from slime_kernelbench.judge.values import (
     LAYER,
     PLAIN,
+    REFUSED,
     TENSOR,
     UNKNOWN,
     ClassFacts,
@@ -83,7 +84,7 @@ class Expressions(Libraries, ABC):
             if value.kind == "box":
                 found |= self.table.get("held", value) or frozenset()
             else:
-                found.add(value if value.kind in ("tensor", "plain") else UNKNOWN)
+                found.add(value if value.kind in ("tensor", "plain", "refused") else UNKNOWN)
                 found |= code_of(only(value))
         return frozenset(found)
 
@@ -159,7 +160,7 @@ class Expressions(Libraries, ABC):
     def of_Dict(self, node: ast.Dict, scope: Scope) -> Facts:
         held: Facts = frozenset()
         for key, item in zip(node.keys, node.values):
-            self.value(key, scope)
+            held |= code_of(self.value(key, scope))
             held |= self.value(item, scope) if key is not None else self.opened(self.value(item, scope))
         return self.box(node, held, scope)
 
@@ -175,8 +176,7 @@ class Expressions(Libraries, ABC):
 
     def of_DictComp(self, node: ast.DictComp, scope: Scope) -> Facts:
         inner = self._comprehension(node, scope)
-        self.value(node.key, inner)
-        return self.box(node, self.value(node.value, inner), scope)
+        return self.box(node, code_of(self.value(node.key, inner)) | self.value(node.value, inner), scope)
 
     def _comprehension(
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope
@@ -203,10 +203,11 @@ class Expressions(Libraries, ABC):
         left, right = self.value(node.left, scope), self.value(node.right, scope)
         for side in (left, right):
             self._computes(node, side, scope, f"operator {type(node.op).__name__}")
-        if TENSOR in left or TENSOR in right:
-            return only(TENSOR)
+        tensors = (left | right) & only(TENSOR)
         if any(value.kind == "box" for value in left | right):
-            return self.box(node, self.opened(left | right), scope)
+            return tensors | self.box(node, self.opened(left | right), scope)
+        if tensors:
+            return tensors
         return only(UNKNOWN) if UNKNOWN in left | right else only(PLAIN)
 
     def of_UnaryOp(self, node: ast.UnaryOp, scope: Scope) -> Facts:
@@ -235,6 +236,8 @@ class Expressions(Libraries, ABC):
             if not scope.inline:
                 self.refuse(node, "forbidden_syntax", "a generator may not assign: it runs later than it stands")
             scope = scope.outer
+        if scope.of_class:
+            self.refuse(node, "forbidden_syntax", "a class's attributes stand alone, not within expressions")
         self.bind(node.target, facts, scope)
         return facts
 
@@ -245,13 +248,15 @@ class Expressions(Libraries, ABC):
 
     def of_Subscript(self, node: ast.Subscript, scope: Scope) -> Facts:
         base = self.facts(node.value, scope)
-        self.value(node.slice, scope)
+        inside = self.value(node.slice, scope)
         found: set[Value] = set()
         for fact in base:
             if fact.kind == "kernel":
+                self.at = node
+                self.escape([inside], hot=True)  # the grid may be a function
                 found.add(Value("launcher", fact.name))
             elif fact.kind in ("library", "class"):
-                found.add(PLAIN)  # such as Optional[Tensor]
+                found |= only(PLAIN) | code_of(self.inmost(inside))  # such as Optional[Tensor]; Union[X] is X itself
             else:
                 found |= self.opened(only(fact))
         return frozenset(found)
@@ -278,9 +283,11 @@ class Expressions(Libraries, ABC):
 
     def _attribute(self, node: ast.Attribute, fact: Value, scope: Scope) -> Facts:
         name = node.attr
-        if name.startswith("__") and name not in names.DUNDERS:
+        if fact == REFUSED:
+            return only(fact)
+        if names.is_inside(name):
             self.refuse(node, "forbidden_attribute", f"attribute {name} opens Python's inside")
-            return only(UNKNOWN)
+            return only(REFUSED)
         if fact.kind == "module":
             return self.library(node, f"{fact.name}.{name}", scope.hot)
         if fact.kind in ("self", "instance"):
@@ -380,7 +387,7 @@ class Expressions(Libraries, ABC):
             self.refuse(node, "torch_computes", f".{name} computes in PyTorch or on the host, not in a kernel")
         else:
             self.refuse(node, "forbidden_attribute", f"attribute {name} is not allowed here")
-        return only(UNKNOWN)
+        return only(REFUSED)
 
 
 __all__ = ["LAYER", "Expressions"]

@@ -8,12 +8,12 @@ Each function is looked at once for every kind of arguments it is called with.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.classes import Classes
 from slime_kernelbench.judge.expressions import FUEL
+from slime_kernelbench.judge.syntax import called, is_main, loaded, starred
 from slime_kernelbench.judge.values import (
     PLAIN,
     TENSOR,
@@ -30,7 +30,7 @@ _DEPTH = 20  # calls within calls
 _ROUNDS = 12  # of a loop, and of all: until nothing new is found
 _DECORATORS = frozenset({"builtins.staticmethod", "builtins.classmethod", "torch.no_grad", "torch.inference_mode"})
 _DEFAULTS = frozenset({"plain", "kernel"})  # kinds of what a kernel's parameters may be by default
-_STORABLE = frozenset({"tensor", "unknown", "plain", "layer", "box"})
+_STORABLE = frozenset({"tensor", "unknown", "refused", "plain", "layer", "box"})
 
 
 class Flow(Classes):
@@ -55,6 +55,7 @@ class Flow(Classes):
         self._functions: dict[int, tuple[ast.FunctionDef | ast.Lambda, Scope, str | None]] = {}
         self._defaults: dict[int, dict[str, Facts]] = {}
         self._done: set[tuple[object, ...]] = set()
+        self.followed: set[int] = set()  # ids of the functions that were looked into
         self._returns: list[Facts] = []
         self._depth = 0
         self.fuel = FUEL
@@ -75,11 +76,18 @@ class Flow(Classes):
         if "ModelNew" not in self.classes:
             return
         model = Value("class", "ModelNew")
+        if self.module.names.get("ModelNew") != only(model):
+            self.refuse(self.classes["ModelNew"].node, "dynamic_code", "ModelNew is given another value later")
         self.call_class(model, [], {"**": only(UNKNOWN)}, hot=False)
         self.call_method("ModelNew", "forward", [], {"**": only(TENSOR)}, hot=True)
         for name, facts in self.classes.items():
             if "extra_repr" in facts.methods:  # of every object that is made a text
                 self.call_method(name, "extra_repr", [], {}, hot=True)
+
+    def around(self, kernel: ast.FunctionDef) -> Scope:
+        """Names as a kernel sees them: of the function in which it stands, and further out."""
+        outer = self._functions[id(kernel)][1]
+        return self.module if outer is self.module else Scope(self.table, id(kernel), outer=outer)
 
     # Statements.
 
@@ -122,7 +130,7 @@ class Flow(Classes):
             if (
                 isinstance(target, ast.Tuple)
                 and len(target.elts) == len(pairs)
-                and not _starred([*pairs, *target.elts])
+                and not starred([*pairs, *target.elts])
             ):
                 for part, value in [(part, self.value(value, scope)) for part, value in zip(target.elts, pairs)]:
                     self.bind(part, value, scope)
@@ -135,10 +143,11 @@ class Flow(Classes):
             self.bind(node.target, self.value(node.value, scope), scope)
 
     def on_AugAssign(self, node: ast.AugAssign, scope: Scope) -> None:
-        read = self._made.setdefault(id(node), _loaded(node))
+        read = self._made.setdefault(id(node), loaded(node))
         facts, before = self.value(read, scope), self.facts(read.left, scope)
         boxes = frozenset(fact for fact in before if fact.kind == "box")
-        self.grow(node, boxes, self.opened(self.facts(node.value, scope)), scope)
+        given = self.opened(self.facts(node.value, scope))
+        self.grow(node, boxes, given | self.opened(self.boxes(given)), scope)
         self.bind(node.target, facts | boxes, scope)
 
     def on_Delete(self, node: ast.Delete, scope: Scope) -> None:
@@ -147,7 +156,7 @@ class Flow(Classes):
                 self.refuse(node, "forbidden_syntax", "only names can be deleted")
 
     def on_If(self, node: ast.If, scope: Scope) -> None:
-        if _is_main(node.test):
+        if is_main(node.test):
             return self.block(node.orelse, scope)
         self.value(node.test, scope)
         self._branches(scope, node.body, node.orelse)
@@ -245,11 +254,11 @@ class Flow(Classes):
         elif isinstance(target, ast.Attribute):
             self._bind_attribute(target, facts, scope)
         elif isinstance(target, ast.Subscript):
-            self.value(target.slice, scope)
+            key = code_of(self.value(target.slice, scope))
             base = self.facts(target.value, scope)
             if not all(fact.kind in _STORABLE for fact in base):
                 self.refuse(target, "monkeypatch", "items of this may not be changed")
-            self.grow(target, base, facts | self.opened(facts), scope)  # one item, or a slice of them
+            self.grow(target, base, facts | self.opened(facts) | key, scope)  # one item, or a slice of them
         else:
             self.refuse(target, "forbidden_syntax", "this may not be assigned to")
 
@@ -288,7 +297,7 @@ class Flow(Classes):
                     name = fact.name
                     made = self._decorated(ast.Call(decorator, [], []), Value("decorator", name), [only(value)])
                     value = next(iter(made))
-                elif fact.name not in _DECORATORS and not _called(decorator, fact):
+                elif fact.name not in _DECORATORS and not called(decorator, fact):
                     self.refuse(decorator, "forbidden_syntax", "this decorator is not allowed")
         if value.kind == "kernel":
             self.make_kernel(value)
@@ -342,6 +351,7 @@ class Flow(Classes):
         if key in self._done:
             return self.table.get(*key) or only(UNKNOWN)
         self._done.add(key)
+        self.followed.add(callee.node)
         if self._depth > _DEPTH:
             raise TooComplex
         self._depth += 1
@@ -375,23 +385,3 @@ class Flow(Classes):
             scope.define(node.args.vararg.arg, self.box(node.args.vararg, rest, scope))
         if node.args.kwarg is not None:
             scope.define(node.args.kwarg.arg, self.box(node.args.kwarg, frozenset().union(*keywords.values()), scope))
-
-
-def _starred(parts: list[ast.expr]) -> bool:
-    return any(isinstance(part, ast.Starred) for part in parts)
-
-
-def _loaded(node: ast.AugAssign) -> ast.BinOp:
-    """The operation of an augmented assignment, which reads its target."""
-    target = copy.copy(node.target)
-    target.ctx = ast.Load()
-    return ast.copy_location(ast.BinOp(left=target, op=node.op, right=node.value), node)
-
-
-def _called(decorator: ast.expr, fact: Value) -> bool:
-    """Whether a decorator is a call, such as ``@torch.no_grad()``, of what is allowed."""
-    return isinstance(decorator, ast.Call) and fact == PLAIN and ast.unparse(decorator.func).startswith("torch.")
-
-
-def _is_main(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")

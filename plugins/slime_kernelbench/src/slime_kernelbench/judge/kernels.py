@@ -36,14 +36,20 @@ class Kernels:
     """Checks every kernel of a module once; ``calls`` afterwards says which kernels name which, ``stores`` which
     store."""
 
-    def __init__(self, kernels: dict[str, ast.FunctionDef], module: Scope, inmost: Callable[[Facts], Facts]) -> None:
+    def __init__(
+        self,
+        kernels: dict[str, ast.FunctionDef],
+        around: Callable[[ast.FunctionDef], Scope],
+        inmost: Callable[[Facts], Facts],
+    ) -> None:
         self.kernels = kernels
-        self.module = module
+        self.local: set[int] = set()  # ids of names that a comprehension gives values, where they mean these
         self.inmost = inmost  # of what containers hold
         self.findings: set[Finding] = set()
         self.calls: dict[str, set[str]] = {}
         self.stores: set[str] = set()
         for name, node in kernels.items():
+            self.scope = around(node)  # what the kernel that is looked at sees
             self._check(name, node)
 
     def reached(self, launched: set[str]) -> set[str]:
@@ -64,21 +70,28 @@ class Kernels:
         arguments = kernel.args
         own = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         body = [node for statement in kernel.body for node in ast.walk(statement)]
-        own |= {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        _targets(body, self.local)
+        own |= {
+            node.id
+            for node in body
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in self.local
+        }
         self.calls[name] = set()
         inner = {id(node.value) for node in body if isinstance(node, ast.Attribute)}
         for node in body:
             if isinstance(node, _SYNTAX) or (isinstance(node, ast.FunctionDef) and node is not kernel):
                 self._refuse(node, "kernel_syntax", f"{type(node).__name__} is not allowed in a kernel")
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in own:
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not self._own(node, own):
                 self._name(name, node, is_value=id(node) not in inner)
+            elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                self._refuse(node, "kernel_syntax", "a kernel assigns to names alone; results leave by tl.store")
             elif isinstance(node, ast.Attribute):
                 self._attribute(name, node, own, is_value=id(node) not in inner)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.startswith("__"):
                 self._refuse(node, "dynamic_code", f"{node.id} may not be given a value")
 
     def _name(self, kernel: str, node: ast.Name, *, is_value: bool) -> None:
-        facts: Facts | None = self.module.find(node.id)
+        facts: Facts | None = self.scope.find(node.id)
         if facts is None:
             self._builtin(node, "builtins." + node.id)
             return
@@ -106,30 +119,51 @@ class Kernels:
             self.stores.add(kernel)
 
     def _attribute(self, kernel: str, node: ast.Attribute, own: set[str], *, is_value: bool) -> None:
-        path = self._dotted(node, own)
-        if path is None:
+        paths = self._dotted(node, own)
+        if not paths:
             if node.attr not in names.KERNEL_ATTRIBUTES:
                 self._refuse(node, "forbidden_attribute", f"attribute {node.attr} is not allowed in a kernel")
             if node.attr in names.STORES:
                 self.stores.add(kernel)
-        elif path.startswith("triton.language."):
+        for path in paths:
+            self._path(kernel, node, path, is_value=is_value)
+
+    def _path(self, kernel: str, node: ast.Attribute, path: str, *, is_value: bool) -> None:
+        if path.startswith("triton.language."):
             self._language(kernel, node, path)
         elif is_value and not path.startswith("math.") and path not in ("triton.cdiv", "triton.next_power_of_2"):
             self._refuse(node, "kernel_names_host", f"{path} is host code; a kernel cannot use it")
 
-    def _dotted(self, node: ast.Attribute, own: set[str]) -> str | None:
-        """The dotted name of an attribute of a library; None where its root is a value."""
+    def _own(self, node: ast.Name, own: set[str]) -> bool:
+        """Whether a name is the kernel's, and not one of the file's or Python's."""
+        return node.id in own or id(node) in self.local
+
+    def _dotted(self, node: ast.Attribute, own: set[str]) -> list[str]:
+        """The dotted names that an attribute of a library may be; none where its root is a value."""
         parts: list[str] = []
         base: ast.expr = node
         while isinstance(base, ast.Attribute):
             parts.append(base.attr)
             base = base.value
-        if not isinstance(base, ast.Name) or base.id in own:
-            return None
-        for fact in self.module.find(base.id) or ():
-            if fact.kind in ("module", "library"):
-                return ".".join([fact.name, *reversed(parts)])
-        return None
+        if not isinstance(base, ast.Name) or self._own(base, own):
+            return []
+        facts = self.scope.find(base.id) or frozenset()
+        return [".".join([one.name, *reversed(parts)]) for one in facts if one.kind in ("module", "library")]
+
+
+def _targets(body: list[ast.AST], local: set[int]) -> None:
+    """Adds to ``local`` the names that comprehensions give values to, where they have these: within, and not in the
+    first thing that is iterated over."""
+    for node in body:
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            outside = {id(part) for part in ast.walk(node.generators[0].iter)}
+            within = [part for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in outside]
+            given = {name for part in node.generators for name in _names(part.target)}
+            local.update(id(part) for part in within if part.id in given)
+
+
+def _names(target: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
 
 
 __all__ = ["Kernels"]

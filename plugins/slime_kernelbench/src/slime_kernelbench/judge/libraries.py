@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from slime_kernelbench.judge import names
-from slime_kernelbench.judge.values import PLAIN, UNKNOWN, Facts, Finding, Value, only
+from slime_kernelbench.judge.values import PLAIN, REFUSED, UNKNOWN, Facts, Finding, Value, only
 
 _RULES = {
     "cuda.stream": "stream",
@@ -57,7 +57,9 @@ class Libraries:
         if path in self.allow or rest in names.DTYPES:
             return True
         if rest.startswith("nn.init."):
-            return not hot and rest.count(".") == 2 and rest[8:] not in names.INIT_FORBIDDEN
+            last = rest[8:]
+            private = last.startswith("_") and not last.startswith("_calculate_")
+            return not hot and rest.count(".") == 2 and last not in names.INIT_FORBIDDEN and not private
         if rest in ("nn.Module", "autograd.Function", "nn.Parameter", "nn.ParameterList", "nn.parameter.Parameter"):
             return True
         if rest.startswith("nn.") and rest.count(".") == 1:
@@ -82,7 +84,7 @@ class Libraries:
             computes = path.startswith("torch.nn.") or last in names.COMPUTES or rest in names.SETUP
             rule = "torch_computes" if hot and computes and not last.startswith("_") else "forbidden_name"
         self.refuse(node, rule, f"{path} is not allowed {'while the answer is made' if hot else 'in a candidate'}")
-        return only(UNKNOWN)
+        return only(REFUSED)
 
     def library_member(self, node: ast.Attribute, fact: Value) -> Facts:
         path = f"{fact.name}.{node.attr}"

@@ -125,7 +125,7 @@ class LocalJudge:
             box = await self._opened.box()
             async with self._slots:  # however many ask: no more processes than workers, the references' among them
                 examination = await self._examiner.examination(problem, source)
-                trial = await self._tried(box, source, problem, examination)
+                trial = await self._tried(box, reading.text or source, problem, examination)
         except (Unjudgeable, SandboxError, OSError) as error:
             diagnostic = Diagnostic(
                 stage="correctness", kind=type(error).__name__, message=" ".join(str(error).split())

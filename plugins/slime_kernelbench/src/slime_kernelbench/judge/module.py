@@ -46,7 +46,32 @@ def imported(source: str) -> ModuleType:
 def _builtins() -> dict[str, Any]:
     allowed = names.BUILTINS | names.KERNEL_BUILTINS
     held = {name: getattr(builtins, name) for name in allowed if hasattr(builtins, name) and name != "__name__"}
-    return held | {"__build_class__": builtins.__build_class__, "__import__": _import}
+    return held | {
+        "__build_class__": builtins.__build_class__,
+        "__import__": _import,
+        "getattr": _getattr,
+        "hasattr": _hasattr,
+    }
+
+
+_NONE = object()
+
+
+def _getattr(owner: Any, name: str, default: Any = _NONE) -> Any:
+    """As Python's, for attributes that a candidate may spell out."""
+    found = getattr(owner, name, default)
+    closed = names.is_inside(name) or (isinstance(found, ModuleType) and found.__name__ not in names.IMPORTS)
+    if closed or found is _NONE:
+        raise AttributeError(f"{type(owner).__name__} has no attribute {name} that a candidate may use")
+    return found
+
+
+def _hasattr(owner: Any, name: str) -> bool:
+    try:
+        _getattr(owner, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:

@@ -25,6 +25,12 @@ FORBIDDEN_NAMES = _words(
 )
 DUNDERS = _words("__init__ __name__ __future__ __all__")
 
+# Attributes of frames, tracebacks, generators and code: the way from an object to whoever runs it.
+INSIDES = _words(
+    """gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await cr_origin ag_frame ag_code ag_await tb_frame tb_next
+    tb_lasti tb_lineno f_back f_builtins f_code f_globals f_locals f_trace co_code co_consts co_names func_globals
+    func_code im_func with_traceback add_note mro"""
+)
 DTYPES = _words(
     """float float16 float32 float64 bfloat16 half double int int8 int16 int32 int64 uint8 uint16 uint32 uint64
     long short bool complex64 complex128 float8_e4m3fn float8_e5m2 contiguous_format channels_last
@@ -123,8 +129,9 @@ NO_OVERRIDE = _words(
     _load_state_dict_post_hooks _load_state_dict_pre_hooks _maybe_warn_non_full_backward_hook _modules
     _named_members _non_persistent_buffers_set _parameters _register_load_state_dict_pre_hook
     _register_state_dict_hook _replicate_for_data_parallel _save_to_state_dict _slow_forward _state_dict_hooks
-    _state_dict_pre_hooks _version _wrapped_call_impl add_module apply bfloat16 buffers children compile cpu cuda
-    double eval float get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia
+    _state_dict_pre_hooks _version _wrapped_call_impl add_module apply bfloat16 buffers call_super_init children
+    compile cpu cuda double eval float get_buffer get_extra_state get_parameter get_submodule half ipu
+    load_state_dict modules mtia
     named_buffers named_children named_modules named_parameters parameters register_backward_hook register_buffer
     register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
     register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
@@ -183,3 +190,8 @@ def of_language(path: str) -> bool:
     closed = any(part.startswith("_") or part in TL_FORBIDDEN for part in (*inner, last))
     modules = all(part in TL_MODULES for part in inner)
     return not closed and (modules or (not TL_MODULES & set(inner) and {*inner[1:], last} <= KERNEL_ATTRIBUTES))
+
+
+def is_inside(attribute: str) -> bool:
+    """Whether an attribute of this name opens Python's inside, whatever it is an attribute of."""
+    return attribute in INSIDES or (attribute.startswith("__") and attribute not in DUNDERS)

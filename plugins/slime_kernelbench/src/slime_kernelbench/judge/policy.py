@@ -14,6 +14,7 @@ from typing import Literal
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.flow import Flow
 from slime_kernelbench.judge.kernels import Kernels
+from slime_kernelbench.judge.unread import without_unread
 from slime_kernelbench.judge.values import Finding, TooComplex
 from slime_kernelbench.types import Diagnostic, Flag
 
@@ -26,13 +27,14 @@ class Reading:
     """What the policy read.
 
     Example:
-        Reading(status="ok", kernels=frozenset({"add_kernel"}))
+        Reading(status="ok", kernels=frozenset({"add_kernel"}), text="import torch\\n...")
     """
 
     status: Literal["ok", "rejected", "compile_error"]
     diagnostics: tuple[Diagnostic, ...] = ()
     flags: tuple[Flag, ...] = ()
     kernels: frozenset[str] = frozenset()  # launched from forward, as far as the text tells, and what they call
+    text: str = ""  # what is to be run: the source, where functions that were not followed raise
 
 
 def read(source: str, allow: frozenset[str] = frozenset()) -> Reading:
@@ -59,7 +61,7 @@ def read(source: str, allow: frozenset[str] = frozenset()) -> Reading:
     findings = _everywhere(tree)
     try:
         flow.read(tree)
-        kernels = Kernels(flow.kernels, flow.module, flow.inmost)
+        kernels = Kernels(flow.kernels, flow.around, flow.inmost)
     except (TooComplex, RecursionError):
         return _refused([*findings, Finding(0, "too_complex", "too large or nested to be followed")], source)
     reached = kernels.reached(flow.launched)
@@ -70,7 +72,8 @@ def read(source: str, allow: frozenset[str] = frozenset()) -> Reading:
         findings.add(Finding(0, "decoy_launch", "no kernel that forward launches stores anything"))
     if findings:
         return _refused(sorted(findings), source)
-    return Reading(status="ok", kernels=frozenset(reached))
+    read_ids = flow.followed | {id(node) for node in flow.kernels.values()}
+    return Reading(status="ok", kernels=frozenset(reached), text=without_unread(source, tree, read_ids))
 
 
 def parse(source: str) -> ast.Module:
@@ -95,7 +98,7 @@ def _everywhere(tree: ast.Module) -> set[Finding]:
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Name) and node.id in forbidden and isinstance(node.ctx, ast.Load):
             found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed"))
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr not in names.DUNDERS:
+        elif isinstance(node, ast.Attribute) and names.is_inside(node.attr):
             found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
         elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom):
             found.add(Finding(line, "forbidden_syntax", f"{type(node).__name__} is not allowed in a candidate"))

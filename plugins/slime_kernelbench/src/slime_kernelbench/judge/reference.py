@@ -77,7 +77,9 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
                 raise Unusable(f"its largest input has {drawn.largest} elements, wanted are {low} to {high}")
             if drawn.parameters > MOST_PARAMETERS:
                 raise Unusable(f"it has {drawn.parameters} parameters")
-            woken = style in WOKEN and drawn.wake(weights_seed)
+            if style == "long" and 1 in mapping.values() and (drawn.parameters or drawn.rows != {shrink.LONGEST}):
+                raise Unusable("with a size of 1 it is not one long row without weights")
+            woken = drawn.wake(weights_seed) if style in WOKEN else {}
             cases = list(drawn.cases(seed))
             if not cases:
                 raise Unusable("the reference gives NaN, or nothing that float32 can be judged by")
@@ -130,21 +132,22 @@ class Drawn:
         inputs = self.draw(seed)
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         self.largest = max((value.numel() for value in tensors), default=0)
+        self.rows = {value.shape[-1] for value in tensors if value.numel() == self.largest and value.ndim}
         self.shapes = " ".join("x".join(map(str, value.shape)) or "scalar" for value in tensors)
 
     @torch.no_grad()
-    def wake(self, seed: int) -> bool:
-        """Give parameters and buffers whose elements are all alike values of their own; whether there were any.
+    def wake(self, seed: int) -> dict[str, float]:
+        """Give parameters and buffers whose elements are all alike values of their own; which, and what they were.
 
         What is above zero stays so (variances). A candidate gets the same, where its parameters are the reference's.
         """
-        generator, woken = torch.Generator().manual_seed(seed), False
-        for value in self.model.state_dict().values():
+        generator, woken = torch.Generator().manual_seed(seed), {}
+        for name, value in self.model.state_dict().items():
             if not value.is_floating_point() or value.unique().numel() != 1:
                 continue
             noise = 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
-            value.copy_(value * noise.exp() if value.flatten()[0] > 0 else value + noise)
-            woken = True
+            woken[name] = float(value.flatten()[0])
+            value.copy_(value * noise.exp() if woken[name] > 0 else value + noise)
         self.state = {name: leaf_of(value) for name, value in self.model.state_dict().items()}
         return woken
 
@@ -170,7 +173,7 @@ class Drawn:
                 if regime == "normal":
                     raise
                 continue
-            if all(map(_finite, tensors_of(exact))):
+            if all(map(_finite, [*tensors_of(exact), *tensors_of(computed)])):
                 yield {
                     "regime": regime,
                     "inputs": to_wire(inputs),
@@ -226,12 +229,19 @@ def _sparse(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value * (torch.rand(value.shape, generator=generator) < 0.15).to(value.dtype)
 
 
+def _large(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Large, and in one half so large that the exponential of some is no number of float32."""
+    factors, half = torch.full((len(value), *[1] * (value.ndim - 1)), 24.0), (len(value) + 1) // 2
+    factors[:half] = max(24.0, 120.0 / max(float(value[:half].max()), 1.0))
+    return value * factors.to(value.dtype)
+
+
 REGIMES: dict[str, Change] = {
     "normal": lambda value, generator: value,
     "again": lambda value, generator: value.clone(),
     "negative": lambda value, generator: -value.abs(),
     "mixed": lambda value, generator: value.abs() * _signs(value, generator),
-    "large": lambda value, generator: value * 24,
+    "large": _large,
     "small": lambda value, generator: value * 0.03,
     "sparse": _sparse,
 }

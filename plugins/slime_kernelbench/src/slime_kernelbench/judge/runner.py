@@ -22,6 +22,7 @@ from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import Watch, fingerprint, warm
+from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
 
 
@@ -63,19 +64,13 @@ class Session:
         return {"loaded": True}
 
     def do_build(self, request: Mapping[str, Any]) -> Tree:
-        """Make a ``ModelNew`` for one set of sizes, with the reference's weights where it has the same names for
-        them, or the same shapes in the same order."""
+        """Make a ``ModelNew`` for one set of sizes, with the reference's weights where it has places for them."""
         torch.manual_seed(request["weights_seed"])
         model = getattr(self.module, "ModelNew")(*of_wire(request["init"]))  # noqa: B009
         state = of_wire(request["state"])
-        own = model.state_dict()
-        if own.keys() != state.keys() and len(own) == len(state):
-            state = dict(zip(own, state.values()))
-        same = own.keys() == state.keys() and all(own[name].shape == state[name].shape for name in own)
-        if same:
-            model.load_state_dict(state)
+        without = give(model, state, request["woken"])
         self.models[request["style"]] = model
-        return {"same_weights": same}
+        return {"without": without}
 
     def do_call(self, request: Mapping[str, Any]) -> Tree:
         """Run it on inputs. A ``slot`` that was used before keeps its tensors, with new values in the same memory."""

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping
 
 SMALLEST = 8  # integers up to here are hyper-parameters (kernel sizes, axes, group counts), never sizes
+LONGEST = 5003  # of a row, where all other sizes are small: rows are no longer on most GPUs
 _OPERATORS = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv}
 _BODIES = ("get_inputs", "get_init_inputs")
 
@@ -51,7 +52,8 @@ def proposals(found: tuple[int, ...], style: str) -> Iterator[dict[int, int]]:
         yield {}
         return
     if style == "long":
-        for last in (5003, 1251, 625, 313, 157, 79, 41, 21):
+        yield {**_ascending(found[:-1], 1, 0), found[-1]: LONGEST}
+        for last in (LONGEST, 1251, 625, 313, 157, 79, 41, 21):
             for rest in (16, 8):
                 others = _ascending(found[:-1], rest, 0)
                 if last > max(others.values(), default=0):

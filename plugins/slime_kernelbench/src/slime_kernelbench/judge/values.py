@@ -15,9 +15,10 @@ Facts = frozenset["Value"]
 class Value:
     """One thing that an expression may be.
 
-    ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, module, library (a function of torch or
-    triton), function (of the candidate), class, instance, self, super, layer (of torch.nn), kernel, launcher (a kernel
-    with its grid), method (of a value), box (a container; what it holds is in the analysis's `Table`).
+    ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, refused (enough was said of it), module,
+    library (a function of torch or triton), function (of the candidate), class, instance, self, super, layer (of
+    torch.nn), kernel, launcher (a kernel with its grid), method (of a value), box (a container; what it holds is in
+    the analysis's `Table`).
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Value:
 PLAIN = Value("plain")
 TENSOR = Value("tensor")
 UNKNOWN = Value("unknown")
+REFUSED = Value("refused")
 LAYER = Value("layer")
 CODE = frozenset({"function", "class", "library", "kernel", "launcher", "layer", "instance", "self", "method"})
 """Kinds of what can be called."""
@@ -96,6 +98,7 @@ class Scope:
     hot: bool = False  # whether inputs may flow here: the answer is being made
     inline: bool = False  # it is run where it stands: a class body, a comprehension that is no generator
     of_comprehension: bool = False
+    of_class: bool = False  # a class body, whose names nothing that stands within sees
 
     def define(self, name: str, facts: Facts) -> None:
         """Give a name its facts, from here on."""
@@ -109,7 +112,7 @@ class Scope:
         now, scope = self.inline, self.outer
         while scope is not None:
             found = scope.names.get(name) if now else scope.table.get("name", scope.place, name)
-            if found is not None:
+            if found is not None and not scope.of_class:
                 return found
             now, scope = now and scope.inline, scope.outer
         return None

@@ -1,0 +1,42 @@
+"""Functions that nobody read cannot run: a source and where they stand in, the same source with those closed out.
+
+What the policy follows is what it vouches for. However a function that it did not follow is reached at run time, it
+raises there; everything else stays in its line.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from itertools import accumulate
+
+WHY = "was called in a way that cannot be told from the text"
+
+
+def without_unread(source: str, tree: ast.Module, read: Collection[int]) -> str:
+    """The source, with functions of ``tree`` whose ids are not in ``read`` raising where they would do something.
+
+    Example:
+        >>> text = "def f(x):\\n    return x"
+        >>> without_unread(text, ast.parse(text), ())
+        "def f(x):\\n    raise RuntimeError('f was called in a way that cannot be told from the text')"
+    """
+    data = source.encode()
+    begins = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
+    for node in reversed(list(_outermost(tree, read))):
+        first, last = node.body[0], node.body[-1]
+        begin = begins[first.lineno - 1] + first.col_offset
+        end = begins[(last.end_lineno or 0) - 1] + (last.end_col_offset or 0)
+        rest = "\n" * ((last.end_lineno or 0) - first.lineno) + ")"  # in brackets, where lines may end
+        told = f"raise RuntimeError({f'{node.name} {WHY}'!r}" + rest
+        data = data[:begin] + told.encode() + data[end:]
+    return data.decode()
+
+
+def _outermost(node: ast.AST, read: Collection[int]) -> Iterator[ast.FunctionDef]:
+    """In the order of the text; what stands within one of them goes with it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef) and id(child) not in read:
+            yield child
+        else:
+            yield from _outermost(child, read)
