@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import abstractmethod
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
@@ -44,9 +45,12 @@ class Calls(Expressions):
         if looks := frozenset(callee for callee in callees if callee.name in _LOOKED_UP):
             found, callees = self.attribute_named(node, scope), callees - looks
         arguments = [self.value(argument, scope) for argument in node.args]
-        keywords = {keyword.arg or "**": self.value(keyword.value, scope) for keyword in node.keywords}
+        keywords = {keyword.arg: self.value(keyword.value, scope) for keyword in node.keywords if keyword.arg}
+        spread = [self.opened(self.value(keyword.value, scope)) for keyword in node.keywords if not keyword.arg]
+        if spread:
+            keywords["**"] = frozenset().union(*spread)
         if any(isinstance(argument, ast.Starred) for argument in node.args):
-            keywords["**"] = only(UNKNOWN).union(*arguments)
+            keywords["**"] = only(UNKNOWN).union(*arguments, *spread)
         for callee in callees:
             found |= self._call(node, callee, arguments, keywords, scope)
         return found or only(UNKNOWN)
@@ -71,11 +75,16 @@ class Calls(Expressions):
             case "class":
                 return self.call_class(callee, arguments, keywords, hot)
             case "instance" | "self":
-                return self.call_method(callee.name, "forward", arguments, keywords, hot)
+                own = "forward" if self.method_of(callee.name, "__call__") is None else "__call__"
+                return self.call_method(callee.name, own, arguments, keywords, hot)
             case "method":
                 return self._call_method(node, callee, arguments, keywords, scope)
             case "decorator":
                 return self._decorated(node, callee, arguments)
+            case "partial":
+                return self.call_partial(node, callee, arguments, keywords, scope)
+        if callee.kind == "library" and callee.name.partition(".")[0] in names.SHELF:
+            return self.call_standard(node, callee.name, arguments, keywords, scope)
         if callee.kind == "library":
             if not (callee.name.startswith("builtins.") and callee.name[9:] in _CALLS_NOTHING) and (
                 callee.name.rpartition(".")[2] not in _CONTAINERS
@@ -84,6 +93,22 @@ class Calls(Expressions):
             return self._call_library(node, callee.name, arguments, keywords, scope)
         self.escape(arguments + list(keywords.values()), hot)
         return self._call_value(node, callee, arguments, keywords, scope)
+
+    @abstractmethod
+    def call_standard(
+        self, node: ast.Call, path: str, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
+    ) -> Facts:
+        """A call of one of Python's own modules."""
+
+    @abstractmethod
+    def call_partial(
+        self, node: ast.Call, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
+    ) -> Facts:
+        """A call of what `functools.partial` made."""
+
+    @abstractmethod
+    def held_by_partial(self, made: Value) -> Facts:
+        """What a partial function may call or give to what it calls."""
 
     def escape(self, arguments: list[Facts], hot: bool) -> None:
         """Code handed to somebody else may be called there with anything; objects, at any time."""
@@ -95,6 +120,10 @@ class Calls(Expressions):
                 self._escape_object(fact)
             elif fact.kind == "method" and owner in self.classes:
                 self._call_bound(fact, [], {"**": only(UNKNOWN)}, hot)
+            elif fact.kind == "partial":
+                self.escape([self.held_by_partial(fact)], hot)
+            elif fact.kind == "decorator" or (fact.kind == "library" and fact.name.partition(".")[0] in names.SHELF):
+                self.refuse(self.at, "dynamic_code", f"{fact.name} is handed on, where it cannot be followed")
             elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner == "value" and last in _GROWS):
                 self.refuse(self.at, "dynamic_code", f"{last} is handed on, where it cannot be followed")
             elif hot and fact.kind in ("library", "method"):
@@ -120,7 +149,8 @@ class Calls(Expressions):
     def _decorated(self, node: ast.Call, callee: Value, arguments: list[Facts]) -> Facts:
         found: set[Value] = set()
         for fact in arguments[0] if arguments else ():
-            if fact.kind == "kernel" and callee.name in ("triton.autotune", "triton.heuristics"):
+            gives_back = callee.name.startswith(("functools.", "abc."))  # what it is given
+            if gives_back or (fact.kind == "kernel" and callee.name in ("triton.autotune", "triton.heuristics")):
                 found.add(fact)
             elif fact.kind == "function" and callee.name == "triton.jit":
                 found.add(self.make_kernel(fact))
@@ -241,7 +271,7 @@ class Calls(Expressions):
             return self._call_triton(node, path, arguments)
         if root == "math":
             for facts in arguments:
-                self._computes(node, facts, scope, path)
+                self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, path)
             return only(PLAIN)
         given = frozenset().union(*arguments, *keywords.values())
         if root != "torch":
@@ -278,6 +308,8 @@ class Calls(Expressions):
         if name in _COMPUTING_BUILTINS:
             for facts in arguments:
                 self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, f"{name}()")
+        if name == "property":
+            self.refuse(node, "dynamic_code", "property is a decorator; it is not called")
         if name == "super":
             return self._super(node, arguments, scope)
         if name == "map" and arguments:

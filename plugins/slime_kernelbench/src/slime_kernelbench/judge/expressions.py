@@ -19,6 +19,7 @@ from slime_kernelbench.judge.values import (
     TooComplex,
     Value,
     code_of,
+    is_property,
     only,
 )
 
@@ -35,6 +36,7 @@ class Expressions(Libraries, ABC):
         self.classes: dict[str, ClassFacts] = {}
         self.launched: set[str] = set()
         self.own_attributes: set[str] = set()
+        self.partials: dict[Value, tuple[int, tuple[str, ...]]] = {}  # how many arguments they hold, and which by name
         self.escaped: set[Value] = set()  # objects and classes that were handed to somebody else's code
         self.fuel = FUEL
         self.at: ast.AST = ast.Pass()  # the call that is looked at
@@ -129,7 +131,10 @@ class Expressions(Libraries, ABC):
     def of_Name(self, node: ast.Name, scope: Scope) -> Facts:
         found = scope.find(node.id)
         if found is not None:
-            return found
+            outside = frozenset(fact for fact in found if fact.kind == "outside")
+            for fact in outside:
+                self.refuse(node, "forbidden_import", f"import of {fact.name} is not allowed; {names.IMPORTABLE}")
+            return found - outside or only(UNKNOWN)
         if node.id not in names.BUILTINS:
             self.refuse(node, "unknown_name", f"name {node.id} is not defined here, or is not allowed")
             return only(UNKNOWN)
@@ -207,7 +212,8 @@ class Expressions(Libraries, ABC):
             return only(TENSOR)
         if any(value.kind == "box" for value in left | right):
             return self.box(node, self.opened(left | right), scope)
-        return only(UNKNOWN) if UNKNOWN in left | right else only(PLAIN)
+        code = code_of(left | right)  # such as a named tuple
+        return code | only(UNKNOWN) if code or UNKNOWN in left | right else only(PLAIN)
 
     def of_UnaryOp(self, node: ast.UnaryOp, scope: Scope) -> Facts:
         facts = self.value(node.operand, scope)
@@ -260,8 +266,11 @@ class Expressions(Libraries, ABC):
 
     def of_Attribute(self, node: ast.Attribute, scope: Scope) -> Facts:
         found: Facts = frozenset()
-        for fact in self.facts(node.value, scope):
-            found |= self._attribute(node, fact, scope)
+        facts = self.facts(node.value, scope)
+        mixed = node.attr in self.own_attributes and any(fact.kind in ("instance", "self") for fact in facts)
+        for fact in facts:
+            unsure = mixed and fact.kind in ("tensor", "plain", "box")  # such as one of many arguments
+            found |= self._attribute(node, UNKNOWN if unsure else fact, scope)
         return found
 
     def attribute_named(self, node: ast.Call, scope: Scope) -> Facts:
@@ -343,7 +352,9 @@ class Expressions(Libraries, ABC):
 
     def _own_attribute(self, node: ast.Attribute, owner: str, name: str, scope: Scope) -> Facts:
         held = self._held(owner, name)
-        if self.method_of(owner, name) is not None:
+        if (method := self.method_of(owner, name)) is not None:
+            if is_property(method):
+                return held | self.call_method(owner, name, [], {}, scope.hot)
             held |= only(Value("method", f"{owner}.{name}"))
         if held:
             return held
@@ -359,13 +370,14 @@ class Expressions(Libraries, ABC):
         known = name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
         own = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
         known |= name in names.CONFIG and fact.kind in ("plain", "unknown")
+        known |= name == "value" and fact.kind == "plain"  # of an enum
         if not (known or own or name in self.allow):
             return self._refused(node, name, scope.hot)
         if fact.kind == "layer":
             if name in ("forward",):
                 return self._refused(node, name, scope.hot)
             return only(TENSOR) if name.startswith(("weight", "bias", "running_")) else only(UNKNOWN)
-        if name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
+        if name in ("value", "shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
             return only(PLAIN)
         if name in names.CONFIG:
             return only(UNKNOWN)

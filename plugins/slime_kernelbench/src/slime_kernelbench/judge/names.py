@@ -12,17 +12,34 @@ IMPORTS = _words(
     triton.language.math triton.language.extra triton.language.extra.libdevice triton.language.extra.cuda
     triton.language.extra.cuda.libdevice triton.testing math typing __future__ typing_extensions collections.abc"""
 )
+# Python's own modules and numpy: what is here is all that a candidate finds in them (`shelf`).
+SHELF = {
+    "functools": _words("cache lru_cache partial reduce wraps"),
+    "dataclasses": _words("dataclass field"),
+    "enum": _words("Enum IntEnum auto"),
+    "itertools": _words("product chain combinations permutations repeat zip_longest"),
+    "operator": _words("add sub mul truediv floordiv mod neg"),
+    "abc": _words("ABC abstractmethod"),
+    "logging": _words("DEBUG INFO WARNING ERROR CRITICAL basicConfig getLogger debug info warning error critical"),
+    "warnings": _words("warn filterwarnings simplefilter"),
+    "numpy": _words("pi e inf nan prod sqrt exp log log2 ceil floor"),
+}
+IMPORTABLE = "torch, triton, math, typing and parts of " + ", ".join(sorted(SHELF)) + " may be used"
+SHELF_NUMBERS = _words("pi e inf nan DEBUG INFO WARNING ERROR CRITICAL")
+LOGGER = _words("debug info warning error critical log setLevel")
 BUILTINS = _words(
     """abs all any bool bytes dict divmod enumerate filter float frozenset int isinstance len list map max min
     pow print range repr reversed round set slice sorted staticmethod classmethod str sum super tuple zip object
     getattr hasattr None True False NotImplemented Ellipsis Exception ValueError TypeError RuntimeError
-    AssertionError KeyError IndexError NotImplementedError __name__ callable"""
+    AssertionError KeyError IndexError NotImplementedError __name__ callable property Warning UserWarning
+    RuntimeWarning DeprecationWarning FutureWarning AttributeError ArithmeticError ZeroDivisionError"""
 )
 # Names whose mere use is refused, wherever it stands: code made at run time, and what opens the judge's own process.
 FORBIDDEN_NAMES = _words(
     """exec eval compile __import__ globals locals vars dir open input breakpoint memoryview setattr delattr id
     type __builtins__ __loader__ __spec__ help exit quit issubclass"""
 )
+HINTS = {"type": "; use isinstance", "open": "; nothing is read or written", "id": "; nothing is kept between calls"}
 DUNDERS = _words("__init__ __name__ __future__ __all__")
 
 DTYPES = _words(
@@ -57,9 +74,11 @@ PLAIN_RESULTS = _words(
 TRITON_HOST = _words(
     """cdiv next_power_of_2 jit autotune heuristics Config reinterpret __version__ TRITON_MAX_TENSOR_NUMEL"""
 )
+TYPING_MODULES = _words("typing typing_extensions collections.abc")
 TYPING = _words(
     """Any Callable Dict Final List Literal Optional Sequence Tuple Type Union Iterable Mapping cast Set
-    annotations overload"""
+    annotations overload NamedTuple ClassVar Iterator Hashable MutableMapping TypeAlias Annotated
+    TYPE_CHECKING"""
 )
 HOT_TENSOR = _words(
     """shape dtype device is_cuda ndim T mT H size stride numel nelement dim view view_as reshape reshape_as

@@ -17,7 +17,8 @@ class Value:
 
     ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, module, library (a function of torch or
     triton), function (of the candidate), class, instance, self, super, layer (of torch.nn), kernel, launcher (a kernel
-    with its grid), method (of a value), box (a container; what it holds is in the analysis's `Table`).
+    with its grid), method (of a value), partial (of functools), decorator (of triton or Python), outside (an import
+    that a candidate does not get), box (a container; what it holds is in the analysis's `Table`).
     """
 
     kind: str
@@ -30,7 +31,21 @@ PLAIN = Value("plain")
 TENSOR = Value("tensor")
 UNKNOWN = Value("unknown")
 LAYER = Value("layer")
-CODE = frozenset({"function", "class", "library", "kernel", "launcher", "layer", "instance", "self", "method"})
+CODE = frozenset(
+    {
+        "function",
+        "class",
+        "library",
+        "kernel",
+        "launcher",
+        "layer",
+        "instance",
+        "self",
+        "method",
+        "partial",
+        "decorator",
+    }
+)
 """Kinds of what can be called."""
 
 
@@ -42,6 +57,11 @@ def only(*values: Value) -> Facts:
 def code_of(facts: Facts) -> Facts:
     """What of ``facts`` can be called."""
     return frozenset(fact for fact in facts if fact.kind in CODE)
+
+
+def is_property(method: ast.FunctionDef) -> bool:
+    """Whether reading an attribute of this name calls it."""
+    return any(ast.unparse(decorator) == "property" for decorator in method.decorator_list)
 
 
 class Table:
@@ -128,6 +148,9 @@ class ClassFacts:
     order: tuple[str, ...]  # itself first
     is_module: bool
     is_function: bool = False  # of torch.autograd
+    is_enum: bool = False
+    is_record: bool = False  # a dataclass or a typing.NamedTuple: its fields are what it is made with
+    is_tuple: bool = False  # a typing.NamedTuple
 
 
 class TooComplex(Exception):
