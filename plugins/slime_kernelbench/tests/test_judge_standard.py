@@ -99,6 +99,7 @@ HONEST = {
 CHEATS = {
     "outside_used": ("import os", "pass", "os.system('true'); t = x"),
     "outside_used_under_another_name": ("import subprocess as tl2", "pass", "t = tl2.run(x)"),
+    "version_as_a_name": ("", "pass", "tl.__version__ = 3; t = x"),
     "outside_used_in_a_default": ("from os import system as f", "pass", "t = (lambda x, f=f: f(x))(x)"),
     "outside_over_a_name_of_ours": ("", "pass", "import os as keeps; t = keeps(x)"),
     "outside_in_one_branch": ("f = keeps\nif 1 > 0:\n    import os as f", "pass", "t = f(x)"),
@@ -241,8 +242,16 @@ def test_what_cannot_be_followed_is_refused_for_that(name: str) -> None:
     assert "dynamic_code" in {flag.rule for flag in read(CHEATS[name]).flags}
 
 
+def test_a_parameter_that_says_it_is_a_number_may_be_calculated_with() -> None:
+    """Whether it is one shows while the answer is made: the corpus has `tensors_said_to_be_numbers`."""
+    body = "t = launched(x, int(float(s) * 2) if s > 0 else -s)"
+    numbers = MODEL.replace("forward(self, x)", "forward(self, x, s: float)").format(inside="pass", body=body)
+    assert policy.read(HEAD + numbers).status == "ok"
+    assert policy.read(HEAD + numbers.replace(": float", "")).status == "rejected"
+
+
 def test_the_message_says_what_may_be_used_and_where_it_was() -> None:
-    (told,) = [told for told in read(CHEATS["outside_used"]).diagnostics if told.kind == "forbidden_import"]
+    (told,) = read(CHEATS["outside_used"]).diagnostics
     assert told.excerpt == "os.system('true'); t = x"
     assert "import of os is not allowed; torch, triton, math" in told.message
     assert "functools" in told.message

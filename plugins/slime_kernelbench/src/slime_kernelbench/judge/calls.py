@@ -81,6 +81,8 @@ class Calls(Expressions):
                 return self._call_method(node, callee, arguments, keywords, scope)
             case "decorator":
                 return self._decorated(node, callee, arguments)
+            case "outside":
+                return only(callee)  # it has been refused
             case "partial":
                 return self.call_partial(node, callee, arguments, keywords, scope)
         if callee.kind == "library" and callee.name.partition(".")[0] in names.SHELF:

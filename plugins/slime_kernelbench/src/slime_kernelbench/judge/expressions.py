@@ -131,10 +131,9 @@ class Expressions(Libraries, ABC):
     def of_Name(self, node: ast.Name, scope: Scope) -> Facts:
         found = scope.find(node.id)
         if found is not None:
-            outside = frozenset(fact for fact in found if fact.kind == "outside")
-            for fact in outside:
+            for fact in (fact for fact in found if fact.kind == "outside"):
                 self.refuse(node, "forbidden_import", f"import of {fact.name} is not allowed; {names.IMPORTABLE}")
-            return found - outside or only(UNKNOWN)
+            return found
         if node.id not in names.BUILTINS:
             self.refuse(node, "unknown_name", f"name {node.id} is not defined here, or is not allowed")
             return only(UNKNOWN)
@@ -290,6 +289,8 @@ class Expressions(Libraries, ABC):
         if name.startswith("__") and name not in names.DUNDERS:
             self.refuse(node, "forbidden_attribute", f"attribute {name} opens Python's inside")
             return only(UNKNOWN)
+        if fact.kind == "outside":
+            return only(fact)  # it has been refused
         if fact.kind == "module":
             return self.library(node, f"{fact.name}.{name}", scope.hot)
         if fact.kind in ("self", "instance"):

@@ -24,6 +24,7 @@ from slime_kernelbench.judge.values import (
     Value,
     code_of,
     is_property,
+    numbers_of,
     only,
 )
 
@@ -81,7 +82,11 @@ class Flow(Classes):
             return
         model = Value("class", "ModelNew")
         self.call_class(model, [], {"**": only(UNKNOWN)}, hot=False)
-        self.call_method("ModelNew", "forward", [], {"**": only(TENSOR)}, hot=True)
+        forward = self.method_of("ModelNew", "forward")
+        numbers = {
+            name: only(TENSOR, PLAIN) for name in numbers_of(forward)
+        }  # what it says; the answer's making tells
+        self.call_method("ModelNew", "forward", [], {**numbers, "**": only(TENSOR)}, hot=True)
         for name, facts in self.classes.items():
             for method, node in facts.methods.items():
                 if method == "extra_repr" or is_property(node):  # of whatever object is made a text, or asked for it

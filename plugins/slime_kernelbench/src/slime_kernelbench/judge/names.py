@@ -40,13 +40,13 @@ FORBIDDEN_NAMES = _words(
     type __builtins__ __loader__ __spec__ help exit quit issubclass"""
 )
 HINTS = {"type": "; use isinstance", "open": "; nothing is read or written", "id": "; nothing is kept between calls"}
-DUNDERS = _words("__init__ __name__ __future__ __all__")
+DUNDERS = _words("__init__ __name__ __future__ __all__ __version__")
 
 DTYPES = _words(
     """float float16 float32 float64 bfloat16 half double int int8 int16 int32 int64 uint8 uint16 uint32 uint64
     long short bool complex64 complex128 float8_e4m3fn float8_e5m2 contiguous_format channels_last
     channels_last_3d preserve_format strided Tensor Size dtype device memory_format inf nan pi e newaxis
-    Generator FloatTensor LongTensor"""
+    Generator FloatTensor LongTensor __version__"""
 )
 # torch.*: making and moving tensors. Allowed while the answer is made.
 PLUMBING = _words(
@@ -65,7 +65,7 @@ SETUP = PLUMBING | _words(
 )
 CUDA = _words(
     """current_device device_count is_available synchronize get_device_properties get_device_capability
-    get_device_name device empty_cache"""
+    get_device_name device empty_cache is_bf16_supported"""
 )
 PLAIN_RESULTS = _words(
     """numel is_tensor broadcast_shapes promote_types finfo iinfo is_floating_point get_default_dtype
@@ -78,7 +78,7 @@ TYPING_MODULES = _words("typing typing_extensions collections.abc")
 TYPING = _words(
     """Any Callable Dict Final List Literal Optional Sequence Tuple Type Union Iterable Mapping cast Set
     annotations overload NamedTuple ClassVar Iterator Hashable MutableMapping TypeAlias Annotated
-    TYPE_CHECKING"""
+    TYPE_CHECKING TypeVar"""
 )
 HOT_TENSOR = _words(
     """shape dtype device is_cuda ndim T mT H size stride numel nelement dim view view_as reshape reshape_as
@@ -115,7 +115,7 @@ DEVICE_PROPERTIES = _words(
     """multi_processor_count multiprocessor_count warp_size total_memory major minor name
     max_threads_per_multi_processor regs_per_multiprocessor shared_memory_per_block
     shared_memory_per_block_optin shared_memory_per_multiprocessor max_shared_mem L2_cache_size eps tiny
-    smallest_normal bits"""
+    smallest_normal bits backend arch"""
 )
 # What a triton.Config may be asked for.
 CONFIG = _words("kwargs num_warps num_stages num_ctas")

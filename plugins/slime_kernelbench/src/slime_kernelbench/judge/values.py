@@ -64,6 +64,12 @@ def is_property(method: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator) == "property" for decorator in method.decorator_list)
 
 
+def numbers_of(method: ast.FunctionDef | None) -> list[str]:
+    """Parameters that say that they are numbers."""
+    found = method.args.args if method is not None else []
+    return [one.arg for one in found if isinstance(one.annotation, ast.Name) and one.annotation.id in ("float", "int")]
+
+
 class Table:
     """Facts that hold at any time: of variables as functions within see them, of attributes, of what containers hold.
 
