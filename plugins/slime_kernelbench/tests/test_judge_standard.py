@@ -175,6 +175,12 @@ CHEATS = {
     "dataclass_changed": ("@dataclass\nclass C:\n    n: int = 0\nc = C()", "pass", "c.n += 1; t = x"),
     "dataclass_of_a_module": ("@dataclass\nclass C(nn.Module):\n    n: int = 0", "pass", "t = x"),
     "named_tuple_with_code": ("class C(NamedTuple):\n    f: object", "pass", "t = max(C(computes))(x)"),
+    "named_tuple_with_code_by_default": (
+        "class C(NamedTuple):\n    f: object = computes\n    def __call__(self, x): return x",
+        "pass",
+        "t = max(C())(x)",
+    ),
+    "object_that_cannot_be_called": ("class C:\n    def f(self): return 1", "pass", "t = C()(x)"),
     "named_tuples_added": ("class C(NamedTuple):\n    f: object", "pass", "c = C(computes); t = (c + c)[1](x)"),
     "named_tuple_unpacked": ("class C(NamedTuple):\n    f: object", "pass", "(f,) = C(computes); t = f(x)"),
     "enum_of_code": ("class A(enum.Enum):\n    F = (computes,)", "pass", "t = A((computes,)).value[0](x)"),

@@ -75,8 +75,11 @@ class Calls(Expressions):
             case "class":
                 return self.call_class(callee, arguments, keywords, hot)
             case "instance" | "self":
-                own = "forward" if self.method_of(callee.name, "__call__") is None else "__call__"
-                return self.call_method(callee.name, own, arguments, keywords, hot)
+                called = (name for name in ("__call__", "forward") if self.method_of(callee.name, name) is not None)
+                if method := next(called, ""):
+                    return self.call_method(callee.name, method, arguments, keywords, hot)
+                self.refuse(node, "unresolved_call", f"an object of {callee.name} is called; it has no forward")
+                return only(UNKNOWN)
             case "method":
                 return self._call_method(node, callee, arguments, keywords, scope)
             case "decorator":

@@ -96,6 +96,7 @@ class Classes(Standard):
                 self.refuse(node, "monkeypatch", f"a candidate may not define {name}")
             if facts.is_enum and held != only(PLAIN):
                 self.refuse(node, "dynamic_code", f"{name} of an enum is no number and no text")
+            self._no_code(node, facts.name, held)
             body.define(name, held)
             self.table.grow(held, "attribute", facts.name, name)
             self.own_attributes.add(name)
@@ -115,14 +116,17 @@ class Classes(Standard):
     def _filled(self, owner: str, arguments: list[Facts], keywords: dict[str, Facts]) -> None:
         """The fields of a record, by name; by position any of them."""
         anywhere = frozenset().union(*arguments, keywords.get("**", frozenset()))
-        given = anywhere.union(*keywords.values())
-        if self.classes[owner].is_tuple and code_of(self.inmost(given)):
-            self.refuse(self.at, "unresolved_call", "a named tuple holds code, where it cannot be followed")
+        self._no_code(self.at, owner, anywhere.union(*keywords.values()))
         for one in self._order(owner):
             for statement in self.classes[one].node.body:
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     name = statement.target.id
                     self.table.grow(anywhere | keywords.get(name, frozenset()), "attribute", owner, name)
+
+    def _no_code(self, node: ast.AST, owner: str, held: Facts) -> None:
+        """Refuse code in a named tuple: whatever goes through the tuple would have it."""
+        if self.classes[owner].is_tuple and code_of(self.inmost(held)):
+            self.refuse(node, "unresolved_call", "a named tuple holds code, where it cannot be followed")
 
     def call_method(
         self,
