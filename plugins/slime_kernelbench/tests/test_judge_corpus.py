@@ -71,6 +71,7 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     assert verdicts["infinite_import"].status == "timeout"
     assert {flag.rule for flag in verdicts["operators_through_unknown_values"].flags} >= {"torch_computes"}
     assert "reference's ln.weight, ln.bias" in verdicts["norm_that_has_no_weights"].diagnostics[0].message
+    assert {flag.rule for flag in verdicts["tensors_said_to_be_numbers"].flags} == {"torch_computes"}
     assert "no_launch" in {flag.rule for flag in verdicts["launch_in_a_dead_branch"].flags}
     assert "decoy_launch" in {flag.rule for flag in verdicts["operators_through_unknown_values"].flags}
     assert "mutated_input" in {flag.rule for flag in verdicts["works_in_its_input"].flags}

@@ -108,6 +108,25 @@ def test_diagnostics_point_into_the_candidate() -> None:
     assert not verdicts["wrong"].correct
 
 
+def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat() -> None:
+    """A block too small for its rows, a grid of one program: their mistake shows, and nothing else made the rest."""
+    small = sources("honest")["row_softmax"].replace("triton.next_power_of_2(n_cols)", "128")
+    zeros = RELU.replace("torch.empty(", "torch.zeros(").replace("triton.cdiv(", "min(1, ")
+    copied = sources("cheats")["one_element_by_the_kernel"]
+
+    async def asked(judge: LocalJudge) -> list[Verdict]:
+        pairs = [(small, "softmax"), (zeros, "relu"), (copied, "transpose")]
+        return [await judge.judge(text, problem(name)) for text, name in pairs]
+
+    found = with_judge(asked)
+    assert isinstance(found, list)
+    assert [(verdict.status, [flag.rule for flag in verdict.flags]) for verdict in found] == [
+        ("wrong", []),
+        ("wrong", []),
+        ("hack", ["decoy_launch"]),
+    ]
+
+
 def test_bfloat16_is_an_error_in_the_interpreter_never_a_wrong_number() -> None:
     half = sources("honest")["half_precision"]
     upcast = half.replace("float16", "bfloat16")

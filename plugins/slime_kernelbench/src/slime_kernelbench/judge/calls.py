@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import abstractmethod
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
@@ -79,11 +80,21 @@ class Calls(Expressions):
             case "class":
                 return self.call_class(callee, arguments, keywords, hot)
             case "instance" | "self":
-                return self.call_method(callee.name, "forward", arguments, keywords, hot)
+                called = (name for name in ("__call__", "forward") if self.method_of(callee.name, name) is not None)
+                if method := next(called, ""):
+                    return self.call_method(callee.name, method, arguments, keywords, hot)
+                self.refuse(node, "unresolved_call", f"an object of {callee.name} is called; it has no forward")
+                return only(UNKNOWN)
             case "method":
                 return self._call_method(node, callee, arguments, keywords, scope)
             case "decorator":
                 return self._decorated(node, callee, arguments)
+            case "outside":
+                return only(callee)  # it has been refused
+            case "partial":
+                return self.call_partial(node, callee, arguments, keywords, scope)
+        if callee.kind == "library" and callee.name.partition(".")[0] in names.SHELF:
+            return self.call_standard(node, callee.name, arguments, keywords, scope)
         if callee.kind == "library":
             if not (callee.name.startswith("builtins.") and callee.name[9:] in _CALLS_NOTHING) and (
                 callee.name.rpartition(".")[2] not in _CONTAINERS
@@ -92,6 +103,22 @@ class Calls(Expressions):
             return self._call_library(node, callee.name, arguments, keywords, scope)
         self.escape(arguments + list(keywords.values()), hot)
         return self._call_value(node, callee, arguments, keywords, scope)
+
+    @abstractmethod
+    def call_standard(
+        self, node: ast.Call, path: str, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
+    ) -> Facts:
+        """A call of one of Python's own modules."""
+
+    @abstractmethod
+    def call_partial(
+        self, node: ast.Call, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
+    ) -> Facts:
+        """A call of what `functools.partial` made."""
+
+    @abstractmethod
+    def held_by_partial(self, made: Value) -> Facts:
+        """What a partial function may call or give to what it calls."""
 
     def escape(self, arguments: list[Facts], hot: bool) -> None:
         """Code handed to somebody else may be called there with anything; objects, at any time."""
@@ -105,6 +132,10 @@ class Calls(Expressions):
                 self._escape_object(fact)
             elif fact.kind == "method" and owner in self.classes:
                 self._call_bound(fact, [], {"**": only(UNKNOWN)}, hot)
+            elif fact.kind == "partial":
+                self.escape([self.held_by_partial(fact)], hot)
+            elif fact.kind == "decorator" or (fact.kind == "library" and fact.name.partition(".")[0] in names.SHELF):
+                self.refuse(self.at, "dynamic_code", f"{fact.name} is handed on, where it cannot be followed")
             elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner, last) in _NOT_HANDED_ON:
                 self.refuse(self.at, "dynamic_code", f"{last} is handed on, where it cannot be followed")
             elif hot and fact.kind in ("library", "method"):
@@ -130,7 +161,8 @@ class Calls(Expressions):
     def _decorated(self, node: ast.Call, callee: Value, arguments: list[Facts]) -> Facts:
         found: set[Value] = set()
         for fact in arguments[0] if arguments else ():
-            if fact.kind == "kernel" and callee.name in ("triton.autotune", "triton.heuristics"):
+            gives_back = callee.name.startswith(("functools.", "abc."))  # what it is given
+            if gives_back or (fact.kind == "kernel" and callee.name in ("triton.autotune", "triton.heuristics")):
                 found.add(fact)
             elif fact.kind == "function" and callee.name == "triton.jit":
                 found.add(self.make_kernel(fact))
@@ -269,7 +301,7 @@ class Calls(Expressions):
             return self._call_triton(node, path, arguments)
         if root == "math":
             for facts in arguments:
-                self._computes(node, facts, scope, path)
+                self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, path)
             return only(PLAIN)
         given = frozenset().union(*arguments, *keywords.values())
         if root != "torch":
@@ -306,6 +338,8 @@ class Calls(Expressions):
         if name in _COMPUTING_BUILTINS:
             for facts in arguments:
                 self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, f"{name}()")
+        if name == "property":
+            self.refuse(node, "dynamic_code", "property is a decorator; it is not called")
         if name == "super":
             return self._super(node, arguments, scope)
         if name == "map" and arguments:

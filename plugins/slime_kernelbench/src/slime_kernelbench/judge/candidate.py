@@ -188,6 +188,8 @@ class Trial:
         reply = await self.ask(child, request, self.options.call_seconds, bfloat16)
         self._evidence(reply, question)
         found = compare(reply.get("output"), question.expected, tf32=self.options.tf32)
+        if found.agrees and self.wrong is None:  # what kernels forgot to write is a mistake where it shows
+            self._written(reply)
         if not repeat:
             self.cases.append(_case(question, found))
         if not found.agrees:
@@ -214,11 +216,14 @@ class Trial:
         changed = reply.get("changed")
         if isinstance(changed, list) and changed:
             self.flag("monkeypatch", "process", "replaced: " + ", ".join(map(str, changed[:6])))
-        stored, made = reply.get("stored"), _elements(reply.get("output"))
-        if launches >= 1 and made and (not isinstance(stored, int) or 2 * stored < made):
-            self.flag("decoy_launch", "launch", f"kernels wrote {stored} elements, the answer has {made}")
         if not _same(reply.get("inputs"), question.inputs):
             self.flag("mutated_input", "process", "an input was changed")
+
+    def _written(self, reply: dict[str, Any]) -> None:
+        """Whether kernels can have made an answer that is right: they wrote half of its elements, or more."""
+        stored, made = reply.get("stored"), _elements(reply.get("output"))
+        if self.launches and made and (not isinstance(stored, int) or 2 * stored < made):
+            self.flag("decoy_launch", "launch", f"kernels wrote {stored} elements, the answer has {made}")
 
     async def _without_kernels(self, child: Child, style: Style) -> None:
         """The answer must not be right when no kernel does anything."""

@@ -3,99 +3,29 @@
 from __future__ import annotations
 
 import ast
-from abc import ABC, abstractmethod
 
 from slime_kernelbench.judge import names
-from slime_kernelbench.judge.libraries import Libraries
+from slime_kernelbench.judge.ground import Ground
 from slime_kernelbench.judge.values import (
     LAYER,
     PLAIN,
     REFUSED,
     TENSOR,
     UNKNOWN,
-    ClassFacts,
     Facts,
     Scope,
-    Table,
     TooComplex,
     Value,
     code_of,
+    is_property,
     only,
 )
 
-FUEL = 60_000  # AST nodes looked at before the analysis gives up
 _MOST = 24  # things that one expression may be
 
 
-class Expressions(Libraries, ABC):
+class Expressions(Ground):
     """Evaluates expressions; what calls a function of the candidate's is left to `Flow`."""
-
-    def __init__(self, allow: frozenset[str]) -> None:
-        super().__init__(allow)
-        self.table = Table()
-        self.classes: dict[str, ClassFacts] = {}
-        self.launched: set[str] = set()
-        self.own_attributes: set[str] = set()
-        self.escaped: set[Value] = set()  # objects and classes that were handed to somebody else's code
-        self.fuel = FUEL
-        self.at: ast.AST = ast.Pass()  # the call that is looked at
-
-    @abstractmethod
-    def call_function(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
-        """What a call of a function of the candidate's gives."""
-
-    @abstractmethod
-    def call_class(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
-        """What making an object of a class of the candidate's gives."""
-
-    @abstractmethod
-    def call_method(
-        self,
-        owner: str,
-        method: str,
-        arguments: list[Facts],
-        keywords: dict[str, Facts],
-        hot: bool,
-        bound: Facts = frozenset(),
-    ) -> Facts:
-        """What a call of a method of an object of the candidate's gives."""
-
-    @abstractmethod
-    def define_lambda(self, node: ast.Lambda, scope: Scope) -> Facts:
-        """A lambda as a value; its body is looked at."""
-
-    @abstractmethod
-    def escape(self, arguments: list[Facts], hot: bool) -> None:
-        """Code that is handed to somebody else may be called there with anything."""
-
-    def box(self, node: ast.AST, held: Facts, scope: Scope, part: str = "") -> Facts:
-        """A container that ``node`` makes, and which holds ``held`` among others.
-
-        Where it is made in set-up it is ``kept``: still there in the next call. ``part``: the tuples within.
-        """
-        made = Value("box", part or ("" if scope.hot else "kept"), node=id(node))
-        self.table.grow(held, "held", made)
-        return only(made)
-
-    def opened(self, facts: Facts) -> Facts:
-        """What iterating over, indexing or unpacking gives."""
-        found: set[Value] = set()
-        for value in facts:
-            if value.kind == "box":
-                found |= self.table.get("held", value) or frozenset()
-            else:
-                found.add(value if value.kind in ("tensor", "plain", "refused") else UNKNOWN)
-                found |= code_of(only(value))
-        return frozenset(found)
-
-    def inmost(self, facts: Facts) -> Facts:
-        """What containers hold, and those within them, at any depth; and what is no container."""
-        found, waiting = set(facts), list(facts)
-        while waiting:
-            new = self.opened(only(fact)) - found if (fact := waiting.pop()).kind == "box" else frozenset()
-            found |= new
-            waiting += new
-        return frozenset(fact for fact in found if fact.kind != "box")
 
     def value(self, node: ast.expr | None, scope: Scope) -> Facts:
         """What ``node`` may be, as a value: a module or torch's functions may not be passed around."""
@@ -130,6 +60,8 @@ class Expressions(Libraries, ABC):
     def of_Name(self, node: ast.Name, scope: Scope) -> Facts:
         found = scope.find(node.id)
         if found is not None:
+            for fact in (fact for fact in found if fact.kind == "outside"):
+                self.refuse(node, "forbidden_import", f"import of {fact.name} is not allowed; {names.IMPORTABLE}")
             return found
         if node.id not in names.BUILTINS:
             self.refuse(node, "unknown_name", f"name {node.id} is not defined here, or is not allowed")
@@ -189,10 +121,6 @@ class Expressions(Libraries, ABC):
                 self.value(condition, inner)
         return inner
 
-    @abstractmethod
-    def bind(self, target: ast.expr, facts: Facts, scope: Scope) -> None:
-        """Give ``target`` of an assignment its facts."""
-
     # Operators: on tensors they compute.
 
     def _computes(self, node: ast.AST, facts: Facts, scope: Scope, what: str) -> None:
@@ -206,6 +134,9 @@ class Expressions(Libraries, ABC):
         tensors = (left | right) & only(TENSOR)
         if any(value.kind == "box" for value in left | right):
             return tensors | self.box(node, self.opened(left | right), scope)
+        code = code_of(left | right)  # such as a named tuple
+        if code:
+            return tensors | code | only(UNKNOWN)
         if tensors:
             return tensors
         return only(UNKNOWN) if UNKNOWN in left | right else only(PLAIN)
@@ -265,8 +196,11 @@ class Expressions(Libraries, ABC):
 
     def of_Attribute(self, node: ast.Attribute, scope: Scope) -> Facts:
         found: Facts = frozenset()
-        for fact in self.facts(node.value, scope):
-            found |= self._attribute(node, fact, scope)
+        facts = self.facts(node.value, scope)
+        mixed = node.attr in self.own_attributes and any(fact.kind in ("instance", "self") for fact in facts)
+        for fact in facts:
+            unsure = mixed and fact.kind in ("tensor", "plain", "box")  # such as one of many arguments
+            found |= self._attribute(node, UNKNOWN if unsure else fact, scope)
         return found
 
     def attribute_named(self, node: ast.Call, scope: Scope) -> Facts:
@@ -288,6 +222,8 @@ class Expressions(Libraries, ABC):
         if names.is_inside(name):
             self.refuse(node, "forbidden_attribute", f"attribute {name} opens Python's inside")
             return only(REFUSED)
+        if fact.kind == "outside":
+            return only(fact)  # it has been refused
         if fact.kind == "module":
             return self.library(node, f"{fact.name}.{name}", scope.hot)
         if fact.kind in ("self", "instance"):
@@ -350,7 +286,9 @@ class Expressions(Libraries, ABC):
 
     def _own_attribute(self, node: ast.Attribute, owner: str, name: str, scope: Scope) -> Facts:
         held = self._held(owner, name)
-        if self.method_of(owner, name) is not None:
+        if (method := self.method_of(owner, name)) is not None:
+            if is_property(method):
+                return held | self.call_method(owner, name, [], {}, scope.hot)
             held |= only(Value("method", f"{owner}.{name}"))
         if held:
             return held
@@ -366,13 +304,14 @@ class Expressions(Libraries, ABC):
         known = name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
         own = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
         known |= name in names.CONFIG and fact.kind in ("plain", "unknown")
+        known |= name == "value" and fact.kind == "plain"  # of an enum
         if not (known or own or name in self.allow):
             return self._refused(node, name, scope.hot)
         if fact.kind == "layer":
             if name in ("forward",):
                 return self._refused(node, name, scope.hot)
             return only(TENSOR) if name.startswith(("weight", "bias", "running_")) else only(UNKNOWN)
-        if name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
+        if name in ("value", "shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
             return only(PLAIN)
         if name in names.CONFIG:
             return only(UNKNOWN)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.classes import Classes
-from slime_kernelbench.judge.expressions import FUEL
+from slime_kernelbench.judge.ground import FUEL
 from slime_kernelbench.judge.syntax import called, is_main, loaded, starred
 from slime_kernelbench.judge.values import (
     PLAIN,
@@ -23,12 +23,17 @@ from slime_kernelbench.judge.values import (
     TooComplex,
     Value,
     code_of,
+    is_property,
+    numbers_of,
     only,
 )
 
 _DEPTH = 20  # calls within calls
 _ROUNDS = 12  # of a loop, and of all: until nothing new is found
-_DECORATORS = frozenset({"builtins.staticmethod", "builtins.classmethod", "torch.no_grad", "torch.inference_mode"})
+_DECORATORS = frozenset(
+    {"builtins.staticmethod", "builtins.classmethod", "builtins.property", "torch.no_grad", "torch.inference_mode"}
+)
+_MAKES = frozenset({"triton.jit", "functools.lru_cache", "functools.cache", "abc.abstractmethod"})
 _DEFAULTS = frozenset({"plain", "kernel"})  # kinds of what a kernel's parameters may be by default
 _STORABLE = frozenset({"tensor", "unknown", "refused", "plain", "layer", "box"})
 
@@ -51,6 +56,7 @@ class Flow(Classes):
         self.classes.clear()
         self.launched.clear()
         self.escaped.clear()
+        self.partials.clear()
         self.kernels: dict[str, ast.FunctionDef] = {}
         self._functions: dict[int, tuple[ast.FunctionDef | ast.Lambda, Scope, str | None]] = {}
         self._defaults: dict[int, dict[str, Facts]] = {}
@@ -79,10 +85,15 @@ class Flow(Classes):
         if self.module.names.get("ModelNew") != only(model):
             self.refuse(self.classes["ModelNew"].node, "dynamic_code", "ModelNew is given another value later")
         self.call_class(model, [], {"**": only(UNKNOWN)}, hot=False)
-        self.call_method("ModelNew", "forward", [], {"**": only(TENSOR)}, hot=True)
+        forward = self.method_of("ModelNew", "forward")
+        numbers = {
+            name: only(TENSOR, PLAIN) for name in numbers_of(forward)
+        }  # what it says; the answer's making tells
+        self.call_method("ModelNew", "forward", [], {**numbers, "**": only(TENSOR)}, hot=True)
         for name, facts in self.classes.items():
-            if "extra_repr" in facts.methods:  # of every object that is made a text
-                self.call_method(name, "extra_repr", [], {}, hot=True)
+            for method, node in facts.methods.items():
+                if method == "extra_repr" or is_property(node):  # of whatever object is made a text, or asked for it
+                    self.escape([self.call_method(name, method, [], {}, hot=True)], hot=True)
 
     def around(self, kernel: ast.FunctionDef) -> Scope:
         """Names as a kernel sees them: of the function in which it stands, and further out."""
@@ -211,25 +222,6 @@ class Flow(Classes):
                 merged[name] = merged.get(name, frozenset()) | facts if before.get(name) != facts else merged[name]
         scope.names = merged
 
-    # Imports.
-
-    def on_Import(self, node: ast.Import, scope: Scope) -> None:
-        for alias in node.names:
-            if alias.name not in names.IMPORTS:
-                self.refuse(node, "forbidden_import", f"import of {alias.name} is not allowed")
-            path = alias.name if alias.asname else alias.name.partition(".")[0]
-            self.define(node, alias.asname or path, only(Value("module", path)), scope)
-
-    def on_ImportFrom(self, node: ast.ImportFrom, scope: Scope) -> None:
-        root = node.module or ""
-        for alias in node.names:
-            path = f"{root}.{alias.name}"
-            if node.level or (root not in names.IMPORTS and root != "triton.runtime") or alias.name == "*":
-                self.refuse(node, "forbidden_import", f"import of {path} is not allowed")
-            elif root != "__future__":
-                facts = self.library(node, path, scope.hot)
-                self.define(node, alias.asname or alias.name, facts, scope)
-
     # Names and attributes that are given values.
 
     def define(self, node: ast.AST, name: str, facts: Facts, scope: Scope) -> None:
@@ -280,28 +272,38 @@ class Flow(Classes):
     # Functions and classes.
 
     def on_FunctionDef(self, node: ast.FunctionDef, scope: Scope) -> None:
-        self.define(node, node.name, only(self.define_function(node, scope, None)), scope)
+        self.define(node, node.name, self.define_function(node, scope, None), scope)
 
     def define_function(
         self, node: ast.FunctionDef, scope: Scope, owner: str | None, body: Scope | None = None
-    ) -> Value:
-        """A function or, with ``owner``, a method; a kernel where ``triton.jit`` decorates it."""
-        value = Value("function", node.name, node=id(node))
+    ) -> Facts:
+        """A function or, with ``owner``, a method; a kernel where ``triton.jit`` decorates it, or what a function of
+        the candidate's makes of it."""
         self._functions[id(node)] = (node, scope, owner)
         around = body or scope
         self._signature(node, node.args, around)
         self.value(node.returns, around)
+        made = only(Value("function", node.name, node=id(node)))
         for decorator in reversed(node.decorator_list):
-            for fact in self.facts(decorator, around):
-                if fact.kind == "decorator" or fact.name == "triton.jit":
-                    name = fact.name
-                    made = self._decorated(ast.Call(decorator, [], []), Value("decorator", name), [only(value)])
-                    value = next(iter(made))
-                elif fact.name not in _DECORATORS and not called(decorator, fact):
-                    self.refuse(decorator, "forbidden_syntax", "this decorator is not allowed")
-        if value.kind == "kernel":
-            self.make_kernel(value)
-        return value
+            made = self._decorated_by(decorator, made, around, owner)
+        for fact in made:
+            if fact.kind == "kernel":
+                self.make_kernel(fact)
+        return made
+
+    def _decorated_by(self, decorator: ast.expr, given: Facts, scope: Scope, owner: str | None) -> Facts:
+        made: Facts = frozenset()
+        for fact in self.facts(decorator, scope):
+            if fact.kind == "decorator" or fact.name in _MAKES:
+                call = ast.copy_location(ast.Call(decorator, [], []), decorator)
+                made |= self._decorated(call, Value("decorator", fact.name), [given])
+            elif fact.kind == "function" and owner is None:
+                made |= self.call_function(fact, [given], {}, scope.hot)
+            else:
+                if fact.name not in _DECORATORS and not called(decorator, fact):
+                    self.refuse(decorator, "forbidden_syntax", f"@{ast.unparse(decorator)} is not allowed here")
+                made |= given
+        return made or only(UNKNOWN)
 
     def make_kernel(self, function: Value) -> Value:
         """Remember the kernel's definition; one of the same name twice is refused."""

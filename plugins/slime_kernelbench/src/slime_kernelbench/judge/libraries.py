@@ -38,9 +38,11 @@ class Libraries:
     def library(self, node: ast.AST, path: str, hot: bool) -> Facts:
         """What a dotted name of an imported library is; refused where it is not in the tables."""
         root, _, rest = path.partition(".")
-        if path in names.IMPORTS or path in ("torch.cuda", "triton.runtime", "torch.backends"):
+        if path in names.IMPORTS or path in names.SHELF or path in ("torch.cuda", "triton.runtime", "torch.backends"):
             return only(Value("module", path))
-        if root == "math" or path.rpartition(".")[0] in ("typing", "typing_extensions", "collections.abc"):
+        if rest in names.SHELF.get(root, ()):
+            return only(PLAIN if rest in names.SHELF_NUMBERS else Value("library", path))
+        if root == "math" or path.rpartition(".")[0] in names.TYPING_MODULES:
             last = path.rpartition(".")[2]
             if not last.startswith("_") and (root == "math" or last in names.TYPING):
                 return only(Value("library", path))
@@ -90,6 +92,8 @@ class Libraries:
         path = f"{fact.name}.{node.attr}"
         if fact.name.startswith(("triton.language", "triton.runtime.driver")):
             return self._triton(node, path)
+        if fact.name == "logging.Logger" and node.attr in names.LOGGER:
+            return only(Value("library", "logging.info"))
         if path == "torch.nn.Module.__init__":
             return only(Value("method", path))
         if fact.name in ("torch.finfo", "torch.iinfo"):

@@ -5,6 +5,7 @@ Runs inside the candidate's process.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 import linecache
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from slime_kernelbench.judge import names
+from slime_kernelbench.judge.shelf import shelf
+from slime_kernelbench.judge.spared import Spared
 from slime_kernelbench.judge.wire import Tree
 
 FILE = "candidate.py"
@@ -28,8 +31,12 @@ def executed(source: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
 
     Tracebacks and triton find its text under ``name``.
     """
+    return _executed(ast.parse(source), source, name, names)
+
+
+def _executed(tree: ast.Module, source: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), names)
+    exec(compile(tree, name, "exec"), names)
     return names
 
 
@@ -39,7 +46,7 @@ def imported(source: str) -> ModuleType:
     module.__file__ = FILE
     module.__dict__["__builtins__"] = _builtins()
     sys.modules["candidate"] = module
-    executed(source, FILE, module.__dict__)
+    _executed(Spared().visit(ast.parse(source)), source, FILE, module.__dict__)
     return module
 
 
@@ -81,6 +88,8 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     """
     frame = sys._getframe(1)
     theirs = frame.f_code.co_code[frame.f_lasti] != dis.opmap["IMPORT_NAME"] and name.partition(".")[0] in LIBRARIES
+    if not theirs and not level and name in names.SHELF:
+        return shelf(name)
     if not theirs and (level or (name not in names.IMPORTS and name != "triton.runtime")):
         raise ImportError(f"import of {name} is not allowed")
     return __import__(name, globals, locals, fromlist, level)

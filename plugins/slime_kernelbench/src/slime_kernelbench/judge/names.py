@@ -12,18 +12,35 @@ IMPORTS = _words(
     triton.language.math triton.language.extra triton.language.extra.libdevice triton.language.extra.cuda
     triton.language.extra.cuda.libdevice triton.testing math typing __future__ typing_extensions collections.abc"""
 )
+# Python's own modules and numpy: what is here is all that a candidate finds in them (`shelf`).
+SHELF = {
+    "functools": _words("cache lru_cache partial reduce wraps"),
+    "dataclasses": _words("dataclass field"),
+    "enum": _words("Enum IntEnum auto"),
+    "itertools": _words("product chain combinations permutations repeat zip_longest"),
+    "operator": _words("add sub mul truediv floordiv mod neg"),
+    "abc": _words("ABC abstractmethod"),
+    "logging": _words("DEBUG INFO WARNING ERROR CRITICAL basicConfig getLogger debug info warning error critical"),
+    "warnings": _words("warn filterwarnings simplefilter"),
+    "numpy": _words("pi e inf nan prod sqrt exp log log2 ceil floor"),
+}
+IMPORTABLE = "torch, triton, math, typing and parts of " + ", ".join(sorted(SHELF)) + " may be used"
+SHELF_NUMBERS = _words("pi e inf nan DEBUG INFO WARNING ERROR CRITICAL")
+LOGGER = _words("debug info warning error critical log setLevel")
 BUILTINS = _words(
     """abs all any bool bytes dict divmod enumerate filter float frozenset int isinstance len list map max min
     pow print range repr reversed round set slice sorted staticmethod classmethod str sum super tuple zip object
     getattr hasattr None True False NotImplemented Ellipsis Exception ValueError TypeError RuntimeError
-    AssertionError KeyError IndexError NotImplementedError __name__ callable"""
+    AssertionError KeyError IndexError NotImplementedError __name__ callable property Warning UserWarning
+    RuntimeWarning DeprecationWarning FutureWarning AttributeError ArithmeticError ZeroDivisionError"""
 )
 # Names whose mere use is refused, wherever it stands: code made at run time, and what opens the judge's own process.
 FORBIDDEN_NAMES = _words(
     """exec eval compile __import__ globals locals vars dir open input breakpoint memoryview setattr delattr id
     type __builtins__ __loader__ __spec__ help exit quit issubclass"""
 )
-DUNDERS = _words("__init__ __name__ __future__ __all__")
+HINTS = {"type": "; use isinstance", "open": "; nothing is read or written", "id": "; nothing is kept between calls"}
+DUNDERS = _words("__init__ __name__ __future__ __all__ __version__")
 
 # Attributes of frames, tracebacks, generators and code: the way from an object to whoever runs it.
 INSIDES = _words(
@@ -35,7 +52,7 @@ DTYPES = _words(
     """float float16 float32 float64 bfloat16 half double int int8 int16 int32 int64 uint8 uint16 uint32 uint64
     long short bool complex64 complex128 float8_e4m3fn float8_e5m2 contiguous_format channels_last
     channels_last_3d preserve_format strided Tensor Size dtype device memory_format inf nan pi e newaxis
-    Generator FloatTensor LongTensor"""
+    Generator FloatTensor LongTensor __version__"""
 )
 # torch.*: making and moving tensors. Allowed while the answer is made.
 PLUMBING = _words(
@@ -54,7 +71,7 @@ SETUP = PLUMBING | _words(
 )
 CUDA = _words(
     """current_device device_count is_available synchronize get_device_properties get_device_capability
-    get_device_name device empty_cache"""
+    get_device_name device empty_cache is_bf16_supported"""
 )
 PLAIN_RESULTS = _words(
     """numel is_tensor broadcast_shapes promote_types finfo iinfo is_floating_point get_default_dtype
@@ -63,9 +80,11 @@ PLAIN_RESULTS = _words(
 TRITON_HOST = _words(
     """cdiv next_power_of_2 jit autotune heuristics Config reinterpret __version__ TRITON_MAX_TENSOR_NUMEL"""
 )
+TYPING_MODULES = _words("typing typing_extensions collections.abc")
 TYPING = _words(
     """Any Callable Dict Final List Literal Optional Sequence Tuple Type Union Iterable Mapping cast Set
-    annotations overload"""
+    annotations overload NamedTuple ClassVar Iterator Hashable MutableMapping TypeAlias Annotated
+    TYPE_CHECKING TypeVar"""
 )
 HOT_TENSOR = _words(
     """shape dtype device is_cuda ndim T mT H size stride numel nelement dim view view_as reshape reshape_as
@@ -102,7 +121,7 @@ DEVICE_PROPERTIES = _words(
     """multi_processor_count multiprocessor_count warp_size total_memory major minor name
     max_threads_per_multi_processor regs_per_multiprocessor shared_memory_per_block
     shared_memory_per_block_optin shared_memory_per_multiprocessor max_shared_mem L2_cache_size eps tiny
-    smallest_normal bits"""
+    smallest_normal bits backend arch"""
 )
 # What a triton.Config may be asked for.
 CONFIG = _words("kwargs num_warps num_stages num_ctas")

@@ -97,7 +97,7 @@ def _everywhere(tree: ast.Module) -> set[Finding]:
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Name) and node.id in forbidden and isinstance(node.ctx, ast.Load):
-            found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed"))
+            found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed{names.HINTS.get(node.id, '')}"))
         elif isinstance(node, ast.Attribute) and names.is_inside(node.attr):
             found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
         elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom):

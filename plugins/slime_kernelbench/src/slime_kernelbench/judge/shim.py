@@ -110,6 +110,7 @@ def install() -> None:
     cuda.empty_cache = lambda: None
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
+    cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_name = lambda device=None: PROPERTIES.name
     cuda.device = _Nothing
     triton.runtime.driver.set_active(_Driver())

@@ -17,8 +17,9 @@ class Value:
 
     ``kind`` is one of: plain (numbers, strings, dtypes), tensor, unknown, refused (enough was said of it), module,
     library (a function of torch or triton), function (of the candidate), class, instance, self, super, layer (of
-    torch.nn), kernel, launcher (a kernel with its grid), method (of a value), box (a container; what it holds is in
-    the analysis's `Table`).
+    torch.nn), kernel, launcher (a kernel with its grid), method (of a value), partial (of functools), decorator (of
+    triton or Python), outside (an import that a candidate does not get), box (a container; what it holds is in the
+    analysis's `Table`).
     """
 
     kind: str
@@ -32,7 +33,21 @@ TENSOR = Value("tensor")
 UNKNOWN = Value("unknown")
 REFUSED = Value("refused")
 LAYER = Value("layer")
-CODE = frozenset({"function", "class", "library", "kernel", "launcher", "layer", "instance", "self", "method"})
+CODE = frozenset(
+    {
+        "function",
+        "class",
+        "library",
+        "kernel",
+        "launcher",
+        "layer",
+        "instance",
+        "self",
+        "method",
+        "partial",
+        "decorator",
+    }
+)
 """Kinds of what can be called."""
 
 
@@ -44,6 +59,17 @@ def only(*values: Value) -> Facts:
 def code_of(facts: Facts) -> Facts:
     """What of ``facts`` can be called."""
     return frozenset(fact for fact in facts if fact.kind in CODE)
+
+
+def is_property(method: ast.FunctionDef) -> bool:
+    """Whether reading an attribute of this name calls it."""
+    return any(ast.unparse(decorator) == "property" for decorator in method.decorator_list)
+
+
+def numbers_of(method: ast.FunctionDef | None) -> list[str]:
+    """Parameters that say that they are numbers."""
+    found = method.args.args if method is not None else []
+    return [one.arg for one in found if isinstance(one.annotation, ast.Name) and one.annotation.id in ("float", "int")]
 
 
 class Table:
@@ -131,6 +157,9 @@ class ClassFacts:
     order: tuple[str, ...]  # itself first
     is_module: bool
     is_function: bool = False  # of torch.autograd
+    is_enum: bool = False
+    is_record: bool = False  # a dataclass or a typing.NamedTuple: its fields are what it is made with
+    is_tuple: bool = False  # a typing.NamedTuple
 
 
 class TooComplex(Exception):
