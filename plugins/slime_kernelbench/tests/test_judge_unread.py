@@ -10,6 +10,7 @@ import pytest
 from corpus_of_kernels import problem_of, sources
 
 from slime_kernelbench.judge import JudgeOptions, LocalJudge, policy
+from slime_kernelbench.judge.module import executed
 from slime_kernelbench.judge.unread import WHY, without_unread
 from slime_kernelbench.types import Verdict
 
@@ -38,7 +39,7 @@ def closed(text: str, *read: str) -> str:
 def test_an_unread_function_raises_and_what_follows_stays_in_its_line(text: str) -> None:
     found = closed(text + "\nlast = 1\n")
     names: dict[str, object] = {}
-    exec(found, names)
+    executed(found, "text", names)
     with pytest.raises(RuntimeError, match=f"f {WHY}"):
         names["f"](1)  # type: ignore[operator]
     assert ast.parse(found).body[-1].lineno == ast.parse(text + "\nlast = 1\n").body[-1].lineno
@@ -48,7 +49,7 @@ def test_read_functions_are_as_they_were_and_errors_in_their_lines() -> None:
     text = "def f(x):\n    return g(\n        x)\n\n\ndef g(x):\n    return [\n        x,\n        x]\n\n\n"
     text += "def h(x):\n    return 1 / x\n"
     names: dict[str, object] = {}
-    exec(compile(closed(text, "f", "h"), "text", "exec"), names)
+    executed(closed(text, "f", "h"), "text", names)
     assert names["h"](2) == 0.5  # type: ignore[operator]
     with pytest.raises(RuntimeError) as caught:
         names["f"](1)  # type: ignore[operator]
