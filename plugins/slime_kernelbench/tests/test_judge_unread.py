@@ -71,9 +71,13 @@ def test_of_honest_candidates_nothing_that_runs_is_closed_out(name: str) -> None
     text = sources("honest")[name]
     tree = ast.parse(policy.read(text).text)
     shut = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and WHY in ast.unparse(node.body)
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and WHY in ast.unparse(node.body)
+        and "abstractmethod" not in map(ast.unparse, node.decorator_list)
     }
-    assert shut <= {"backward", "get_inputs", "get_init_inputs", "main"}
+    assert shut <= {"backward", "benchmark", "get_inputs", "get_init_inputs", "main"}
 
 
 def test_the_judge_runs_what_the_policy_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
