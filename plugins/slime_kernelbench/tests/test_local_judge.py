@@ -123,7 +123,7 @@ def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat() -> N
     assert [(verdict.status, [flag.rule for flag in verdict.flags]) for verdict in found] == [
         ("wrong", []),
         ("wrong", []),
-        ("hack", ["decoy_launch"]),
+        ("hack", ["decoy_launch", "mutated_input"]),  # of one row, the transpose is the input itself
     ]
 
 
