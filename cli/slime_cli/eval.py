@@ -42,9 +42,8 @@ def command(
     session.verbose = session.verbose or verbose
     with terminable():
         results, path = evaluate(model, words, session, run_dir)
-    unjudged = [name for name, figures in results.items() if figures["infra_errors"] == figures["samples"] > 0]
     if as_json:
-        _check_judged(unjudged, path)
+        _check_judged(results, path)
         click.echo(json.dumps({"model": model, "run_dir": path, "evaluations": results}, indent=1, sort_keys=True))
         return
     from slime_core.evaluation.tables import figure_tables, to_markdown
@@ -55,15 +54,16 @@ def command(
         else:
             heading(table.title)
             print_table(table.columns, table.rows)
-    _check_judged(unjudged, path)
+    _check_judged(results, path)
 
 
-def _check_judged(unjudged: list[str], path: str) -> None:
+def _check_judged(results: dict[str, dict[str, float]], path: str) -> None:
     """Refuse to call it an evaluation where no answer of a set could be judged.
 
     Raises:
         PluginError: PLG67.
     """
+    unjudged = [name for name, figures in results.items() if figures["infra_errors"] == figures["samples"] > 0]
     if unjudged:
         from slime_core.errors import PluginError
 

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from slime_core.report.rundir import RunDir
 
 INTERRUPTED, TERMINATED = 130, 143
-HELP_ASKED: tuple[type[click.UsageError], ...] = tuple(
-    filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
-)
+HELP_ASKED: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """A group of commands without one of them; click before 8.2 prints the help by itself."""
 
 

@@ -21,6 +21,7 @@ from slime_core.clusters.looking import Look, look
 from slime_core.clusters.parent import end_of
 from slime_core.clusters.wire import Frame, decode, receive_frame, send_frame
 
+SILENT = "it wrote nothing into its log"  # why, in the error of a process that ended so
 LOG_TAIL = 4000  # bytes of a dead process's log in an error
 
 

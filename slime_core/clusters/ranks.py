@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from slime_core.clusters.channel import Channel, Child, Start, end, start_here, within
+from slime_core.clusters.channel import SILENT, Channel, Child, Start, end, start_here, within
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import Frame, encode
 from slime_core.config.algorithms import settle
@@ -240,7 +240,7 @@ class RankTrainer:
                 f"trainer rank {number}, process {rank.pid}, {await rank.ended(CAUSE) or GONE}",
                 code="TRN105",
                 where=rank.log,
-                why=await rank.tail() or "it wrote nothing into its log",
+                why=await rank.tail() or SILENT,
                 fix=RESUME,
                 lost=True,
             )

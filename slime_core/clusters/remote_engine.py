@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from slime_core.clusters.channel import Channel, Child, ProcessChannel, Start, end
+from slime_core.clusters.channel import SILENT, Channel, Child, ProcessChannel, Start, end
 from slime_core.clusters.hangs import Member
 from slime_core.clusters.wire import Frame, encode
 from slime_core.errors import EngineError, remade
@@ -296,7 +296,7 @@ class EngineProcess:
             what,
             code="ENG84",
             where=channel.log,
-            why=await channel.tail() or "it wrote nothing into its log",
+            why=await channel.tail() or SILENT,
             fix="what was finished is in the ledger: slime run --resume RUN_DIR",
             lost=True,
         )

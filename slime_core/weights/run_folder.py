@@ -16,8 +16,8 @@ ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 def newest_step(path: Path) -> Path | None:
     """The newest `step-N` of a run directory, or of its `checkpoints`; None where there is none."""
     for folder in (path, path / "checkpoints"):
-        found = [(int(p.name[5:]), p) for p in folder.glob(f"{STEP}*") if p.name[5:].isdecimal() and p.is_dir()]
-        if found:
+        named = ((p.name.removeprefix(STEP), p) for p in folder.glob(f"{STEP}*"))
+        if found := [(int(number), p) for number, p in named if number.isdecimal() and p.is_dir()]:
             return max(found)[1]
     return None
 

@@ -7,6 +7,7 @@ from abc import abstractmethod
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.expressions import Expressions
+from slime_kernelbench.judge.syntax import starred
 from slime_kernelbench.judge.values import LAYER, PLAIN, REFUSED, TENSOR, UNKNOWN, Facts, Scope, Value, code_of, only
 
 _COMPUTING_BUILTINS = frozenset(
@@ -54,7 +55,7 @@ class Calls(Expressions):
             facts = self.value(keyword.value, scope)
             before = keywords.get(keyword.arg or "**", frozenset())
             keywords[keyword.arg or "**"] = before | (facts if keyword.arg else self.opened(facts))
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
+        if starred(node.args):
             keywords["**"] = keywords.get("**", frozenset()) | only(UNKNOWN).union(*arguments)
         for callee in callees:
             found |= self._call(node, callee, arguments, keywords, scope)
@@ -93,7 +94,7 @@ class Calls(Expressions):
                 return only(callee)  # it has been refused
             case "partial":
                 return self.call_partial(node, callee, arguments, keywords, scope)
-        if callee.kind == "library" and callee.name.partition(".")[0] in names.SHELF:
+        if _of_shelf(callee):
             return self.call_standard(node, callee.name, arguments, keywords, scope)
         if callee.kind == "library":
             if not (callee.name.startswith("builtins.") and callee.name[9:] in _CALLS_NOTHING) and (
@@ -134,7 +135,7 @@ class Calls(Expressions):
                 self._call_bound(fact, [], {"**": only(UNKNOWN)}, hot)
             elif fact.kind == "partial":
                 self.escape([self.held_by_partial(fact)], hot)
-            elif fact.kind == "decorator" or (fact.kind == "library" and fact.name.partition(".")[0] in names.SHELF):
+            elif fact.kind == "decorator" or _of_shelf(fact):
                 self.refuse(self.at, "dynamic_code", f"{fact.name} is handed on, where it cannot be followed")
             elif fact.name in _LOOKED_UP or fact.name == "builtins.super" or (owner, last) in _NOT_HANDED_ON:
                 self.refuse(self.at, "dynamic_code", f"{last} is handed on, where it cannot be followed")
@@ -367,6 +368,11 @@ class Calls(Expressions):
             self.refuse(node, "unresolved_call", "of which class this is super() cannot be told from the text")
         own = frozenset(fact for fact in objects if fact.kind in ("self", "instance"))
         return frozenset(Value("super", fact.name, own) for fact in classes)
+
+
+def _of_shelf(fact: Value) -> bool:
+    """Whether it is one of Python's own that `names.SHELF` has."""
+    return fact.kind == "library" and fact.name.partition(".")[0] in names.SHELF
 
 
 __all__ = ["Calls"]

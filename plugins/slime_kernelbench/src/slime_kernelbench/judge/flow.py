@@ -156,7 +156,7 @@ class Flow(Classes):
     def on_AugAssign(self, node: ast.AugAssign, scope: Scope) -> None:
         read = self._made.setdefault(id(node), loaded(node))
         facts, before = self.value(read, scope), self.facts(read.left, scope)
-        boxes = frozenset(fact for fact in before if fact.kind == "box")
+        boxes = self.boxes(before)
         given = self.opened(self.facts(node.value, scope))
         self.grow(node, boxes, given | self.opened(self.boxes(given)), scope)
         self.bind(node.target, facts | boxes, scope)

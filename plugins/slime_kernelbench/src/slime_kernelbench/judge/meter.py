@@ -106,9 +106,8 @@ class Meter:
 
         A timed call finds it with torch: asking the driver takes longer than a kernel, and every answer is kept.
         """
-        tensors = tensors_of(answer)
-        fit = ROOM_BYTES // max(sum(map(_bytes, tensors)), 1)
-        room = [torch.empty_like(tensor) for _ in range(min(calls, fit)) for tensor in tensors]
+        count = min(calls, _fitting(answer, ROOM_BYTES))
+        room = [torch.empty_like(tensor) for _ in range(count) for tensor in tensors_of(answer)]
         for tensor in room:
             _spoil(tensor)
 
@@ -119,7 +118,7 @@ class Meter:
         Memory that outputs are likely to be made in holds NaN before a timed call.
         """
         first = [self._model(*self._sets[number % len(self._sets)]) for number in range(max(warm, 1))]
-        most = _most(first[0])
+        most = max(_fitting(first[0], KEPT_BYTES), 6)
         for tensor in (tensor for made in first for tensor in tensors_of(made)):
             _spoil(tensor)
         del first
@@ -139,9 +138,9 @@ class Meter:
         return times
 
 
-def _most(answer: Any) -> int:
-    """How many answers like this one are kept."""
-    return max(KEPT_BYTES // max(sum(map(_bytes, tensors_of(answer))), 1), 6)
+def _fitting(answer: Any, size: int) -> int:
+    """How many answers like this one ``size`` bytes hold."""
+    return size // max(sum(map(_bytes, tensors_of(answer))), 1)
 
 
 def _spoil(tensor: torch.Tensor) -> None:

@@ -26,17 +26,14 @@ LIBRARIES = ("torch", "triton", "numpy")
 _TOLD = 600  # characters of a message
 
 
-def executed(source: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run a source in this process, which is a sandbox's; ``names`` with those that it defines.
+def executed(source: str, name: str, names: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
+    """Run a source, or what was made of its ``tree``, in this process, which is a sandbox's; ``names`` with those that
+    it defines.
 
     Tracebacks and triton find its text under ``name``.
     """
-    return _executed(ast.parse(source), source, name, names)
-
-
-def _executed(tree: ast.Module, source: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(tree, name, "exec"), names)
+    exec(compile(tree or source, name, "exec"), names)
     return names
 
 
@@ -46,7 +43,7 @@ def imported(source: str) -> ModuleType:
     module.__file__ = FILE
     module.__dict__["__builtins__"] = _builtins()
     sys.modules["candidate"] = module
-    _executed(Spared().visit(ast.parse(source)), source, FILE, module.__dict__)
+    executed(source, FILE, module.__dict__, Spared().visit(ast.parse(source)))
     return module
 
 

@@ -81,7 +81,7 @@ class Standard(Calls):
             return self._operated(node, path, arguments, scope)
         if root == "itertools":
             each = self.opened(given)
-            inside = each | self.opened(frozenset(fact for fact in each if fact.kind == "box"))
+            inside = each | self.opened(self.boxes(each))
             return self.box(node, inside if path in _MEMBERS else self.box(node, each, scope, "inner"), scope)
         return only(PLAIN)  # a warning, a log's line, an enum's number
 
