@@ -1,9 +1,10 @@
 """Judgements a second of the kernelbench judge on this machine, over problems that come with the plugin.
 
-    python tools/bench_judge.py [--workers 2] [--seconds 20] [--level auto] [--gpus UUID,...]
+    python tools/bench_judge.py [--workers 2] [--seconds 20] [--level auto] [--gpus UUID,...] [--askers 1 4 13]
 
 Every candidate is a distinct text, so that none is remembered. Printed: judgements a second of honest kernels, of
-wrong ones and of refused ones, the time of each stage at the median, and the machine's load before and after.
+wrong ones and of refused ones, the time of each stage at the median, what honest ones were suspected of, and the
+machine's load before and after. ``--askers`` asks for honest ones alone, by so many callers at once.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Measured:
             "per_second": round(len(self.verdicts) / self.seconds, 2),
             "statuses": dict(Counter(verdict.status for verdict in self.verdicts)),
             "median_ms": {stage: round(statistics.median(held), 2) for stage, held in stages.items()},
+            "suspected": sorted(
+                {f"{flag.rule}: {flag.detail}" for verdict in self.verdicts for flag in verdict.flags}
+            )[:8],
         }
 
 
@@ -57,10 +61,9 @@ def candidates(names: tuple[str, ...], kind: str) -> list[tuple[str, Problem]]:
     return found
 
 
-async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: float, workers: int) -> Measured:
+async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: float, askers: int) -> Measured:
     measured, number = Measured(), 0
-    for text, problem in kind:  # references, once
-        await judge.judge(f"{text}\n# warm", problem)
+    await asyncio.gather(*(judge.judge(f"{text}\n# warm", problem) for text, problem in kind))  # references, once
     began = time.perf_counter()
 
     async def keep_asking() -> None:
@@ -68,9 +71,9 @@ async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: f
         while time.perf_counter() - began < seconds:
             number += 1
             text, problem = kind[number % len(kind)]
-            measured.verdicts.append(await judge.judge(f"{text}\n# {number} {seconds}", problem))
+            measured.verdicts.append(await judge.judge(f"{text}\n# {number} {began}", problem))
 
-    await asyncio.gather(*(keep_asking() for _ in range(workers + 1)))
+    await asyncio.gather(*(keep_asking() for _ in range(askers)))
     measured.seconds = time.perf_counter() - began
     return measured
 
@@ -81,6 +84,7 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--level", default="auto")
     parser.add_argument("--gpus", default="")
+    parser.add_argument("--askers", type=int, nargs="+", default=[])
     asked = parser.parse_args()
     gpus = tuple(filter(None, asked.gpus.split(",")))
     options = JudgeOptions(
@@ -88,10 +92,15 @@ async def main() -> None:
     )
     before = os.getloadavg()
     rows: dict[str, object] = {"load_before": before, "cores": os.cpu_count(), "workers": asked.workers}
+    honest, every = candidates(HONEST, "honest"), asked.workers + 1
     async with LocalJudge(options) as judge:
-        rows["honest"] = (await measure(judge, candidates(HONEST, "honest"), asked.seconds, asked.workers)).row()
-        rows["wrong"] = (await measure(judge, candidates(WRONG, "cheats"), asked.seconds / 2, asked.workers)).row()
-        rows["refused"] = (await measure(judge, candidates(REFUSED, "cheats"), 1.0, asked.workers)).row()
+        for askers in asked.askers:
+            rows[f"honest, {askers} at once"] = (await measure(judge, honest, asked.seconds, askers)).row()
+        if not asked.askers:
+            wrong, refused = candidates(WRONG, "cheats"), candidates(REFUSED, "cheats")
+            rows["honest"] = (await measure(judge, honest, asked.seconds, every)).row()
+            rows["wrong"] = (await measure(judge, wrong, asked.seconds / 2, every)).row()
+            rows["refused"] = (await measure(judge, refused, 1.0, every)).row()
     print(json.dumps(rows | {"load_after": os.getloadavg()}, indent=1))
 
 

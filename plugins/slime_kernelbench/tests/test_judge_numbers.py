@@ -37,8 +37,18 @@ def test_a_tolerance_by_hand() -> None:
     found = tolerance(exact, exact + np.array([1e-7, 0.0]), "float32")
     assert found == pytest.approx([1e-4 * np.sqrt(12.5) + 4e-7, 4e-4 + 4e-7])
     assert tolerance(exact, exact, "float32", own_scale=10.0) == pytest.approx([1e-3, 1e-3])
-    assert tolerance(exact, exact, "float32", tf32=True) == pytest.approx([2e-3 * np.sqrt(12.5), 8e-3])
+    assert tolerance(exact, exact, "float32", tf32=True) == pytest.approx([3e-3 * np.sqrt(12.5), 1.2e-2])
     assert not tolerance(np.array([3, 4]), np.array([3, 4]), "int64").any()
+
+
+def test_products_of_factors_cut_to_tf32_need_the_option() -> None:
+    draw = np.random.default_rng(0)
+    left, right = (draw.standard_normal(shape, np.float32) for shape in ((256, 4096), (4096, 512)))
+    exact = left.astype(np.float64) @ right.astype(np.float64)
+    cut = [(one.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64) for one in (left, right)]
+    error = np.abs(cut[0] @ cut[1] - exact)
+    assert (error <= tolerance(exact, exact, "float32", tf32=True) / 1.3).all()  # with room: more elements are asked
+    assert (error > tolerance(exact, exact, "float32")).mean() > 0.5
 
 
 @pytest.mark.parametrize("size", [1e-30, 4e-6, 1.0, 1e6])

@@ -22,6 +22,10 @@ def flat(event: float, host: float | None = None, count: int = 40) -> Samples:
     return Samples(events=(event,) * count, host=(host if host is not None else event + 0.05,) * 10)
 
 
+def busy(event: float, host: float, slow: int) -> Samples:
+    return Samples(events=(event,) * 40, host=(host,) * slow + (event + 0.05,) * (10 - slow))
+
+
 EAGER = flat(1.0, 1.05)
 
 
@@ -58,6 +62,8 @@ def test_the_floor_is_bytes_or_arithmetic() -> None:
         (flat(0.5), flat(0.5), 0.4, set()),
         (flat(0.5), flat(0.55), 0.4, set()),
         (flat(0.2, 1.5), flat(0.2, 1.4), 0.1, {"hidden_work"}),  # events saw a fifth of it
+        (busy(0.2, 1.5, 6), busy(0.2, 1.5, 7), 0.1, set()),  # the host was busy, not in every call
+        (busy(0.2, 1.5, 8), busy(0.2, 1.5, 8), 0.1, {"hidden_work"}),
         (flat(0.2, 1.5), flat(0.2), 0.1, {"not_repeatable"}),  # in one process alone: the host was busy
         (flat(0.2), flat(0.2, 1.5), 0.1, {"not_repeatable"}),
         (flat(0.3), flat(0.3), 0.4, {"below_floor"}),

@@ -38,8 +38,8 @@ EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
 """Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
 USES = 512  # of a baseline, which takes seconds to compile, before another is drawn
 HELD_BYTES = 8 << 30  # of baselines, which hold whole outputs: those that were asked for last are kept
-PARTS = ("build", "compile", "wait", "measure")
-"""Of a candidate's process: its module and model, its kernels and memory, waiting for the GPU, having it."""
+PARTS = ("load", "build", "compile", "ready", "wait", "measure", "look")
+"""Of a candidate's process: its module, its model, its kernels, memory, the wait for the GPU, its turn, answers."""
 _MESSAGE = 1 << 30
 
 
@@ -215,12 +215,10 @@ class Speed:
         parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
         marks = [time.perf_counter()]
         async with box.spawn(CANDIDATE, limits=limits, gpu=self._uuid(gpu)) as child:
-            await self._ask(child, {"do": "load"} | begin | shared, trial)
-            await self._ask(child, {"do": "build"} | shared | parts, trial)
-            marks.append(time.perf_counter())
-            await self._ask(child, {"do": "compile"} | shared, trial)
-            await self._ask(child, {"do": "ready", "calls": EVENTS + HOST + WARM} | shared, trial)
-            marks.append(time.perf_counter())
+            asks = [begin, parts, {}, {"calls": EVENTS + HOST + WARM}]
+            for do, ask in zip(PARTS, asks):
+                await self._ask(child, {"do": do} | shared | ask, trial)
+                marks.append(time.perf_counter())
             async with self._alone[gpu]:
                 marks.append(time.perf_counter())
                 request = {"do": "measure", "order": order, "host_order": host_order, "warm": WARM}
@@ -235,6 +233,7 @@ class Speed:
                 looked_at.append((str(number), one))
             comparisons = [await self._look(child, call, baseline, number, trial) for call, number in looked_at]
             without = await self._look(child, "without", baseline, 0, trial)
+            marks.append(time.perf_counter())
         took = {f"speed_{name}": after - before for name, before, after in zip(PARTS, marks, marks[1:])}
         return Measured(samples=samples, comparisons=comparisons, without=without, told=told, seconds=took)
 
