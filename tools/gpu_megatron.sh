@@ -25,7 +25,7 @@ core() {  # everything that is neither Megatron's nor SGLang's
 }
 
 gaps() {  # BACKEND [OPTION...]: time between the parts of a step
-    step "gaps-$1${2:+-keep}" 450 python3 tools/bench_step_gaps.py --run --engine sglang --limit "${GAPS_LIMIT:-420}" --backend "$@"
+    step "gaps-$1${2:+-keep}" 450 python3 tools/bench_step_gaps.py --run --engine sglang --limit "${GAPS_LIMIT:-420}" --steps "${GAPS_STEPS:-6}" --backend "$@"
 }
 
 LEARN=tests/gpu/test_megatron_with_sglang_on_gpu.py

@@ -57,6 +57,16 @@ def test_it_is_compiled_in_the_sandbox_and_needs_no_compiler_where_it_was_put(
     assert shown.stdout == "load_binary\n", shown.stderr
 
 
+def test_processes_are_forked_from_one_that_has_read_triton() -> None:
+    source = (
+        "import sys; from slime_kernelbench.judge import measured; from triton.runtime.cache import triton_key; "
+        "print(triton_key.cache_info().currsize, 'triton.compiler.code_generator' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    shown = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=True)
+    assert shown.stdout == "1 True\n"
+
+
 def test_where_there_is_no_driver_there_is_nothing_to_hand_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="message"):
         files_of(tmp_path)

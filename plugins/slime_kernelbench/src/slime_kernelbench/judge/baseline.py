@@ -102,11 +102,11 @@ def _mappings(source: str) -> Iterator[dict[int, int]]:
 
 
 def _timed(model: Any, sets: Sequence[list[Any]], request: dict[str, Any]) -> Tree:
+    order, host_order, warm = request["order"], request["host_order"], request["warm"]
+    meter = Meter(model, sets, stopwatch(request["device"]))
     with torch.no_grad():
-        found = Meter(model, sets, stopwatch(request["device"])).measure(
-            request["order"], request["host_order"], request["warm"]
-        )
-    return dict(found)
+        meter.make_room(model(*sets[0]), len(order) + len(host_order) + warm)
+        return dict(meter.measure(order, host_order, warm))
 
 
 def _compiled(model: Any, inputs: list[Any]) -> Any:

@@ -26,6 +26,8 @@ from slime_kernelbench.judge.watch import Watch, fingerprint, without_dynamo
 from slime_kernelbench.judge.wire import Tree, pack, unpack
 
 without_dynamo()
+if not triton.knobs.runtime.interpret:
+    prepared.warm()
 
 
 def main(channel: Channel) -> None:

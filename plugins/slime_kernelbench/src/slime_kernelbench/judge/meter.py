@@ -27,6 +27,8 @@ KEPT_BYTES = 16 << 30
 """Of outputs, at most; fewer calls are made where they would not fit."""
 ROOM_BYTES = 1 << 30
 """That a candidate has ready while others do too; a kernel whose outputs are larger hides what the driver takes."""
+_LARGE_BYTES, _ALIGNED_BYTES = 1 << 20, 512
+"""Torch cuts what is larger from whatever large memory is free, to multiples of this."""
 
 
 class Stopwatch(Protocol):
@@ -102,12 +104,20 @@ class Meter:
         self.outputs: list[Any] = []  # of every timed call: those by events, then those by the host
 
     def make_room(self, answer: Any, calls: int) -> None:
-        """Take memory for so many answers like this one, and let it go filled with NaN.
+        """Take memory for so many answers like this one, and let it go filled with NaN (a float of ones alone is one).
 
-        A timed call finds it with torch: asking the driver takes longer than a kernel, and every answer is kept.
+        A timed call finds it with torch: asking the driver takes longer than a kernel, and every answer is kept. All
+        answers' large tensors are asked for at once, since processes that start wait for each other at the driver.
         """
-        count = min(calls, _fitting(answer, ROOM_BYTES))
-        room = [torch.empty_like(tensor) for _ in range(count) for tensor in tensors_of(answer)]
+        count, room = min(calls, _fitting(answer, ROOM_BYTES)), []
+        for tensor in tensors_of(answer):
+            if (size := _bytes(tensor)) > _LARGE_BYTES:
+                size += -size % _ALIGNED_BYTES
+                room.append(
+                    torch.full((count * size,), 0xFF, dtype=torch.uint8, device=tensor.device)
+                )  # NaN, of floats
+            else:
+                room += [torch.empty_like(tensor) for _ in range(count)]
         for tensor in room:
             _spoil(tensor)
 

@@ -15,6 +15,17 @@ from slime_core.sandbox import Channel
 from slime_kernelbench.judge.wire import Leaf, Tree, pack, unpack
 
 
+def warm() -> None:
+    """Have what Triton reads, hashes and imports at a process's first kernel: some half a second.
+
+    For the process that candidates' are forked from; nothing of it is a candidate's.
+    """
+    import triton.compiler.code_generator as imported  # noqa: F401
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # type: ignore[no-untyped-call]
+
+
 def main(channel: Channel) -> None:
     """Answer one request with the files; no kernel runs here, and no candidate."""
     channel.receive()

@@ -40,6 +40,8 @@ USES = 512  # of a baseline, which takes seconds to compile, before another is d
 HELD_BYTES = 8 << 30  # of baselines, which hold whole outputs: those that were asked for last are kept
 PARTS = ("load", "build", "compile", "ready", "wait", "measure", "look")
 """Of a candidate's process: its module, its model, its kernels, memory, the wait for the GPU, its turn, answers."""
+FEW_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""The driver makes one process's context at a time; one channel for work, not eight, takes less than half."""
 _MESSAGE = 1 << 30
 
 
@@ -77,7 +79,7 @@ class Speed:
         self._baselines = Kept[tuple[str, str], Baseline](HELD_BYTES, lambda held: held.size)
         self._usable = Kept[str, dict[str, Leaf]](len(options.gpus) or 1)
         gpu = device == "cuda"
-        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
+        environment = FEW_CHANNELS | {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
         self._opened = OpenedBox(options, PRELOAD, gpu=gpu, environment=environment)
 
     async def aclose(self) -> None:
