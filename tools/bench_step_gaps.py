@@ -41,7 +41,8 @@ class Ended(Exception):
 
 
 def end(*_: Any) -> None:
-    """What SIGTERM does while the run is waited for."""
+    """What SIGTERM does while the run is waited for; a second one, which `timeout` sends to its group, nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Ended
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slime_core.trainers.fingerprint import BLOCK, digest, sums, sums_at
+from slime_core.trainers.fingerprint import BLOCK, block_sums, digest, sums, sums_at
 from slime_core.trainers.megatron.masters import Master, masters
 from slime_core.trainers.megatron.places import BITS, Piece, share
 from slime_core.trainers.megatron.saving import Learned, learned, piece_of
@@ -111,6 +111,28 @@ def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
     return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in found if first >= 0)
 
 
+@lru_cache(maxsize=256)
+def _blocks(
+    runs: tuple[tuple[int, int, int, int], ...],
+    begins: tuple[int, ...],
+    width: int,
+    begin: int,
+    end: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The blocks, for `block_sums`, of elements ``begin`` to ``end`` of a shard; None where it is not made of them."""
+    found, at = list[tuple[int, int]](), begin
+    for top, count, which, there in runs:
+        low, high = max(begin, top * width), min(end, (top + count) * width)
+        if low < high:
+            block, inside = divmod(begins[which] + (there - top) * width + low, BLOCK)
+            if low != at or inside or (high - low) % BLOCK:
+                return None
+            found += [(which, block + n) for n in range((high - low) // BLOCK)]
+            at = high
+    return torch.tensor(found, device=device).T if found and at == end else None
+
+
 def _sums(
     values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
 ) -> torch.Tensor:
@@ -125,12 +147,14 @@ def _sums(
     found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
     runs = _runs(alike_piece, tensors.sizes)
     if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
-        places = spots(entry, tensors)
+        begins = tuple(spot.begin for spot in spots(entry, tensors))
+        if (blocks := _blocks(runs, begins, width, begin, end, device)) is not None:
+            return block_sums(values[begin - first : end - first].float(), blocks, len(begins))
         for top, count, which, there in runs:
             low, high = max(begin, top * width), min(end, (top + count) * width)
             if low < high:
                 part = values[low - first : high - first].float()
-                found[which] += sums(part, places[which].begin + (there - top) * width + low)
+                found[which] += sums(part, begins[which] + (there - top) * width + low)
         return found
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
