@@ -123,14 +123,66 @@ KEEPS = (
 )
 
 
-def measured(*texts: str) -> list[Trial]:
+SCALED = Problem(
+    id="scaled",
+    name="scaled",
+    source="""
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(40))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def get_inputs():
+    return [torch.randn(24, 40)]
+
+
+def get_init_inputs():
+    return []
+""",
+)
+GAIN = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_kernel(x, g, y, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = column < width
+    value = tl.load(x + row * width + column, mask=mask) * tl.load(g + column, mask=mask)
+    tl.store(y + row * width + column, value, mask=mask)
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(40))
+
+    def forward(self, x):
+        y = torch.empty_like(x)
+        scale_kernel[(x.shape[0],)](x, self.gain, y, x.shape[1], BLOCK=64)
+        return y
+"""
+
+
+def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
     async def run() -> list[Trial]:
         options = JudgeOptions(gpus=("here",))
         speed = Speed(options, device="cpu")
         trials = [Trial(options) for _ in texts]
         try:
             for text, trial in zip(texts, trials):
-                await speed.check(text, SMALL, trial)
+                await speed.check(text, problem, trial)
         finally:
             await speed.aclose()
         return trials
@@ -158,6 +210,12 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     assert {"torch_computes", "decoy_launch"} <= copies.flags.keys()
     assert (raises.status, raises.diagnostics[0].kind) == ("runtime_error", "IndexError")
     assert all(trial.timing is None for trial in (counts, keeps, copies, raises))
+
+
+@pytest.mark.integration
+def test_weights_go_to_a_model_that_names_them_otherwise() -> None:
+    (trial,) = measured(GAIN, problem=SCALED)
+    assert trial.status == "correct", trial.diagnostics
 
 
 @pytest.mark.integration

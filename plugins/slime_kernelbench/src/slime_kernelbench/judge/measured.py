@@ -23,6 +23,7 @@ from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import Watch, fingerprint, without_dynamo
+from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Tree, pack, unpack
 
 without_dynamo()
@@ -100,9 +101,7 @@ class Session:
         """Make the model with the reference's weights, and sets of inputs of different values."""
         torch.manual_seed(request["weights_seed"])
         model = getattr(self.module, "ModelNew")(*of_wire(request["init"]))  # noqa: B009
-        state, own = of_wire(request["state"]), model.state_dict()
-        if own.keys() == state.keys() and all(own[name].shape == state[name].shape for name in own):
-            model.load_state_dict(state)
+        give(model, of_wire(request["state"]), {})
         self.model = model.to(self.device)
         base = of_wire(request["inputs"], self.device)
         self.sets = [scaled(base, request["which"], scale) for scale in request["scales"]]
