@@ -60,6 +60,7 @@ PARTS = [
     Part("megatron", "functional", 2, 600),
     Part("megatron", "ray-two", 2, 560),
     Part("megatron", "learn", 1, 330),
+    Part("megatron", "full", 1, 130),
     Part("megatron", "gaps", 1, 450),
     Part("megatron", "gaps-keep", 1, 450),
     Part("sglang", "functional", 1, 560),
@@ -76,7 +77,7 @@ PARTS = [
     Part("megatron", "core", 2, 300),
     Part("megatron", "convert", 0, 400),
     Part("kernels", "judge", 1, 700),
-    Part("kernels", "bench", 1, 340),
+    Part("kernels", "bench", 1, 350),
     Part("kernels", "run", 1, 900),
     Part("kernels", "examples", 1, 600),
 ]

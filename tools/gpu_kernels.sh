@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The kernel judge's part of the GPU checks and benchmarks; gpu_steps.sh says what holds for every step.
 #   tools/gpu_kernels.sh judge     candidates in the sandbox with CUDA; honest kernels timed at full size, cheats that only a GPU shows; the service
-#   tools/gpu_kernels.sh bench     full judgements a second, timing and all
+#   tools/gpu_kernels.sh bench     what a fresh process pays before its first kernel; full judgements a second, timing and all
 #   tools/gpu_kernels.sh run       dialogues through SGLang ($SGLANG_SITE), every kernel compiled and timed, GRPO on it
 #   tools/gpu_kernels.sh examples  examples/ with SGLang's server in place of the embedded engine
 . "$(dirname "$0")/gpu_steps.sh"
@@ -13,9 +13,9 @@ judge)
     tests kernels-judge 330 tests/gpu/test_kernel_judge_on_gpu.py
     tests kernels-service 150 tests/gpu/test_kernel_service_on_gpu.py ;;
 bench)
-    for workers in 8 12; do
-        step "kernels-bench-$workers" 170 python3 tools/bench_judge.py --seconds 24 --workers "$workers" --gpus "$(uuid)"
-    done ;;
+    step cuda-start 60 python3 tools/bench_cuda_start.py
+    step cuda-start-one 60 python3 tools/bench_cuda_start.py --set CUDA_DEVICE_MAX_CONNECTIONS=1
+    step kernels-bench 220 python3 tools/bench_judge.py --seconds 10 --workers 16 --askers 1 4 8 12 16 --gpus "$(uuid)" ;;
 examples) tests examples 570 -s tests/gpu/test_examples_on_gpu.py ${EXAMPLES_K:+-k "$EXAMPLES_K"} ;;
 run) tests kernels-run 880 -s tests/gpu/test_kernel_run_on_gpu.py ;;
 *) usage ;;

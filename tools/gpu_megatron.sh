@@ -10,6 +10,7 @@
 #   tools/gpu_megatron.sh long         the same at 16k tokens
 #   tools/gpu_megatron.sh gaps         time between the parts of a step, with SGLang; gaps-fsdp: the same with FSDP;
 #                                      gaps-keep, gaps-fsdp-keep: where nobody gives memory away
+#   tools/gpu_megatron.sh full         a checkpoint of what was given away, on a device that others have filled
 #   tools/gpu_megatron.sh experts      experts of a layer in one product against a loop over them
 #   tools/gpu_megatron.sh convert      conversion of a model of 8 GB on the disk of $DISK (default /tmp); needs no GPU
 #   tools/gpu_megatron.sh core         all tests that are neither Megatron's nor SGLang's
@@ -44,6 +45,7 @@ for part in "${@:-functional}"; do
             step experts-many 80 python3 tools/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
         convert) step convert 400 python3 tools/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ${CORE_K:+-k "$CORE_K"} ;;
+        full) tests full-device 120 tests/gpu/test_checkpoint_on_gpu.py -k full_device ;;
         gaps) gaps megatron ;;
         gaps-fsdp) gaps fsdp ;;
         gaps-keep) gaps megatron --keep --mem-fraction 0.2 ;;
