@@ -8,13 +8,15 @@ from __future__ import annotations
 import gc
 import os
 import select
+import shutil
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_core.errors import SandboxError
 from slime_core.sandbox import inside, kernel
@@ -24,6 +26,15 @@ REPORT, WARDEN = 3, 4
 """Places in a request's descriptors."""
 
 
+class Running(NamedTuple):
+    """A candidate's process, who hears of its end, its warden's pidfd (-1 where the kernel ends both), its folder."""
+
+    pid: int
+    report: socket.socket
+    warden: int
+    folder: str
+
+
 class Zygote:
     """See the module. ``requests`` come from the wardens."""
 
@@ -31,7 +42,9 @@ class Zygote:
         self._requests = requests
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if spaces else -1
         self._entries: dict[str, Callable[[inside.Channel], Any]] = {}
-        self._running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process, who hears of its end
+        self._running: dict[int, Running] = {}  # by the candidate's pidfd
+        self._wardens: dict[int, int] = {}  # pidfd of a warden that has no namespace to end with it -> its candidate's
+        self._poller = select.poll()
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import them; raises `SandboxError` where one cannot be forked."""
@@ -53,28 +66,33 @@ class Zygote:
 
     def serve(self) -> None:
         """Fork until the last warden's end is closed."""
-        poller = select.poll()
-        poller.register(self._requests, select.POLLIN)
+        self._poller.register(self._requests, select.POLLIN)
         while True:
-            for number, _ in poller.poll():
+            for number, _ in self._poller.poll():
                 if number in self._running:
-                    poller.unregister(number)
                     self._reap(number)
-                    continue
-                request, descriptors = collect(self._requests)
-                if request is None:
+                elif number in self._wardens:
+                    self._orphaned(number)
+                elif number == self._requests.fileno() and not self._serve_one():
                     return
-                try:
-                    poller.register(self._fork(request, descriptors), select.POLLIN)
-                except Exception as error:
-                    with suppress(OSError), socket.socket(fileno=os.dup(descriptors[REPORT])) as report:
-                        post(report, {"infra": f"{type(error).__name__}: {error}"})
-                finally:
-                    for given in descriptors:
-                        os.close(given)
 
-    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """One candidate; the descriptor that tells when it has ended."""
+    def _serve_one(self) -> bool:
+        """One request; whether there was any."""
+        request, descriptors = collect(self._requests)
+        if request is None:
+            return False
+        try:
+            self._fork(request, descriptors)
+        except Exception as error:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptors[REPORT])) as report:
+                post(report, {"infra": f"{type(error).__name__}: {error}"})
+        finally:
+            for given in descriptors:
+                os.close(given)
+        return True
+
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """One candidate."""
         entry = self._entry(request["entry"])
         listener = socket.socket(fileno=os.dup(descriptors[REPORT]))
         try:
@@ -89,9 +107,13 @@ class Zygote:
         finally:
             if self._own >= 0:
                 kernel.setns(self._own, kernel.CLONE_NEWPID)
-        number = os.pidfd_open(pid)
-        self._running[number] = (pid, listener)
-        return number
+        number, warden = os.pidfd_open(pid), -1
+        if self._own < 0:
+            warden = os.dup(descriptors[WARDEN])
+            self._wardens[warden] = number
+            self._poller.register(warden, select.POLLIN)
+        self._running[number] = Running(pid, listener, warden, request["folder"])
+        self._poller.register(number, select.POLLIN)
 
     def _entry(self, name: str) -> Callable[[inside.Channel], Any]:
         if name not in self._entries:
@@ -99,13 +121,32 @@ class Zygote:
             self._entries[name] = getattr(import_module(module), function)
         return self._entries[name]
 
+    def _orphaned(self, warden: int) -> None:
+        """Its warden was killed: nobody else would end the candidate, and who waits for it would wait for ever."""
+        number = self._forget(warden)
+        one = self._running[number]
+        self._running[number] = one._replace(warden=-1)
+        with suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+            os.killpg(one.pid, signal.SIGKILL)
+
+    def _forget(self, warden: int) -> int:
+        self._poller.unregister(warden)
+        os.close(warden)
+        return self._wardens.pop(warden)
+
     def _reap(self, number: int) -> None:
+        self._poller.unregister(number)
         os.close(number)
-        pid, report = self._running.pop(number)
-        _, status, usage = os.wait4(pid, 0)
+        one = self._running.pop(number)
+        if one.warden >= 0:
+            self._forget(one.warden)
+        _, status, usage = os.wait4(one.pid, 0)
+        if one.warden < 0 and self._own < 0:
+            shutil.rmtree(one.folder, ignore_errors=True)
         said = {"exit": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
-        with report, suppress(OSError):
-            post(report, said)
+        with one.report, suppress(OSError):
+            post(one.report, said)
 
 
 def main(requests: socket.socket, ready: socket.socket, modules: Sequence[str], spaces: bool) -> None:

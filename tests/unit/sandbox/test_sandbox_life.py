@@ -106,6 +106,28 @@ def test_a_fork_server_that_dies_is_started_again_within_its_budget(own, who):
     assert "died 2 times" in caught.value.what
 
 
+@pytest.mark.parametrize("own", ["auto", "medium", "none"], indirect=True)
+def test_a_warden_that_is_killed_takes_its_candidate_along(own):
+    """At no level is anybody left waiting, nor a process or a folder left behind."""
+    run, box, family = own
+    idle = set(family())
+    folders = {*Path("/dev/shm").glob("slime-sandbox-*"), *Path("/tmp").glob("slime-sandbox-*")}
+
+    async def killed():
+        async with box.spawn(ENTRY) as child:
+            await child.send(b"import os, signal\nchannel.send(str(os.getpid()).encode())\nsignal.pause()")
+            await child.receive(deadline=SECONDS)
+            warden = next(pid for pid in family() if pid not in idle)  # above its candidate
+            os.kill(warden, signal.SIGKILL)
+            return await asyncio.wait_for(child.finish(), SECONDS)
+
+    outcome = run(killed())
+    assert outcome.status != "ok"
+    assert set(family()) == idle
+    assert {*Path("/dev/shm").glob("slime-sandbox-*"), *Path("/tmp").glob("slime-sandbox-*")} == folders
+    assert run(box.run(ENTRY, b"answer = b'again'")).result == b"again"
+
+
 @pytest.mark.parametrize("who", ["fork server", "keeper"])
 def test_no_process_to_be_had_is_never_the_candidates_fault(own, who):
     """EAGAIN of fork, where the candidate would be made and where its warden would be."""
