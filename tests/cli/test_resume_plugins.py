@@ -184,7 +184,7 @@ def test_a_secret_of_servers_comes_back_from_the_variable_of_its_name(cli, own, 
     assert cli("run", *own.flags, "--run-dir", "cut", word, "sglang.env.PLAIN=2").code == 75
     monkeypatch.delenv("HALT")
     written = Path("cut/config.toml").read_text() + Path("cut/run.json").read_text()
-    assert not re.search(rf"(?<![0-9a-f]){re.escape(secret)}(?![0-9a-f])", written)  # a hash may have it within
+    assert secret not in re.sub(r"\b[0-9a-f]{16,}\b", "", written)  # a hash may have it within
     done = cli("run", "--resume", "cut")
     assert done.code == 2
     assert "error CFG09" in done.err

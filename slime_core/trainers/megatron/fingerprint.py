@@ -111,6 +111,16 @@ def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
     return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in found if first >= 0)
 
 
+def _within(
+    runs: tuple[tuple[int, int, int, int], ...], begins: tuple[int, ...], width: int, begin: int, end: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Of each run what lies in elements ``begin`` to ``end`` of a shard: both ends, its tensor, its element there."""
+    for top, count, which, there in runs:
+        low, high = max(begin, top * width), min(end, (top + count) * width)
+        if low < high:
+            yield low, high, which, begins[which] + (there - top) * width + low
+
+
 @lru_cache(maxsize=256)
 def _blocks(
     runs: tuple[tuple[int, int, int, int], ...],
@@ -122,14 +132,12 @@ def _blocks(
 ) -> torch.Tensor | None:
     """The blocks, for `block_sums`, of elements ``begin`` to ``end`` of a shard; None where it is not made of them."""
     found, at = list[tuple[int, int]](), begin
-    for top, count, which, there in runs:
-        low, high = max(begin, top * width), min(end, (top + count) * width)
-        if low < high:
-            block, inside = divmod(begins[which] + (there - top) * width + low, BLOCK)
-            if low != at or inside or (high - low) % BLOCK:
-                return None
-            found += [(which, block + n) for n in range((high - low) // BLOCK)]
-            at = high
+    for low, high, which, element in _within(runs, begins, width, begin, end):
+        block, inside = divmod(element, BLOCK)
+        if low != at or inside or (high - low) % BLOCK:
+            return None
+        found += [(which, block + n) for n in range((high - low) // BLOCK)]
+        at = high
     return torch.tensor(found, device=device).T if found and at == end else None
 
 
@@ -150,11 +158,8 @@ def _sums(
         begins = tuple(spot.begin for spot in spots(entry, tensors))
         if (blocks := _blocks(runs, begins, width, begin, end, device)) is not None:
             return block_sums(values[begin - first : end - first].float(), blocks, len(begins))
-        for top, count, which, there in runs:
-            low, high = max(begin, top * width), min(end, (top + count) * width)
-            if low < high:
-                part = values[low - first : high - first].float()
-                found[which] += sums(part, begins[which] + (there - top) * width + low)
+        for low, high, which, element in _within(runs, begins, width, begin, end):
+            found[which] += sums(values[low - first : high - first].float(), element)
         return found
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS

@@ -113,9 +113,7 @@ class Meter:
         for tensor in tensors_of(answer):
             if (size := _bytes(tensor)) > _LARGE_BYTES:
                 size += -size % _ALIGNED_BYTES
-                room.append(
-                    torch.full((count * size,), 0xFF, dtype=torch.uint8, device=tensor.device)
-                )  # NaN, of floats
+                room.append(torch.full((count * size,), 0xFF, dtype=torch.uint8, device=tensor.device))
             else:
                 room += [torch.empty_like(tensor) for _ in range(count)]
         for tensor in room:
