@@ -45,6 +45,7 @@ def test_medians_and_their_intervals_by_hand() -> None:
 def test_a_timing_by_hand() -> None:
     timing = told(device="H200", first=flat(0.5), again=flat(0.52), eager=EAGER, compiled=flat(0.8), floor=0.1)
     assert (timing.candidate, timing.remeasured, timing.eager, timing.compiled) == (0.5, 0.52, 1.0, 0.8)
+    assert timing.slower == 0.52
     assert timing.speedup == pytest.approx(0.8 / 0.52)
     assert timing.host_over_event == pytest.approx(1.0)  # 0.55 less the launch's 0.05, over 0.5
     assert timing.repeats == 40

@@ -55,7 +55,7 @@ def speedup_over(verdict: Verdict, baseline: Baseline) -> float | None:
     reference = None if timing is None else timing.eager if baseline == "eager" else timing.compiled
     if timing is None or reference is None:
         return None
-    return reference / max(timing.candidate, timing.remeasured)
+    return reference / timing.slower
 
 
 def is_fast(verdict: Verdict, p: float, baseline: Baseline) -> bool | None:

@@ -149,7 +149,7 @@ def _place(case: Case) -> str:
 
 def _speed(timing: Timing) -> str:
     compiled = "" if timing.compiled is None else f", compiled {_short(timing.compiled)} ms"
-    own = max(timing.candidate, timing.remeasured)
+    own = timing.slower
     return (
         f"Speed: {_short(own)} ms; PyTorch {_short(timing.eager)} ms{compiled}: "
         f"{_short(timing.speedup)} times as fast as the faster of these."

@@ -112,8 +112,7 @@ def suspicions(timing: Timing, first: Samples, again: Samples, eager: Samples) -
     if fastest < FLOOR_SLACK * timing.floor:
         detail = f"{fastest:.4f} ms; moving its data alone takes {timing.floor:.4f} ms"
         found.append(Flag(rule="below_floor", layer="timing", detail=detail))
-    slower, faster = max(timing.candidate, timing.remeasured), fastest
-    if slower > APART * faster and slower - faster > 0.02:
+    if timing.slower > APART * fastest and timing.slower - fastest > 0.02:
         detail = f"{timing.candidate:.4f} ms, in a fresh process {timing.remeasured:.4f} ms"
         found.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
     if timing.speedup > EXCESSIVE:
