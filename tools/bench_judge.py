@@ -4,7 +4,8 @@
 
 Every candidate is a distinct text, so that none is remembered. Printed: judgements a second of honest kernels, of
 wrong ones and of refused ones, the time of each stage at the median, what honest ones were suspected of, and the
-machine's load before and after. ``--askers`` asks for honest ones alone, by so many callers at once.
+machine's load before and after. ``steady_per_second`` leaves out the first judgements of all callers and the end, when
+fewer and fewer ask. ``--askers`` asks for honest ones alone, by so many callers at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,16 @@ REFUSED = ("plain_torch", "try_falls_back")
 class Measured:
     """One kind of candidates."""
 
+    askers: int
     seconds: float = 0.0
     verdicts: list[Verdict] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)  # seconds from the beginning, while all were asking
+
+    def steady(self) -> float | None:
+        """Judgements a second between the end of the first ones and the last while all still asked."""
+        if len(self.ends) <= self.askers:
+            return None
+        return round((len(self.ends) - self.askers) / (self.ends[-1] - self.ends[self.askers - 1]), 2)
 
     def row(self) -> dict[str, object]:
         stages: dict[str, list[float]] = {}
@@ -43,6 +52,7 @@ class Measured:
         return {
             "judgements": len(self.verdicts),
             "per_second": round(len(self.verdicts) / self.seconds, 2),
+            "steady_per_second": self.steady(),
             "statuses": dict(Counter(verdict.status for verdict in self.verdicts)),
             "median_ms": {stage: round(statistics.median(held), 2) for stage, held in stages.items()},
             "suspected": sorted(
@@ -62,7 +72,7 @@ def candidates(names: tuple[str, ...], kind: str) -> list[tuple[str, Problem]]:
 
 
 async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: float, askers: int) -> Measured:
-    measured, number = Measured(), 0
+    measured, number = Measured(askers), 0
     await asyncio.gather(*(judge.judge(f"{text}\n# warm", problem) for text, problem in kind))  # references, once
     began = time.perf_counter()
 
@@ -72,6 +82,8 @@ async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: f
             number += 1
             text, problem = kind[number % len(kind)]
             measured.verdicts.append(await judge.judge(f"{text}\n# {number} {began}", problem))
+            if (end := time.perf_counter() - began) < seconds:
+                measured.ends.append(end)
 
     await asyncio.gather(*(keep_asking() for _ in range(askers)))
     measured.seconds = time.perf_counter() - began
