@@ -18,9 +18,9 @@ SMALLER = {
     "cpu_threads = 2": "cpu_threads = 1",
     "rollout_max_response_len = 160": "rollout_max_response_len = 24",
     "family_heldout = 96": "family_heldout = 3",
-    "num_rollout = 900": "num_rollout = 3",
+    "num_rollout = 700": "num_rollout = 3",
     "rollout_batch_size = 32": "rollout_batch_size = 8",
-    "num_rollout = 21": "num_rollout = 2",
+    "num_rollout = 13": "num_rollout = 2",
     "rollout_batch_size = 16": "rollout_batch_size = 2",
     "n_samples_per_prompt = 8": "n_samples_per_prompt = 4",
 }
