@@ -258,9 +258,11 @@ def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
             await server.start()
             await server.ready(LONG)
             session = server.pid
-            for pid in [*ports.members(session), *nodes.pids("far")]:
-                with suppress(ProcessLookupError):  # it ended with one before it
-                    os.kill(pid, signal.SIGKILL)
+            lost = [*nodes.pids("far"), *ports.members(session)]
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # all at once: none of them sees another's end
+                for pid in lost:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
             how = await asyncio.wait_for(server.died(), LONG)
             assert how.startswith(f"was lost with its host on {found.machines[0].name}"), how
             assert server.lost == how

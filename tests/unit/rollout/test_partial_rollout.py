@@ -25,7 +25,8 @@ seen = {}
 def slime_reward(group, ctx):
     seen[group.id] = seen.get(group.id, 0) + 1
     newest = max(v for s in group.samples for v in s.weight_versions)
-    assert ctx.version >= newest, "the version in training, which may have moved on since the last token"
+    ahead = ctx.config.rollout.async_schedule == "free"  # training may have moved on since the last token
+    assert newest <= ctx.version <= newest + ahead, "the version in training"
     return [float(i) for i in range(len(group.samples))]
 """
 
