@@ -17,11 +17,12 @@ pytestmark = pytest.mark.system
 STEPS, BATCH, SAMPLES = 3, 2, 3
 REWARD = '''
 """Share of digits. The first line of the file `orders`, "CALL SIGNAL WORDS", is for the first start of the run: at that
-call a process of it gets the signal; the next line is for the next start.
+call a process of it gets the signal; the next line is for the next start. "@CLUSTER WORDS": all of a node.
 """
 import os
 import signal
-from itertools import count
+from contextlib import suppress
+from itertools import count, product
 from pathlib import Path
 
 ORDERS = Path(__file__).with_name("orders")
@@ -41,20 +42,20 @@ def of_this_run(words):
     raise RuntimeError(f"no process of {words}")
 
 
-def node_of(words):
-    """The raylet of a node other than the head on which a process of these words runs."""
-    found = {}
+def node_of(cluster, words):
+    """All processes of a node of a test's cluster, not its head, on which a process of these words runs."""
+    nodes, found = {}, set()
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
             environ = (entry / "environ").read_bytes().decode(errors="replace").split("\\0")
         except OSError:
             continue
-        mark = next((word for word in environ if word.startswith("SLIME_TEST_NODE=")), "")
-        kind = "raylet" if line.split(" ")[0].endswith("/raylet") else "it" if words in line else ""
-        if mark and kind and not mark.endswith("-head"):
-            found.setdefault(mark, {})[kind] = int(entry.name)
-    return next(kinds["raylet"] for kinds in found.values() if len(kinds) == 2)
+        node = next((word for word in environ if word.startswith(f"SLIME_TEST_NODE={cluster}-")), "-head")
+        if not node.endswith("-head"):
+            nodes.setdefault(node, []).append(int(entry.name))
+            found |= {node} if words in line else set()
+    return nodes[found.pop()]
 
 
 def reward(args, sample, **kw):
@@ -64,8 +65,12 @@ def reward(args, sample, **kw):
         obeyed.append(line)
         ORDERS.write_text(rest)
         _, name, words = line.split(maxsplit=2)
-        find, words = (node_of, words[1:]) if words.startswith("@") else (of_this_run, words)
-        os.kill(find(words), getattr(signal, name))
+        if words.startswith("@"):  # a machine ends all at once
+            for number, pid in product((signal.SIGSTOP, signal.SIGKILL), node_of(*words[1:].split())):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        else:
+            os.kill(of_this_run(words), getattr(signal, name))
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
 
 
@@ -94,6 +99,7 @@ def run(work, forked_slime):
             *("--num-rollout", STEPS, "--rollout-batch-size", BATCH, "--n-samples-per-prompt", SAMPLES),
             *("--rollout-max-response-len", 8, "--lr", "3e-3", "--save-interval", 2, "--dtype", "float32"),
             *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
+            "--no-async-save",  # what the second step saved is there before the third begins, in which a process is killed
         ]
         return forked_slime("run", *given, *flags, timeout=280, SLIME_TEST_RUN=uuid.uuid4().hex, **env), work / name
 
@@ -272,7 +278,7 @@ def test_on_ray_a_machine_that_is_lost_is_replaced_by_another(run, other):
     pytest.importorskip("ray", reason="not proven: Ray is not installed")
     with ray_cluster("a", "b", processors=1) as nodes:
         flags = ("--actor-num-nodes", 2, "--cluster", "ray", "--ray-address", nodes.address)
-        done, path = run("ray-node", *flags, orders=[f"15 SIGKILL @{RANK}"], **nodes.env)
+        done, path = run("ray-node", *flags, orders=[f"15 SIGKILL @{nodes.mark} {RANK}"], **nodes.env)
         assert done.returncode == 0, done.stderr
     (row,) = restarts(path)
     assert re.match("(TRN105 trainer rank|ENG84 the engine's process).* was lost", row["cause"])
