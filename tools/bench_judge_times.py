@@ -40,6 +40,7 @@ async def measure(judge: LocalJudge, kernel: str, texts: int, askers: int) -> di
 
     await asyncio.gather(*(ask() for _ in range(askers)))
     return {
+        "calls": found[0].repeats,
         "put aside": texts - len(found),
         "processes apart": apart([time for one in found for time in (one.candidate, one.remeasured)]),
         "judgements apart": apart([one.slower for one in found]),
@@ -62,7 +63,7 @@ async def main() -> None:
         for speed.EVENTS in asked.events:
             async with LocalJudge(options) as judge:
                 found = await measure(judge, asked.kernel, asked.texts, askers)
-            print(json.dumps({"callers": askers, "calls": speed.EVENTS} | found), flush=True)
+            print(json.dumps({"callers": askers} | found), flush=True)
 
 
 if __name__ == "__main__":

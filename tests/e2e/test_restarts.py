@@ -29,33 +29,28 @@ ORDERS = Path(__file__).with_name("orders")
 calls, obeyed = count(1), []
 
 
-def of_this_run(words):
-    """The first process of these words that was started by a process of the run, on Ray or not."""
-    mark = f"SLIME_TEST_RUN={os.environ['SLIME_TEST_RUN']}"
-    for entry in sorted(Path("/proc").iterdir(), key=lambda entry: int(entry.name) if entry.name.isdigit() else 0):
+def processes(mark, words=""):
+    """Those of these words in whose environment the mark is; the oldest first."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
             if words in line and mark in (entry / "environ").read_bytes().decode(errors="replace"):
-                return int(entry.name)
+                found.append(int(entry.name))
         except OSError:
             continue
-    raise RuntimeError(f"no process of {words}")
+    return sorted(found)
+
+
+def of_this_run(words):
+    """The first process of these words that was started by a process of the run, on Ray or not."""
+    return processes(f"SLIME_TEST_RUN={os.environ['SLIME_TEST_RUN']}", words)[0]
 
 
 def node_of(cluster, words):
-    """All processes of a node of a test's cluster, not its head, on which a process of these words runs."""
-    nodes, found = {}, set()
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
-            environ = (entry / "environ").read_bytes().decode(errors="replace").split("\\0")
-        except OSError:
-            continue
-        node = next((word for word in environ if word.startswith(f"SLIME_TEST_NODE={cluster}-")), "-head")
-        if not node.endswith("-head"):
-            nodes.setdefault(node, []).append(int(entry.name))
-            found |= {node} if words in line else set()
-    return nodes[found.pop()]
+    """All processes of a node of a test's cluster, its head aside, on which a process of these words runs."""
+    nodes = [f"SLIME_TEST_NODE={cluster}-{name}" for name in "ab"]
+    return next(processes(node) for node in nodes if processes(node, words))
 
 
 def reward(args, sample, **kw):
