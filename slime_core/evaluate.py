@@ -65,6 +65,7 @@ class Evaluator:
         done: dict[str, list[Group]] = {}
         for eval_set in self.sets:
             start = time.monotonic()
+            self._report.starting(f"evaluating {eval_set.name} at step {version}")
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
             if held is not None:
                 check_weights(groups, held.version)

@@ -98,7 +98,7 @@ async def run(
         await progress.checkpoints.settle()
         if config.report.export_final and not config.rollout.debug_rollout_only:
             await export(parts, report)
-        await progress.conserve()
+        report.note(await progress.conserve())
     return progress.version
 
 
@@ -115,8 +115,10 @@ async def run_stage(
     stage = open_stage(config, parts, plugins, report, progress)
     rollout, interval = config.rollout, config.eval.eval_interval
     async with parts.turns.training() if progress.served else nullcontext():  # it needs room for all of its state
+        report.starting("loading the model into the trainer, and trying what packing and fusing change")
         await parts.trainer.begin(config)
         await progress.restore_trainer(config)
+    report.starting("sending the weights to the engine, and checking what it serves")
     await stage.sync(progress.version, first=True)
     progress.served = True
     async with stage.collector as collector, stage.evaluations as evaluations:

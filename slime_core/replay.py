@@ -278,6 +278,9 @@ class Unheard:
     def start(self, config: Config, run_dir: Path) -> None:
         """Nothing."""
 
+    def starting(self, text: str) -> None:
+        """Nothing."""
+
     def step(self, report: StepReport, wall: float) -> None:
         """Nothing."""
 

@@ -53,7 +53,6 @@ class Progress:
     collector: Mapping[str, Any] | None = None  # its state in the checkpoint
     stalled: float = 0.0  # seconds that the last checkpoint took from the run
     _saved: int = field(default=-1)  # version of the last checkpoint
-    _said: str = field(default="")
 
     async def step_done(self, collector: Supply, *, last: bool) -> None:
         """After a step: a checkpoint where one is due.
@@ -80,7 +79,7 @@ class Progress:
         """
         start = time.monotonic()
         under_way = await self._evaluated()
-        await self.conserve()
+        self.report.log(await self.conserve())
         state = {
             "stage": self.stage,
             "step": self.step,
@@ -143,17 +142,13 @@ class Progress:
         """Stand before the first step of a stage."""
         self.stage, self.step, self.collector, self.eval_due = index, 0, None, True
 
-    async def conserve(self) -> None:
-        """Every sample is in exactly one state: issued = trained + dropped + pending. Says so.
+    async def conserve(self) -> str:
+        """Check that issued = trained + dropped + pending, and return the counts as a line.
 
         Raises:
             StorageError: STO00 with the counts, where they do not add up.
         """
-        counts = await self.parts.ledger.counts()
-        said = f"version {self.version}: {conservation(counts)}"
-        if said != self._said:
-            self.report.note(said)
-        self._said = said
+        return f"version {self.version}: {conservation(await self.parts.ledger.counts())}"
 
     async def prune(self) -> None:
         """Forget payloads that no checkpoint needs, by ``report.ledger_keep_steps``."""

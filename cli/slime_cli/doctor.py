@@ -19,9 +19,11 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 @click.command("doctor")
 @click.option("--plugin", "named", multiple=True, help="Only this plugin's checks beside our own; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
-def command(named: tuple[str, ...], as_json: bool) -> int:
+@click.option("-v", "--verbose", is_flag=True, help="Each layer of the sandbox: what it allowed and what it denied.")
+def command(named: tuple[str, ...], as_json: bool, verbose: bool) -> int:
     """Check this machine, this installation and the installed plugins. Exit code 1 where a check fails."""
-    rows = [(check.name, run_check(check)) for check in [*own_checks(), *sandbox_checks(), *plugin_checks(named)]]
+    checks = [*own_checks(), *sandbox_checks(each_layer=verbose), *plugin_checks(named)]
+    rows = [(check.name, run_check(check)) for check in checks]
     failed = sum(result.status == "fail" for _, result in rows)
     warned = sum(result.status == "warn" for _, result in rows)
     if as_json:

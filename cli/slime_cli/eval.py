@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from slime_cli.failure import Session, say
-from slime_cli.run import drive, quiet_libraries, reporting, terminable
+from slime_cli.libraries import quiet_libraries
+from slime_cli.run import drive, reporting, terminable
 from slime_cli.tables import heading, print_table
 from slime_cli.words import PASSING
 

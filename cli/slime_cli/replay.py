@@ -47,7 +47,7 @@ def command(session: Session, run: Path, step: int, verify: bool, as_json: bool)
 
 def make_again(run_dir: RunDir, step: int, *, verify: bool = False) -> Replayed:
     """The step, made again in a folder that is removed afterwards."""
-    from slime_cli.run import quiet_libraries
+    from slime_cli.libraries import quiet_libraries
     from slime_core.config.load import read
     from slime_core.plugins import load_plugins, option_models
     from slime_core.replay import replay

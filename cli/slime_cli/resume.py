@@ -200,7 +200,7 @@ def say_no_checkpoint(run_dir: RunDir, auto: bool) -> None:
         )
         return
     untouched = not any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
-    early = run_dir.read_info().get("status") == "preempted"
+    early = run_dir.read_info().get("status") == "stopped"
     if untouched and (auto or early):
         say(f"resume {run_dir.path}: it ended before its first sample; a fresh start at version 0")
         return

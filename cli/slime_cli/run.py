@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slime_cli.failure import Session, Terminated, say
+from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.summary import Seen, say_end
@@ -297,13 +298,6 @@ def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
     return Preempted(what, where=str(run_dir.path), why=why, fix=f"slime run --resume {run_dir.path}")
 
 
-def quiet_libraries() -> None:
-    """Our line is the only one that moves: no progress bars of transformers."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 @contextmanager
 def reporting(
     settings: Settings,
@@ -334,7 +328,8 @@ def reporting(
         report.on_hang = session.on_hang
         if session.past is not None:
             session.past.tell(report, going.version if going else 0)
-        yield report, seen
+        with warnings_noted(report):
+            yield report, seen
     except BaseException as error:
         reached = seen.last.version if seen.last else going.version if going else 0
         code = getattr(error, "exit_code", 1)
@@ -351,7 +346,7 @@ def ended(error: BaseException) -> str:
     from slime_core.errors import Preempted
 
     if isinstance(error, Preempted):
-        return "preempted"
+        return "stopped"
     if isinstance(error, Terminated):
         return "terminated"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"

@@ -1,4 +1,4 @@
-"""Rows of `slime doctor` about the sandbox: the level that this machine reaches, and each layer, tried."""
+"""The row of `slime doctor` about the sandbox, the same layer by layer for `-v`, and whether a GPU computes in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SLEEPER = "slime_core.sandbox.probes:sleep"
 DEADLINE = 0.2
 
 
-def sandbox_checks() -> list[Check]:
-    """The level, and every layer of level strong; nothing is started before the first of them is run."""
+def sandbox_checks(*, each_layer: bool = False) -> list[Check]:
+    """The level that this machine reaches; with ``each_layer`` every layer of level strong and the deadline too."""
     layers = [Check(name=f"sandbox {layer}", run=functools.partial(_layer, layer)) for layer in WAYS["strong"][0]]
-    rest = [Check(name="sandbox deadline", run=_deadline), Check(name="sandbox gpu", run=_gpu)]
-    return [Check(name="sandbox", run=_level), *layers, *rest]
+    layers.append(Check(name="sandbox deadline", run=_deadline))
+    gpu = Check(name="sandbox gpu", run=_gpu)
+    return [Check(name="sandbox", run=_level), *(layers if each_layer else []), gpu]
 
 
 @functools.cache
@@ -42,8 +43,11 @@ def _level() -> CheckResult:
         return CheckResult(status="warn", found=found, fix=tried.fix)
     box, _ = tried
     counted = "memory by control groups" if box.groups is not None else "memory by address space"
+    if _deadline().status == "fail":
+        return CheckResult(status="fail", found=_deadline().found)
     if box.missing is None:
-        return CheckResult(status="ok", found=f"level {box.level}, {counted}")
+        held = f"its {len(box.witnesses)} layers hold (-v lists them)"
+        return CheckResult(status="ok", found=f"level {box.level}, {counted}; {held}")
     return CheckResult(
         status="warn", found=f"level {box.level}; {box.missing.what}: {box.missing.why}", fix=box.missing.fix
     )

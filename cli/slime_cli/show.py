@@ -168,7 +168,7 @@ def _status(info: dict[str, Any], holder: dict[str, Any] | None) -> str:
     if holder is not None:
         return "running"
     status = str(info.get("status", "unknown"))
-    return "stopped without a word" if status == "running" else status
+    return "crashed (no exit recorded)" if status == "running" else status
 
 
 def print_facts(facts: dict[str, Any], everything: bool) -> None:

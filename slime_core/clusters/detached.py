@@ -23,7 +23,7 @@ DETACHED = "SLIME_DETACHED"
 """Variable of a detached driver's processes; ``run.json`` says under ``detached`` whether the last one was such."""
 PREFIX = "driver:"
 """Beginning of the names of our actors that keep drivers."""
-CODES = {"finished": 0, "preempted": Preempted.exit_code, "interrupted": 130, "terminated": 143}
+CODES = {"finished": 0, "stopped": Preempted.exit_code, "interrupted": 130, "terminated": 143}
 """Exit codes of what ``run.json`` says of a run's end; a failed one has that of its error."""
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while it trains: one live line on a terminal, one plain line a step elsewhere. All on stderr."""
+"""What a person sees while it trains, on stderr: one live line on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from slime_core.report.text import safe_text
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.types import StepReport
 
+DYNAMICS = {"entropy": "entropy", "grad": "grad_norm"}
+"""Labels of the live line, and the metrics of training that they show."""
+
 
 class Live(Protocol):
     """A display; every method may be called from the loop at any time."""
 
     def start(self, config: Config, run_dir: Path) -> None:
         """Training is about to begin."""
+        ...
+
+    def starting(self, text: str) -> None:
+        """What the start is busy with, until the first step is done."""
         ...
 
     def step(self, report: StepReport, wall: float) -> None:
@@ -61,21 +69,45 @@ class Pace:
         return left * sum(self._recent) / len(self._recent) if self._recent else 0.0
 
 
+class Trend:
+    """How the mean reward of a stage has moved: the last ten steps against the ten before them."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._rewards: deque[float] = deque(maxlen=20)
+
+    def add(self, report: StepReport) -> float | None:
+        """Add a step; the difference of the two means, None until each covers two steps."""
+        if report.stage != self._stage:
+            self._stage = report.stage
+            self._rewards.clear()
+        if "reward/mean" in report.metrics:
+            self._rewards.append(report.metrics["reward/mean"])
+        rewards, half = list(self._rewards), len(self._rewards) // 2
+        return fmean(rewards[half:]) - fmean(rewards[:half]) if half > 1 else None
+
+
 class PlainLines:
     """One line a step, for files and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._pace = Pace(0)
+        self._trend = Trend()
 
     def start(self, config: Config, run_dir: Path) -> None:
         """Count the steps."""
         self._pace = Pace(total_steps(config))
 
+    def starting(self, text: str) -> None:
+        """Print it."""
+        self._print(f"start: {text}")
+
     def step(self, report: StepReport, wall: float) -> None:
         """Print the step."""
         self._pace.add(wall)
-        self._print(f"{place(report)}  {'  '.join(figures(report, wall))}  eta {duration(self._pace.eta)}")
+        values = figures(report, wall, self._trend.add(report))
+        self._print(f"{place(report)}  {'  '.join(values)}  eta {duration(self._pace.eta)}")
 
     def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
         """Print the set."""
@@ -101,6 +133,7 @@ class RichLine:
 
         self._console = Console(file=stream, highlight=False)
         self._pace = Pace(0)
+        self._trend = Trend()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -120,15 +153,21 @@ class RichLine:
         self._task = self._progress.add_task("", total=max(1, self._pace.steps), place="start", figures="", eta="?")
         self._progress.start()
 
+    def starting(self, text: str) -> None:
+        """Show it before the bar."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, place=safe_text(f"start: {text}"))
+
     def step(self, report: StepReport, wall: float) -> None:
         """Move the bar."""
         self._pace.add(wall)
+        values = figures(report, wall, self._trend.add(report))
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task,
                 completed=self._pace.done,
                 place=safe_text(place(report)),
-                figures=safe_text("  ".join(figures(report, wall))),
+                figures=safe_text("  ".join(values)),
                 eta=duration(self._pace.eta),
             )
 
@@ -164,17 +203,21 @@ def place(report: StepReport) -> str:
     return f"{report.stage} step {report.step + 1}/{report.of}"
 
 
-def figures(report: StepReport, wall: float) -> list[str]:
-    """The few figures of a step that fit on one line: reward, length, dropped, tokens a second, loss."""
+def figures(report: StepReport, wall: float, trend: float | None = None) -> list[str]:
+    """The few figures of a step that fit on one line.
+
+    Where rewards say something they replace the loss, which policy gradients leave near 0 by construction; ``trend``
+    (see `Trend`) follows in parentheses. A supervised step shows its loss.
+    """
     metrics = report.metrics
     parts = []
     equal = metrics.get("reward/equal_groups")
     if "reward/mean" in metrics and (equal is not None or metrics.get("reward/min") != metrics.get("reward/max")):
-        parts.append(f"reward {metrics['reward/mean']:.3f}" + (" (all groups equal)" if equal == 1.0 else ""))
-    for key in ("loss", "train/loss"):
-        if key in metrics:
-            parts.append(f"loss {metrics[key]:.4f}")
-            break
+        moved = f" ({trend:+.3f})" if trend is not None else ""
+        parts.append(f"reward {metrics['reward/mean']:.3f}{moved}" + (" (all groups equal)" if equal == 1.0 else ""))
+    elif "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    parts += [f"{label} {metrics[key]:.2f}" for label, key in DYNAMICS.items() if key in metrics]
     if "response_len/mean" in metrics:
         parts.append(f"len {metrics['response_len/mean']:.0f}")
     if metrics.get("truncated_ratio"):

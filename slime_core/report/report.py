@@ -69,6 +69,8 @@ class Report:
     def phase(self, name: str) -> None:
         """What the run does from here on; empty: nothing that has a name."""
         self.doing = (name, time.monotonic())
+        if name:
+            self.starting(f"first step: {name}")
 
     def hung(self, error: SlimeError) -> None:
         """A part of the run hangs, and the run is about to be ended."""
@@ -83,6 +85,12 @@ class Report:
         self._each(lambda sink: sink.start(self.run_dir.path, plain))
         self._guard("live", lambda: self._live.start(self.config, self.run_dir.path))
         self._mark = time.monotonic()
+
+    def starting(self, text: str) -> None:
+        """What the run is busy with before its first step: to the live line and to ``log/run.log``."""
+        if self._last is None:
+            self.log(f"start: {text}")
+            self._guard("live", lambda: self._live.starting(text))
 
     def step(self, report: StepReport) -> None:
         """One finished step; sinks see under `OTHER` what of its time is in no part."""
@@ -118,8 +126,16 @@ class Report:
 
     def note(self, text: str) -> None:
         """A sentence for people: to the terminal and to ``log/run.log``."""
-        self._log(text)
+        self.log(text)
         self._guard("live", lambda: self._live.note(text))
+
+    def log(self, text: str) -> None:
+        """A sentence for ``log/run.log`` alone."""
+        try:
+            with (self.run_dir.log / "run.log").open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        except OSError:
+            return
 
     def restarted(self, version: int, number: int, of: int, cause: str) -> None:
         """The run goes on from ``version`` by itself, after an end that was its ``number``-th of ``of`` allowed."""
@@ -148,15 +164,8 @@ class Report:
             call()
         except Exception as error:
             text = f"warning: {name} failed and training goes on: {type(error).__name__}: {error}"
-            self._log(text)
+            self.log(text)
             if name != "live":
                 self._guard("live", lambda: self._live.note(text))
             return False
         return True
-
-    def _log(self, text: str) -> None:
-        try:
-            with (self.run_dir.log / "run.log").open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
-        except OSError:
-            return

@@ -221,7 +221,7 @@ class RunDir:
         self.write_info({**facts, "status": "running", "starts": [*self.starts(), start][-STARTS:]})
 
     def end(self, status: str, facts: Mapping[str, Any]) -> None:
-        """Note how the process ends: finished, preempted, interrupted, terminated or failed."""
+        """Note how the process ends: finished, stopped, interrupted, terminated or failed."""
         starts = self.starts()
         if starts and starts[-1].get("epoch") == self.epoch:
             starts[-1] |= {"status": status, "ended": _now(), **facts}

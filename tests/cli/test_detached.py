@@ -54,7 +54,7 @@ def test_a_record_is_what_was_written_and_a_torn_one_is_none(tmp_path):
     ("info", "code"),
     [
         ({"status": "finished"}, 0),
-        ({"status": "preempted"}, 75),
+        ({"status": "stopped"}, 75),
         ({"status": "interrupted"}, 130),
         ({"status": "terminated"}, 143),
         ({"status": "failed", "error": "TRN105", "exit_code": 6}, 6),
@@ -136,7 +136,7 @@ def test_restarts_of_the_driver_count_with_those_that_it_made_itself(tmp_path, q
         next_words(letter(allowed, allowed=0), allowed, Session())
 
 
-@pytest.mark.parametrize("status", ["finished", "preempted", "terminated"])
+@pytest.mark.parametrize("status", ["finished", "stopped", "terminated"])
 def test_a_run_that_had_ended_as_its_keeper_was_lost_is_not_begun_again(tmp_path, status):
     run_dir = made(tmp_path, status)
     assert next_words(letter(run_dir), run_dir, Session()) is None
@@ -212,7 +212,7 @@ def test_attach_shows_a_finished_run_and_ends_as_it_did(cli, small):
 
 def test_attach_ends_with_what_the_newer_of_two_processes_ended_with(cli, tmp_path):
     """A detached run that somebody went on with in the foreground."""
-    run_dir = made(tmp_path, "preempted", "failed", exit_code=6, error="TRN105")
+    run_dir = made(tmp_path, "stopped", "failed", exit_code=6, error="TRN105")
     record().ending(75, 1).write(run_dir.path)
     assert cli("attach", run_dir.path).code == 6
     record().ending(6, 2).write(run_dir.path)

@@ -37,6 +37,7 @@ def test_this_machine_passes(cli):
     assert {"python", "installation", "torch", "transformers", "device", "processor"} <= set(rows)
     assert {"memory", "disk", "open files", "hub", "runs", "plugin rm_math"} <= set(rows)
     assert {"shared memory", "temporary files", "network", "home", "locale", "clock"} <= set(rows)
+    assert [name for name in rows if name.startswith("sandbox")] == ["sandbox", "sandbox gpu"]
     assert all(set(row) == {"name", "status", "found", "fix"} for row in rows.values())
     assert [row for row in rows.values() if row["status"] == "fail"] == []
     assert (done.code, answer["ok"]) == (0, True)

@@ -199,7 +199,7 @@ def test_auto_says_that_it_starts_afresh_and_later_what_it_resumes(cli, own, who
 def test_auto_takes_the_newest_unfinished_run_of_the_name(cli, own, tmp_path):
     from slime_cli.resume import newest
 
-    for number, status in ((0, "preempted"), (1, "running"), (9, "failed"), (10, "finished")):
+    for number, status in ((0, "stopped"), (1, "running"), (9, "failed"), (10, "finished")):
         with RunDir.create("demo", at=tmp_path / "runs" / f"demo-{number}") as run_dir:
             run_dir.write_config("")
             run_dir.write_info({"status": status})
@@ -221,14 +221,14 @@ def test_auto_with_a_folder_of_its_own_starts_and_resumes_there(cli, own, whole,
     assert "already finished" in cli("run", *own.flags, "--resume", "auto", "--run-dir", "here").err
 
 
-@pytest.mark.parametrize("status", ["running", "preempted"])
+@pytest.mark.parametrize("status", ["running", "stopped"])
 def test_a_run_that_ended_before_its_first_sample_starts_there_and_says_so(cli, own, halted, whole, status):
     """Nothing was made, so nothing is lost: after an end in order, or where `auto` was asked."""
     shutil.rmtree(halted / "checkpoints")
     for path in (*halted.glob("ledger.*"), *halted.glob("segments/*"), halted / "metrics.jsonl"):
         path.unlink()
     RunDir(halted).write_info({"status": status})
-    plain = status == "preempted"
+    plain = status == "stopped"
     done = cli("run", *(("--resume", halted) if plain else (*own.flags, "--resume", "auto", "--run-dir", halted)))
     assert done.code == 0, done.err
     assert "it ended before its first sample; a fresh start at version 0" in done.err
@@ -334,11 +334,11 @@ def test_show_tells_starts_checkpoints_and_where_a_resume_begins(cli, halted):
     assert [(row["version"], row["damage"]) for row in facts["checkpoints"]] == [(2, None)]
     assert cli("run", "--resume", halted).code == 0
     done = cli("show", halted)
-    for part in ("starts", "preempted", "finished", "checkpoints", "whole", "all steps are done"):
+    for part in ("starts", "stopped", "finished", "checkpoints", "whole", "all steps are done"):
         assert part in done.out
     facts = json.loads(cli("show", halted, "--json").out)
     starts = [(start["epoch"], start["from_version"], start["status"], start["version"]) for start in facts["starts"]]
-    assert starts == [(1, 0, "preempted", 2), (2, 2, "finished", 4)]
+    assert starts == [(1, 0, "stopped", 2), (2, 2, "finished", 4)]
     assert facts["resume"]["from"] == "finished"
 
 

@@ -181,7 +181,7 @@ def test_sigterm_in_any_phase_ends_with_a_checkpoint_and_goes_on_exactly(
         assert (done.code, done.out) == (75, ""), done.err
         assert f"go on  slime run --resume {Path('cut').absolute()}" in done.err
         assert "Traceback" not in done.err
-        assert (info("cut")["status"], info("cut")["error"]) == ("preempted", "RUN75")
+        assert (info("cut")["status"], info("cut")["error"]) == ("stopped", "RUN75")
         facts = json.loads(cli("show", "cut", "--json").out)
         assert facts["resume"]["from"] == "checkpoint"
         assert facts["resume"]["version"] in versions
@@ -209,7 +209,7 @@ def test_other_signals_checkpoint_too(cli, own, phases, whole, monkeypatch, name
     monkeypatch.delenv("STOP_IN")
     assert done.code == code, done.err
     assert f"stopped at version 1 ({name})" in done.err
-    assert info("cut")["status"] == "preempted"
+    assert info("cut")["status"] == "stopped"
     sys.modules.pop("phases_plugin_module", None)
     assert cli("run", "--resume", "cut").code == 0
     assert weights("cut") == whole

@@ -193,7 +193,7 @@ def test_a_detached_run_is_listed_not_doubled_and_stopped_in_order(detach, forke
     assert ended.returncode == 0, ended.stderr
     same(path, here)
     assert [start["status"] for start in json.loads((path / "run.json").read_text())["starts"]] == [
-        "preempted",
+        "stopped",
         "finished",
     ]
 

@@ -128,7 +128,7 @@ def test_a_job_that_is_stopped_checkpoints_and_goes_on(job, work):
     stopped = job("stop", "held")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     info = json.loads((path / "run.json").read_text())
-    assert (info["status"], info["exit_code"]) == ("preempted", 75)
+    assert (info["status"], info["exit_code"]) == ("stopped", 75)
     assert (path / "checkpoints").exists()
     again = job("submit", *slime("--resume", path))
     assert again.returncode == 0, again.stdout + again.stderr

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime_cli.libraries import warnings_noted
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
@@ -244,8 +246,11 @@ def test_a_plain_line_has_reward_length_speed_and_time_left():
     live.start(Config.model_validate({"rollout": {"num_rollout": 3}}), Path("x"))
     metrics = {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "response_len/mean": 7.0}
     metrics |= {"tokens/response": 100.0, "rollout/dropped_samples": 2.0, "truncated_ratio": 0.25}
+    live.starting("loading")
     live.step(step(1, **metrics), 2.0)
-    assert stream.getvalue() == ("main step 1/2  reward 0.500  len 7  truncated 25%  dropped 2  tok/s 50  eta 4s\n")
+    assert stream.getvalue() == (
+        "start: loading\nmain step 1/2  reward 0.500  len 7  truncated 25%  dropped 2  tok/s 50  eta 4s\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,14 +262,57 @@ def test_a_plain_line_has_reward_length_speed_and_time_left():
         ),
         pytest.param({"reward/mean": 0.25, "reward/equal_groups": 0.5}, ["reward 0.250"], id="mixed"),
         pytest.param(
-            {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "loss": 2.0},
-            ["reward 0.500", "loss 2.0000"],
-            id="loss",
+            {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "loss": 0.0, "entropy": 0.81, "grad_norm": 1.5},
+            ["reward 0.500", "entropy 0.81", "grad 1.50"],
+            id="a loss of 0 by construction is left out",
+        ),
+        pytest.param(
+            {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "loss": 2.0, "grad_norm": 1.5},
+            ["loss 2.0000", "grad 1.50"],
+            id="a supervised step with its loss",
         ),
     ],
 )
 def test_a_step_shows_the_reward_that_says_something(metrics, text):
     assert figures(step(1, **metrics), 0.0) == text
+
+
+def test_the_reward_is_shown_with_how_it_moved_within_its_stage():
+    stream = io.StringIO()
+    live = PlainLines(stream)
+    live.start(Config.model_validate({"rollout": {"num_rollout": 9}}), Path("x"))
+    for number, reward in enumerate([0.0, 0.25, 0.5, 0.75], start=1):
+        live.step(step(number, **{"reward/mean": reward, "reward/min": 0.0, "reward/max": 1.0}), 1.0)
+    # (0.5 + 0.75) / 2 - (0.0 + 0.25) / 2 = 0.5; three steps are too few
+    shown = [line.split("reward ")[1].split("  ")[0] for line in stream.getvalue().splitlines()]
+    assert shown == ["0.000", "0.250", "0.500", "0.750 (+0.500)"]
+
+
+def test_the_start_says_what_it_is_busy_with_until_the_first_step(run_dir):
+    stream = io.StringIO()
+    report = Report(run_dir, Config(), live=PlainLines(stream))
+    report.start()
+    report.starting("checking the engine")
+    report.phase("rollout")
+    report.step(step(1))
+    report.phase("rollout")
+    report.finish()
+    assert [line for line in stream.getvalue().splitlines() if line.startswith("start")] == [
+        "start: checking the engine",
+        "start: first step: rollout",
+    ]
+
+
+def test_a_warning_of_a_library_is_one_note_and_whole_in_the_log(run_dir):
+    stream = io.StringIO()
+    report = Report(run_dir, Config(), live=PlainLines(stream))
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    with warnings_noted(report):
+        for _ in range(2):
+            logger.warning("Ignoring clean_up_tokenization_spaces\nfor BPE tokenizers")
+    logger.warning("after the run")
+    assert stream.getvalue() == "transformers: Ignoring clean_up_tokenization_spaces\n"
+    assert (run_dir.log / "run.log").read_text().count("for BPE tokenizers") == 1
 
 
 def test_a_terminal_gets_a_live_line_and_notes_above_it():
@@ -276,12 +324,15 @@ def test_a_terminal_gets_a_live_line_and_notes_above_it():
     live = make_live(stream)
     assert isinstance(live, RichLine)
     live.start(Config.model_validate({"rollout": {"num_rollout": 2}}), Path("x"))
+    live.starting("checking the engine")
+    live._progress.refresh()
     live.note("a [bold]note[/bold] \x1b[2J")
     live.step(step(1, **{"reward/mean": 0.5}), 1.0)
     live.evaluation("held", 1, {"reward/mean": 0.5, "samples": 3.0})
     live.close()
     text = stream.getvalue()
     assert "a [bold]note[/bold] \\x1b[2J" in text
+    assert "start: checking the engine" in text
     assert "main step 1/2" in text
     assert "eval held at step 1" in text
 

@@ -230,13 +230,13 @@ def test_a_run_that_cannot_be_written_is_a_storage_error(old, monkeypatch):
 def test_starts_are_kept_with_how_each_ended(old):
     with RunDir.reopen(old) as run_dir:
         run_dir.begin(3, {"command": ["slime", "run", "--resume"]})
-        run_dir.end("preempted", {"version": 5})
+        run_dir.end("stopped", {"version": 5})
     with RunDir.reopen(old) as run_dir:
         run_dir.begin(5, {})
         run_dir.end("finished", {"version": 9, "seconds": 1.5})
     killed, stopped, finished = RunDir(old).starts()
     assert (killed["epoch"], killed["status"], killed["from_version"]) == (1, "running", 0)
-    assert (stopped["epoch"], stopped["status"], stopped["from_version"], stopped["version"]) == (2, "preempted", 3, 5)
+    assert (stopped["epoch"], stopped["status"], stopped["from_version"], stopped["version"]) == (2, "stopped", 3, 5)
     assert (finished["status"], finished["pid"], finished["host"]) == ("finished", os.getpid(), os.uname().nodename)
     info = RunDir(old).read_info()
     assert (info["status"], info["version"], info["command"]) == ("finished", 9, ["slime", "run", "--resume"])

@@ -19,7 +19,7 @@ def _again():
 
 
 def rows():
-    return {check.name: run_check(check) for check in sandbox_checks.sandbox_checks()}
+    return {check.name: run_check(check) for check in sandbox_checks.sandbox_checks(each_layer=True)}
 
 
 def test_every_layer_is_a_row_with_what_was_allowed_and_what_was_denied():
