@@ -6,8 +6,8 @@ Most flags have the same name here and pass as they are. A row of the table belo
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from slime_cli.failure import Session, report_failure, say
 from slime_cli.main import main as slime
@@ -23,6 +23,7 @@ class Other:
 
     values: int  # words that follow it; -1: all until the next flag
     to: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)  # values that are called otherwise here
     why: str = ""
     refused: str = ""
 
@@ -31,8 +32,8 @@ def _needless(why: str, *names: str, values: int = 0) -> dict[str, Other]:
     return {f"--{name}": Other(values, why=why) for name in names}
 
 
-def _refused(instead: str, *names: str) -> dict[str, Other]:
-    return {f"--{name}": Other(1, refused=instead) for name in names}
+def _refused(instead: str, *names: str, values: int = 1) -> dict[str, Other]:
+    return {f"--{name}": Other(values, refused=instead) for name in names}
 
 
 SLIMES = {
@@ -43,12 +44,16 @@ SLIMES = {
     "--kl-loss-type": "k1",
 }
 """What slime has without a flag, and we have otherwise; a recipe stands before them."""
+ROUTING_REPLAY = ("use-routing-replay", "use-rollout-routing-replay")
+DEEPGEMM = tuple(f"megatron-deepgemm{kind}-forward-{part}" for kind in ("", "-moe") for part in ("layers", "modules"))
 OTHERS: dict[str, Other] = {
     "--gamma": Other(1, to="--gae-gamma"),
     "--lambd": Other(1, to="--gae-lambda"),
     "--log-probs-chunk-size": Other(1, to="--logprob-chunk-tokens"),
     "--sglang-server-concurrency": Other(1, to="--server-concurrency"),
     "--opd-teacher-load": Other(1, to="--teacher-load"),
+    "--opd-type": Other(1, to="--teacher-place", renamed={"sglang": "engine", "megatron": "trainer"}),
+    **_needless("opd_kl_coef above 0 does it", "use-opd"),
     **_needless("micro-batches are packed by tokens", "use-dynamic-batch-size", "balance-data", "balance-by-flops"),
     **_needless("kl_loss_coef above 0 does it", "use-kl-loss"),
     **_needless("colocate does it", "offload"),
@@ -80,6 +85,71 @@ OTHERS: dict[str, Other] = {
     "--reset-optimizer-states": Other(0, refused="leave it out: a [[stage]] begins with a fresh optimizer"),
     "--only-train-params-name-list": Other(-1, refused="leave it out: all parameters train"),
     "--freeze-params-name-list": Other(-1, refused="leave it out: all parameters train"),
+    "--freeze-indexer": Other(0, refused="leave it out: all parameters train"),
+    **_needless("losses that read no advantages have none computed", "disable-compute-advantages-and-returns"),
+    **_needless("check_weights compares tensors after each update", "check-weight-update-equal"),
+    **_needless("it belongs to slime's own CI; see --verify-step", "ci-test", "ci-disable-kl-checker"),
+    **_needless("it belongs to slime's own CI; see --verify-step", "ci-load-grad-norm", "ci-save-grad-norm", values=1),
+    **_needless("train_rollout_logprob_abs_diff is a metric", "ci-train-rollout-logprob-abs-diff-threshold", values=1),
+    **_needless("train_rollout_logprob_abs_diff is always measured", "get-mismatch-metrics"),
+    **_needless("trackers get the run directory's name", "disable-wandb-random-suffix"),
+    **_needless("a step has one number in every tracker", "wandb-always-use-train-step"),
+    **_needless("scoring packs by max_tokens_per_gpu", "log-probs-max-tokens-per-gpu", values=1),
+    **_needless("each term of a reward has its metric", "log-reward-category", values=1),
+    **_needless("the loss is taken in chunks: logprob_chunk_tokens", "recompute-loss-function"),
+    **_needless("a buffer is asked until it answers", "fetch-trajectory-retry-times", values=1),
+    **_needless("a generator knows its tasks", "rollout-task-type", values=1),
+    **_needless("the folder of an update is removed once every server has it", "update-weight-disk-keep-files"),
+    **_refused(
+        "leave it out: whole weights are sent, checked tensor by tensor",
+        *("update-weight-mode", "update-weight-delta-encoding", "update-weight-delta-checksum"),
+        "update-weight-local-checkpoint-dir",
+    ),
+    **_refused(
+        "--update-weight-disk-dir on a file system that the servers share", "custom-update-weight-post-write-path"
+    ),
+    **_refused("leave it out: routing replay is not supported", *ROUTING_REPLAY, values=0),
+    **_refused("leave it out: context parallelism is megatron-core's own", "allgather-cp", values=0),
+    **_refused("leave it out: layers are megatron-core's own", "qwen-gdn-backend"),
+    **_refused("leave it out: layers are megatron-core's own", *DEEPGEMM, values=-1),
+    **_refused(
+        "--custom-reward-post-process-path FUNCTION, or an estimator by plugin",
+        "disable-rewards-normalization",
+        values=0,
+    ),
+    **_refused("--data-source-path CLASS, or a plugin with slime_prompts", "disable-rollout-global-dataset", values=0),
+    **_refused("--save-debug-rollout-data FOLDER; slime show and metrics.jsonl have the rest", "dump-details"),
+    **_refused("slime replay RUN --step N makes a recorded step again", "save-debug-train-data"),
+    **_refused("--load-debug-rollout-data FOLDER", "load-forge-rollout-data"),
+    **_refused("leave it out: a dump is replayed whole", "load-debug-rollout-data-subsample"),
+    **_refused(
+        "eval.eval_tasks='[{name = ..., prompt_data = ..., input_key = ...}]'", "eval-input-key", "eval-label-key"
+    ),
+    **_refused(
+        "leave it out: evaluation sets take data.tool_key and reward.reward_key", "eval-tool-key", "eval-reward-key"
+    ),
+    **_refused(
+        "--eval-max-response-len N bounds an evaluation's answers", "eval-max-context-len", "eval-max-prompt-len"
+    ),
+    **_refused("leave it out: answers end where the model ends them", "eval-min-new-tokens"),
+    **_refused(
+        "name the folder itself: --ref-load or --teacher-load FOLDER", "ref-ckpt-step", "opd-teacher-ckpt-step"
+    ),
+    **_refused("leave it out: the reference is fixed; a [[stage]] may name another ref_load", "ref-update-interval"),
+    **_refused("leave it out: the engine's own log-probs are the old policy's", "keep-old-actor", values=0),
+    **_refused("leave it out: a step takes exactly rollout_batch_size prompts", "min-batch-collection-ratio"),
+    **_refused("leave it out: the metric entropy comes from training", "use-rollout-entropy", values=0),
+    **_refused("a plugin with slime_filter sees every group", "rollout-all-samples-process-path"),
+    **_refused("slime run --resume RUN_DIR goes on where a run ended", "start-rollout-id"),
+    **_refused("export HTTP_PROXY before the run", "http-proxy"),
+    **_refused("--engine-topology FILE.toml", "prefill-num-servers"),
+    **_refused("a plugin with slime_sinks; metrics.jsonl is always written", "use-tensorboard", values=0),
+    **_refused("a plugin with slime_sinks; metrics.jsonl is always written", "tb-project-name", "tb-experiment-name"),
+    **_refused("export WANDB_DIR or WANDB_RUN_ID", "wandb-dir", "wandb-run-id"),
+    **_refused("a plugin with slime_megatron_init may start a profiler", "profile-target", values=-1),
+    **_refused("a plugin with slime_megatron_init may record memory", "record-memory-history", values=0),
+    **_refused("a plugin with slime_megatron_init may record memory", "memory-recorder", "memory-snapshot-dir"),
+    **_refused("a plugin with slime_megatron_init may record memory", "memory-snapshot-num-steps"),
 }
 
 
@@ -110,7 +180,7 @@ def words_of(argv: Sequence[str], *, ahead: int) -> tuple[list[str], list[str]]:
                 f"{name} cannot be had here", code="CFG04", where=f"command line: {name}", fix=other.refused
             )
         if other.to and values != ["-1"]:
-            words += [other.to, *values]
+            words += [other.to, *(other.renamed.get(value, value) for value in values)]
         elif not other.to:
             notices.append(f"notice: {name} is not needed: {other.why}")
     return _top_k(words) + _defaults(argv, ahead), notices
@@ -130,6 +200,8 @@ def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
     found = [word for flag, value in SLIMES.items() if flag not in given for word in (flag, value)]
     if not given & {"--colocate", "--no-colocate"}:
         found.append("--no-colocate")
+    if "--use-opd" in given and "--opd-kl-coef" not in given:
+        found += ["--opd-kl-coef", "1.0"]  # slime's default
     if ahead and "--max-staleness" not in given:
         found += ["--max-staleness", str(ahead)]
     return [*found, "--plugin", "models"]

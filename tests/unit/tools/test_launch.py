@@ -148,3 +148,38 @@ def test_no_flag_of_the_table_is_one_of_ours_and_all_its_answers_are(launch):
     assert not names & (set(core_keys()) | set(flags()))
     ours = {other.to for other in launch.OTHERS.values() if other.to} | set(launch.SLIMES)
     assert {name[2:].replace("-", "_") for name in ours} <= set(core_keys())
+
+
+def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_it(launch):
+    flags_of_slime = (Path(__file__).parent / "slime_flags.txt").read_text().split()
+    known = {key.rpartition(".")[2] for key in core_keys()} | set(flags()) | {"rm_url"}  # rm_url: an option of rm_math
+    unknown = [
+        flag
+        for flag in flags_of_slime
+        if flag not in launch.OTHERS and not flag.startswith("--sglang-") and flag[2:].replace("-", "_") not in known
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--use-tensorboard"], "slime_sinks"),
+        (["--ref-update-interval", "4"], "ref_load"),
+        (["--update-weight-mode", "delta"], "whole weights"),
+        (["--dump-details", "out"], "--save-debug-rollout-data"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_flag_without_a_meaning_here_names_what_replaces_it(launch, words, fix):
+    with pytest.raises(ConfigError, match="CFG04") as caught:
+        launch.words_of(words, ahead=0)
+    assert fix in caught.value.fix
+
+
+def test_on_policy_distillation_keeps_slimes_weight_and_names_where_the_teacher_scores(launch):
+    words, _ = launch.words_of(["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "t"], ahead=0)
+    assert words[1:5] == ["--teacher-place", "engine", "--teacher-load", "t"]
+    assert words[words.index("--opd-kl-coef") + 1] == "1.0"
+    lower, _ = launch.words_of(["--use-opd", "--opd-kl-coef", "0.5"], ahead=0)
+    assert "1.0" not in lower
