@@ -15,7 +15,19 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
 LAYERS = {
-    0: ("errors", "types", "seeds", "threads", "durable", "failpoints", "stopping", "notices", "memory", "transfer"),
+    0: (
+        "errors",
+        "types",
+        "seeds",
+        "threads",
+        "durable",
+        "failpoints",
+        "stopping",
+        "notices",
+        "memory",
+        "transfer",
+        "extras",
+    ),
     1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
     2: ("algo", "data", "evaluation", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),

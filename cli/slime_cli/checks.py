@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlparse
 
 from slime_cli.preflight import FILES, WANTED_FILES, available_memory, check_loopback
 from slime_core.errors import TrainerError
+from slime_core.extras import install_line
 from slime_core.protocols import Check, CheckResult
 
 DISTRIBUTION = "slime-rl"
@@ -70,13 +71,13 @@ def installation() -> CheckResult:
         return CheckResult(
             status="fail",
             found=f"distribution {strangers[0]} also ships a package slime_core; it is another project",
-            fix=f"pip uninstall {strangers[0]} && pip install --force-reinstall --no-deps {DISTRIBUTION}",
+            fix=f"pip uninstall {strangers[0]} && pip install --force-reinstall --no-deps -e .   in a clone of slime",
         )
     if not _installed(DISTRIBUTION):
         return CheckResult(
             status="fail",
             found=f"slime_core is imported from {file.parent}, and no {DISTRIBUTION} is installed",
-            fix=f"pip install {DISTRIBUTION}",
+            fix="pip install -e .   in a clone of slime",
         )
     dist = metadata.distribution(DISTRIBUTION)
     home = _editable_folder(dist) or Path(str(dist.locate_file("")))
@@ -93,7 +94,7 @@ def version(name: str) -> CheckResult:
     """A library is there and new enough; it is not imported."""
     low = NEEDED[name]
     wanted = ".".join(map(str, low))
-    fix = f'pip install "{DISTRIBUTION}[fsdp]"'
+    fix = install_line("fsdp")
     if util.find_spec(name) is None or not _installed(name):
         return CheckResult(status="fail", found=f"not installed; {wanted} or newer trains and samples", fix=fix)
     found = metadata.version(name)
@@ -113,7 +114,7 @@ def sglang() -> CheckResult:
 def device() -> CheckResult:
     """What torch computes on."""
     if util.find_spec("torch") is None:
-        return CheckResult(status="warn", found="unknown without torch", fix=f'pip install "{DISTRIBUTION}[fsdp]"')
+        return CheckResult(status="warn", found="unknown without torch", fix=install_line("fsdp"))
     import torch
 
     if torch.cuda.is_available():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime_cli.failure import say
 from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError
+from slime_core.extras import install_line
 from slime_core.report.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def reached(address: str) -> Iterator[Drivers]:
             code="CFG04",
             where=f"Ray cluster {asked}",
             why="a run that was not detached is named by its folder, and needs no Ray",
-            fix='pip install "slime-rl[ray]"',
+            fix=install_line("ray"),
         ) from error
     except ConfigError as error:
         if error.code == "CFG17":

@@ -33,6 +33,10 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
         check_free(run_dir)
     servers = check_servers(settings, config)
     folder = open_folder(config)
+    if servers is not None:
+        from slime_core.clusters.sglang import check_comparable
+
+        check_comparable(config, folder)
     trainer = check_trainer(settings, config, folder, build=True)
     tokenizer = folder.tokenizer()
     limit = context_len(config, folder)

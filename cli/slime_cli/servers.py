@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
+from slime_core.extras import install_line
 from slime_core.protocols import CheckResult
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.engines.sglang.command import Prepared
     from slime_core.engines.sglang.topology import ServerGroup
-
-EXTRA = 'pip install "slime-rl[sglang]"'
 
 
 def check_servers(settings: Settings, config: Config | None = None) -> dict[str, Any] | None:
@@ -165,7 +164,9 @@ def sglang() -> CheckResult:
     if read.torch and util.find_spec("torch") is not None and _minor(read.torch) != _minor(metadata.version("torch")):
         found += f"; its torch is {read.torch}: weights cannot travel by tensor"
     if util.find_spec("aiohttp") is None:
-        return CheckResult(status="warn", found=f"{found}; aiohttp, which asks its servers, is missing", fix=EXTRA)
+        return CheckResult(
+            status="warn", found=f"{found}; aiohttp, which asks its servers, is missing", fix=install_line("sglang")
+        )
     return CheckResult(status="ok", found=found)
 
 

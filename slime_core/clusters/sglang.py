@@ -35,6 +35,7 @@ from slime_core.notices import NOTICES
 from slime_core.protocols import Serving
 from slime_core.types import WeightUpdate
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.layout import Sizes
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -73,8 +74,11 @@ async def sglang_engines(
 
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
-        EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
+        EngineError: ENG86 a model whose tensors cannot be compared, ENG69-ENG73 a server that does not come up, with
+            the end of its log.
     """
+    if not fixed:
+        check_comparable(config, folder)
     nccl.agree(config, os.environ)
     async with AsyncExitStack() as stack:
         site = site or OneMachine(config)
@@ -112,6 +116,16 @@ async def sglang_engines(
         policy = served.pop(POLICY)
         logs = tuple(server.log for part in found for server in part.servers if server.log is not None)
         yield Served(engine=policy, roles=dict(served), logs=logs, servers=tuple(servers))
+
+
+def check_comparable(config: Config, folder: ModelFolder) -> None:
+    """Refuse a model of which `weights.layout` does not know how servers hold it, before any is started.
+
+    Raises:
+        EngineError: ENG86.
+    """
+    if config.rollout.check_weights != "off":
+        Sizes.of(folder.config, tp=1, ep=1)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slime_core.config.problems import Problem, conflict
+from slime_core.extras import install_line
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -48,9 +49,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
             fix="--no-partial-rollout",
         )
     if find_spec("httpx") is None or find_spec("fastapi") is None:
-        yield conflict(
-            "rollout_buffer_url needs httpx, which is not installed here", [KEY], fix='pip install "slime-rl[serve]"'
-        )
+        yield conflict("rollout_buffer_url needs httpx, which is not installed here", [KEY], fix=install_line("serve"))
 
 
 def incomplete(config: Config) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_
 from slime_core.config.redact import REDACTED, is_secret, scrub
 from slime_core.config.schema import SCHEMA_VERSION
 from slime_core.errors import ConfigError
+from slime_core.extras import UPDATE
 
 MAX_BYTES = 1 << 20
 """A recipe is text that a person writes; anything longer is not one."""
@@ -78,7 +79,7 @@ def check_version(data: Mapping[str, Any], origins: Origins) -> None:
         code="CFG11",
         where=origins.of(("schema_version",)),
         why="a newer slime wrote it" if newer else f"version {version} was never released",
-        fix="pip install --upgrade slime-rl"
+        fix=UPDATE
         if newer
         else f"compare its keys with `slime config keys`, set schema_version = {SCHEMA_VERSION}, "
         "then run `slime config check RECIPE`",

@@ -17,6 +17,7 @@ from slime_core.config import (
     sampling_rules,
 )
 from slime_core.config.problems import Problem, conflict as _conflict
+from slime_core.extras import UPDATE, install_line
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -258,13 +259,13 @@ def _backends(config: Config) -> Iterator[Problem]:
             yield _conflict(
                 f"{key} = {value}, but {package} is not installed here",
                 [f"{section}.{key}"],
-                fix=f'pip install "slime-rl[{extra}]"   or leave {key} out',
+                fix=f"{install_line(extra)}   or leave {key} out",
             )
         elif not _installed(ours):
             yield _conflict(
                 f"{key} = {value} is not part of this slime version",
                 [f"{section}.{key}"],
-                fix=f"leave {key} out, or: pip install --upgrade slime-rl",
+                fix=f"leave {key} out, or {UPDATE}",
             )
 
 

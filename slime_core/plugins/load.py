@@ -16,6 +16,7 @@ import pluggy
 
 from slime_core import hookspecs
 from slime_core.errors import ConfigError, PluginError, nearest
+from slime_core.extras import UPDATE
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find
@@ -107,7 +108,7 @@ def _check_api(target: Any, provider: Provider) -> None:
             code="PLG55",
             where=str(provider),
             why="`slime_api` in the plugin's module names the API that it was written for",
-            fix="pip install --upgrade slime-rl " + provider.origin.split("==")[0],
+            fix=f"{UPDATE}; or a version of {provider.origin.split('==')[0]} for API {API_VERSION}",
         )
 
 

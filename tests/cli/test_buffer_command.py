@@ -27,7 +27,7 @@ def test_a_missing_extra_is_told_with_its_command(cli, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name))
     done = cli("buffer", "serve", "folder")
     assert done.code == 2
-    assert 'pip install "slime-rl[serve]"' in done.err
+    assert 'pip install "fastapi>=0.115" "httpx>=0.27" "uvicorn>=0.30"' in done.err
 
 
 @pytest.mark.parametrize("command", ["stats", "generate"])

@@ -283,7 +283,7 @@ def test_without_ray_detached_runs_are_told_to_need_it(cli, monkeypatch, words):
     done = cli(*words)
     assert done.code == 2, done.err
     assert "error CFG04  detached runs live on a Ray cluster, and ray is not installed here" in done.err
-    assert 'pip install "slime-rl[ray]"' in done.err
+    assert 'pip install "ray[default]>=2.54"' in done.err
     assert ("name the run directory" in done.err) == (len(words) > 1)
 
 

@@ -101,7 +101,7 @@ def test_library_versions_are_compared_as_numbers(monkeypatch, installed, status
     assert result.status == status
     if status == "fail":
         assert "2.11 or newer" in result.found
-        assert result.fix == 'pip install "slime-rl[fsdp]"'
+        assert '"torch>=2.11"' in result.fix
 
 
 def test_a_missing_library_fails_with_its_extra(monkeypatch):

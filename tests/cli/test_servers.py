@@ -7,6 +7,7 @@ import pytest
 
 from slime_cli.checks import sglang
 from slime_core.engines.sglang.installation import PYTHON_ENV
+from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +49,7 @@ def recipe(tmp_path):
 
     def write(*lines):
         (tmp_path / "rows.jsonl").write_text('{"input": "a"}\n')
-        (tmp_path / "model").mkdir()
+        (tmp_path / "model").mkdir(exist_ok=True)
         text = (
             '[data]\nprompt_data = "rows.jsonl"\n[cluster]\ndevice = "cpu"\n'
             '[rollout]\nhf_checkpoint = "model"\nrollout_engine = "sglang"\n[sglang]\n'
@@ -92,6 +93,23 @@ def test_a_fault_is_found_before_anything_starts(cli, stand_in, recipe, tmp_path
     assert code in done.err
     assert all(part in done.err for part in parts), done.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_family_that_servers_hold_in_ways_unknown_is_refused_before_one_starts(cli, stand_in, recipe, tmp_path):
+    stand_in()
+    path = recipe()
+    config = tiny_model(tmp_path / "model", weights=False, chat_template="{{ messages }}") / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"model_type": "glm4", "partial_rotary_factor": 0.5})
+    )
+    (tmp_path / "judge.py").write_text("async def reward(args, sample, **kw):\n    return 1.0\n")
+    flags = ("--init-weights", "random", "--custom-rm-path", tmp_path / "judge.py:reward")
+    for words in (("run", "--dry-run"), ("run",)):
+        done = cli(*words, path, *flags)
+        assert (done.code, "ENG86" in done.err) == (5, True), done.err
+        assert "of type glm4 is not known here" in done.err
+        assert "--check-weights off" in done.err
+    assert not list(tmp_path.glob("runs/*/log/engine*")), "a server was started"
 
 
 def test_servers_that_run_already_need_no_sglang_here(cli, recipe, monkeypatch):

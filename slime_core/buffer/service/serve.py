@@ -22,6 +22,7 @@ from pathlib import Path
 from slime_core.buffer.service.tables import Limits
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
+from slime_core.extras import install_line
 
 TOKEN_ENV = "SLIME_BUFFER_TOKEN"
 SHORTEST = 16  # characters of a token
@@ -192,7 +193,7 @@ def require_packages() -> None:
             code="CFG04",
             where="slime buffer",
             why="the extra `serve` is not installed",
-            fix='pip install "slime-rl[serve]"',
+            fix=install_line("serve"),
         )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
 from slime_core.errors import ConfigError
+from slime_core.extras import install_line
 from slime_core.trainers.megatron import layout as layouts
 from slime_core.trainers.megatron.agreement import disagreements
 from slime_core.trainers.megatron.flags import Values, problems, values
@@ -345,7 +346,7 @@ def _made(kind: Any, table: Mapping[str, Any]) -> Any:
             code="CFG04",
             where=", ".join(f"megatron.{name}" for name in missing),
             why="the flag or the model's family needs another version of it",
-            fix='pip install --upgrade "slime-rl[megatron]"',
+            fix=f"{install_line('megatron')} --upgrade",
         )
     try:
         return kind(**{name: _looked_up(name, value) for name, value in table.items()})

@@ -112,9 +112,9 @@ def test_each_conflict_names_its_flags_and_the_fix(recipe, refused, flags, code,
 @pytest.mark.parametrize(
     ("flag", "extra"),
     [
-        pytest.param("--rollout-engine=sglang", "slime-rl[sglang]", id="sglang"),
-        pytest.param("--train-backend=megatron", "slime-rl[megatron]", id="megatron"),
-        pytest.param("--cluster=ray", "slime-rl[ray]", id="ray"),
+        pytest.param("--rollout-engine=sglang", "aiohttp>=3.10", id="sglang"),
+        pytest.param("--train-backend=megatron", "megatron-core<0.18,>=0.16", id="megatron"),
+        pytest.param("--cluster=ray", "ray[default]>=2.54", id="ray"),
     ],
 )
 def test_a_backend_that_is_not_installed_is_refused_with_its_extra(recipe, refused, monkeypatch, flag, extra):
