@@ -249,7 +249,7 @@ def slime_filter(group: Group, ctx: Context) -> Drop | None:
 
 @hookspec
 def slime_advantage() -> list[Estimator]:  # type: ignore[empty-body]
-    """Return advantage estimators that `advantage_estimator` may name.
+    """Return advantage estimators that `advantage_estimator` may name; the core adds KL, distillation and whitening.
 
     def centred(batch, train):
         means = np.bincount(batch.group, batch.reward) / np.bincount(batch.group)

@@ -344,14 +344,18 @@ class Sink(Protocol):
 class Estimator:
     """An advantage estimator under a name: ``fn(batch, train)`` gives ``advantages`` [R] and perhaps ``returns`` [R].
 
-    ``batch.columns`` holds one column a role in ``needs`` (``policy``: log-probs, ``reference``, ``values``, ...) and
-    ``train`` is the run's [train] section.
+    ``batch.columns`` holds a column per role in ``needs`` (``policy``: log-probs, ``reference``, ``values``, ...);
+    ``train`` is the [train] section. The core adds what ``kl_coef``, ``opd_kl_coef`` and ``normalize_advantages`` ask
+    for to the advantages of every estimator, whoever registers it.
     """
 
     name: str
     fn: Callable[[Batch, Any], Columns]
     needs: frozenset[Role] = frozenset()
     needs_when: Callable[[Any], frozenset[Role]] | None = None  # more of them, from the run's [train] section
+    terms: bool = True  # False: the core adds nothing to its advantages
+    kl_in_reward: bool = False  # subtracts kl_coef times KL from its token rewards itself
+    whitens: bool = False  # whitened over the step by definition, whatever normalize_advantages says
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The core's advantage estimators, bound to a step's Batch and the [train] section.
 
-An estimator's own advantages, less ``kl_coef`` KL to the reference (in the reward where it has token rewards), less
-``opd_kl_coef`` reverse KL to the teacher, then whitened over the step. At masked tokens an advantage means nothing.
+KL, distillation and whitening come after them, as for a plugin's (`builtin.terms`). At masked tokens an advantage
+means nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.builtin.given import given_rewards, role_column, teacher_column
+from slime_core.builtin.given import given_rewards, role_column
+from slime_core.builtin.terms import distillation, reference_kl, teacher_role
 from slime_core.config.algorithms import ALGORITHMS, WHITENED
 from slime_core.errors import ConfigError, TrainerError
 from slime_core.protocols import Estimator, Role
@@ -29,84 +30,31 @@ def estimators() -> list[Estimator]:
     return [
         Estimator(
             name=name,
-            fn=partial(_advantages, name=name),
+            fn=_OWN.get(name) or partial(_grouped, name=name),
             needs=frozenset({"values"}) if name == "ppo" else frozenset(),
-            needs_when=partial(_needs, name=name),
+            needs_when=_teacher if name == "on_policy_distillation" else None,
+            terms=name != "sft",
+            kl_in_reward=name in ("reinforce_plus_plus", "ppo"),
+            whitens=name in WHITENED,
         )
         for name in ALGORITHMS
     ]
 
 
-def _needs(train: Any, *, name: str) -> frozenset[Role]:
-    """Log-probs of the policy, the reference and the teacher, where a term reads them."""
-    if name == "sft":
-        return frozenset()
-    distils = name == "on_policy_distillation" or train.opd_kl_coef > 0
-    roles: set[Role] = {"policy"} if train.kl_coef > 0 or distils else set()
-    if train.kl_coef > 0:
-        roles.add("reference")
-    if distils and train.teacher_load and train.teacher_place == "trainer":
-        roles.add("teacher")
-    return frozenset(roles)
+def _teacher(train: Any) -> frozenset[Role]:
+    return teacher_role(train) | {"policy"}
 
 
-def _advantages(batch: Batch, train: Any, *, name: str) -> Columns:
-    if name == "sft":
-        from slime_core.algo.estimators import sft
+def _supervised(batch: Batch, train: Any) -> Columns:
+    """`algo.estimators.sft`."""
+    from slime_core.algo.estimators import sft
 
-        return {"advantages": sft(batch.sample_of_token())}
-    found = _OWN.get(name, partial(_grouped, name=name))(batch, train)
-    in_reward = name in IN_REWARD
-    return found | {"advantages": finished(found["advantages"], batch, train, name=name, reference=not in_reward)}
-
-
-IN_REWARD = frozenset({"reinforce_plus_plus", "ppo"})
-"""Estimators with token rewards: KL to the reference is a part of them, and is summed and discounted like them."""
-
-
-def finished(
-    advantages: NDArray[Any], batch: Batch, train: Any, *, name: str = "", reference: bool = True
-) -> NDArray[np.float32]:
-    """Advantages [R] of any origin with the terms that the [train] section adds to them, float32 [R].
-
-    A_t - kl_coef KL_t(policy, reference) where ``reference``, as slime's reinforce_plus_plus_baseline has it;
-    - opd_kl_coef (lp_t - lp_teacher_t); then whitened over the step's trainable tokens, always for the estimators of
-    `config.algorithms.WHITENED` and for others with ``normalize_advantages``. Masked tokens get no term.
-
-    Raises:
-        TrainerError: TRN00 a column that a term reads is not there.
-    """
-    from slime_core.algo.whiten import whiten
-
-    total = np.asarray(advantages, dtype=np.float64)
-    if reference and train.kl_coef > 0:
-        total = total - train.kl_coef * _kl(batch, train)
-    if train.opd_kl_coef > 0:
-        total = total + train.opd_kl_coef * _distilled(batch, train)
-    if name in WHITENED or train.normalize_advantages:
-        return whiten(total, batch.loss_mask)
-    return total.astype(np.float32)
-
-
-def _kl(batch: Batch, train: Any) -> NDArray[np.float64]:
-    """KL to the reference a token; 0 where masked."""
-    from slime_core.algo.returns import reward_kl
-
-    found = reward_kl(role_column(batch, "policy"), role_column(batch, "reference"), train.kl_reward_type)
-    return np.where(batch.loss_mask > 0, found, 0.0)
-
-
-def _distilled(batch: Batch, train: Any) -> NDArray[np.float64]:
-    """Minus one token's reverse KL to the teacher; 0 where masked."""
-    from slime_core.algo.estimators import on_policy_distillation
-
-    found = on_policy_distillation(role_column(batch, "policy"), teacher_column(batch, train))
-    return np.where(batch.loss_mask > 0, found.astype(np.float64), 0.0)
+    return {"advantages": sft(batch.sample_of_token())}
 
 
 def _distillation(batch: Batch, train: Any) -> Columns:
     """`algo.estimators.on_policy_distillation`; the reward does not enter."""
-    return {"advantages": _distilled(batch, train)}
+    return {"advantages": distillation(batch, train)}
 
 
 def peers(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -188,7 +136,7 @@ def _pass_at_k(batch: Batch, train: Any) -> Columns:
 def _token_rewards(batch: Batch, train: Any) -> NDArray[np.float64]:
     """Rewards a token with KL to the reference in them."""
     rewards, _ = given_rewards(batch)
-    return rewards - train.kl_coef * _kl(batch, train) if train.kl_coef > 0 else rewards
+    return rewards - train.kl_coef * reference_kl(batch, train) if train.kl_coef > 0 else rewards
 
 
 def _discount(batch: Batch, train: Any, factor: float) -> NDArray[np.float64]:
@@ -224,6 +172,7 @@ def _ppo(batch: Batch, train: Any) -> Columns:
 _OWN: dict[str, Values] = {
     "pass_at_k": _pass_at_k,
     "on_policy_distillation": _distillation,
+    "sft": _supervised,
     "reinforce_plus_plus": _reinforce,
     "ppo": _ppo,
 }

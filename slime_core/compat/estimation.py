@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.algo.estimators import grpo
-from slime_core.builtin.advantages import finished
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
-from slime_core.protocols import Estimator, Role
+from slime_core.protocols import Estimator
 from slime_core.types import Batch, Columns
 
 if TYPE_CHECKING:
@@ -49,18 +48,16 @@ def estimator(
             numbers("raw_rewards", raw, batch)
             rewards = numbers("rewards", given, batch)
         if advantage is not None:
-            columns = _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
-            return columns | {"advantages": finished(columns["advantages"], batch, train, reference=False)}
+            return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
         if rewards is None:
             return inner.fn(batch, train)
         if inner.name in SPREAD:
-            spread = rewards[batch.sample_of_token()].astype(np.float32)
-            plain = inner.name == "sft"
-            return {"advantages": spread if plain else finished(spread, batch, train, name=inner.name)}
+            return {"advantages": rewards[batch.sample_of_token()].astype(np.float32)}
         return inner.fn(replace(batch, reward=rewards), train)
 
-    scored: frozenset[Role] = frozenset({"policy"}) if advantage is not None else frozenset()
-    return Estimator(name=inner.name, fn=fn, needs=inner.needs | scored, needs_when=inner.needs_when)
+    if advantage is None:
+        return replace(inner, fn=fn)
+    return replace(inner, fn=fn, needs=inner.needs | {"policy"}, terms=True, kl_in_reward=True, whitens=False)
 
 
 def _by_function(fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64]) -> Columns:

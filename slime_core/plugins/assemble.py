@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 CORE = "slime_core.builtin"  # layers above this one, loaded by name like every plugin
+TERMS = "slime_core.builtin.terms"
 FUNCTIONS = "slime_core.compat.functions"
 
 
@@ -48,7 +49,8 @@ def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
     """Plugins from what is already loaded, with core and functions by path, resolved for every config."""
     functions: Functions = import_module(FUNCTIONS).Functions()
     core: Any = import_module(CORE).Core()
-    plugins = Plugins(loaded, core_plugin(core), functions)
+    terms: Any = import_module(TERMS)
+    plugins = Plugins(loaded, core_plugin(core), functions, terms)
     core.reward_by_type = plugins.reward_by_type
     functions.attach(plugins)
     try:

@@ -21,7 +21,7 @@ from slime_core.plugins.megatron import MegatronHooks
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.rewards import Twice, to_reward, to_rewards
-from slime_core.plugins.router import Functions, Router
+from slime_core.plugins.router import Functions, Router, Terms
 from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
@@ -42,8 +42,8 @@ class Plugins:
     lets errors of the core (EngineError, DataError) through as they are.
     """
 
-    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
-        self._loaded, self._core, self._functions = dict(loaded), core, functions
+    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions, terms: Terms) -> None:
+        self._loaded, self._core, self._functions, self._terms = dict(loaded), core, functions, terms
         self._threads = HookThreads()
         self._twice, self._processes = Twice(), Processes()
         self.megatron = MegatronHooks(self._tell)
@@ -200,14 +200,16 @@ class Plugins:
         return replace(loss, fn=fn)
 
     def needs(self, train: Any) -> frozenset[Role]:
-        """The roles that the estimator and the loss of this [train] section read."""
+        """The roles that the estimator, the shared terms and the loss of this [train] section read."""
         estimator, loss = self._router.estimator(train), self._router.loss(train.loss_type)
         parts: tuple[Estimator | Loss, ...] = (estimator, loss)
         more = [part.needs_when(train) for part in parts if part.needs_when is not None]
-        return frozenset().union(estimator.needs, loss.needs, *more)
+        return frozenset().union(estimator.needs, loss.needs, self._terms.needed_roles(estimator, train), *more)
 
     def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:
-        """The batch with one column a role, ``advantages`` and perhaps ``returns``; the estimator runs once.
+        """The batch with one column per role, ``advantages`` and perhaps ``returns``; the estimator runs once.
+
+        KL, distillation and whitening of the [train] section are added to the advantages of every estimator.
 
         Raises:
             PluginError: PLG57 no ``advantages`` or a wrong type, PLG58 not finite, PLG59 another length.
@@ -220,7 +222,9 @@ class Plugins:
         seen = Protected(answer, arguments, content=self._router.check_hooks)
         found = call_now(answer, arguments, about=about, limit=self._router.limit, draws=self._router.check_hooks)
         seen.compare(about)
-        return replace(scored, columns={**scored.columns, **checked_columns(answer, found, scored)})
+        own = checked_columns(answer, found, scored)
+        own["advantages"] = self._terms.add_terms(estimator, found["advantages"], scored, train)
+        return replace(scored, columns={**scored.columns, **own})
 
     def seen(self, group: Group, config: Config) -> None:
         """Show functions by path a finished group that this process did not generate."""

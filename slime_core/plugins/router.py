@@ -15,7 +15,7 @@ from slime_core.plugins.boundary import LONGEST
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.named import NAMED_HOOKS, Registry, collect
 from slime_core.plugins.provider import Answer
-from slime_core.protocols import Estimator, Loss
+from slime_core.protocols import Estimator, Loss, Role
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
@@ -85,6 +85,18 @@ def core_has_work(hook: str, config: Config) -> bool:
     """Whether core's own answer to a vote or tell hook does anything: it is asked for every sample."""
     train = config.train
     return hook != "slime_sample_done" or bool(train.teacher_load and train.teacher_place == "engine")
+
+
+class Terms(Protocol):
+    """What the [train] section adds to advantages (`slime_core.builtin.terms`)."""
+
+    def needed_roles(self, estimator: Estimator, train: Any) -> frozenset[Role]:
+        """Roles that the terms read."""
+        ...
+
+    def add_terms(self, estimator: Estimator, advantages: Any, batch: Batch, train: Any) -> Any:
+        """Advantages [R] with the terms, float32 [R]."""
+        ...
 
 
 class Router:

@@ -6,6 +6,7 @@ import ref_advantages
 from hypothesis import given, settings, strategies as st
 
 from slime_core.builtin.advantages import estimators
+from slime_core.builtin.terms import add_terms, needed_roles
 from slime_core.config.algorithms import ALGORITHMS, GROUPED
 from slime_core.config.schema import TrainSection
 from slime_core.errors import ConfigError, TrainerError
@@ -42,8 +43,14 @@ def batch_of(step, **columns):
     )
 
 
+def columns_of(name, batch, train):
+    """An estimator's columns with the terms of the [train] section."""
+    own = BY_NAME[name].fn(batch, train)
+    return own | {"advantages": add_terms(BY_NAME[name], own["advantages"], batch, train)}
+
+
 def run(name, step, **train):
-    return BY_NAME[name].fn(batch_of(step), TrainSection(**train))
+    return columns_of(name, batch_of(step), TrainSection(**train))
 
 
 NUMBERS = st.floats(-3, 0).map(lambda v: float(np.float32(v)))
@@ -93,7 +100,7 @@ def test_any_step_has_the_advantages_of_the_reference(name, step, train):
         train["credit_level"] = "trajectory"
     batch = batch_of(step)
     batch.columns["teacher_log_probs"] = batch.columns.pop("teacher")
-    found = BY_NAME[name].fn(batch, TrainSection(**train))
+    found = columns_of(name, batch, TrainSection(**train))
     want, returns = ref_advantages.advantages(name, step, train)
     trained = batch.loss_mask > 0
     flat = np.array([v for row in want for v in row])
@@ -134,15 +141,16 @@ def test_every_algorithm_has_one_estimator():
 )
 def test_an_estimator_needs_exactly_what_it_reads(name, train, roles):
     estimator, train = BY_NAME[name], TrainSection(**train)
-    assert estimator.needs | estimator.needs_when(train) == roles
+    more = estimator.needs_when(train) if estimator.needs_when is not None else frozenset()
+    assert estimator.needs | more | needed_roles(estimator, train) == roles
     step = batch_of([sample(0, 0, 1.0), sample(0, 1, 0.0, mask=(1, 0, 1))])
     extra = {} if train.teacher_load else {"teacher_log_probs": step.columns["teacher"]}
     step.columns = {role: step.columns[role] for role in roles} | extra
-    assert np.isfinite(estimator.fn(step, train)["advantages"]).all()
+    assert np.isfinite(columns_of(name, step, train)["advantages"]).all()
     for role in roles:
         step.columns = {r: v for r, v in step.columns.items() if r != role}
         with pytest.raises(TrainerError, match=f"no column '{role}'"):
-            estimator.fn(step, train)
+            columns_of(name, step, train)
         step.columns = step.columns | {role: np.zeros(5, np.float32)}
 
 
@@ -189,7 +197,7 @@ def test_distillation_reads_the_teachers_column_by_where_the_teacher_is():
 def test_a_missing_teacher_is_a_clear_error(train):
     train = TrainSection(**train)
     with pytest.raises(TrainerError) as caught:
-        BY_NAME[train.advantage_estimator].fn(batch_of([sample(0, 0, 1.0)]), train)
+        columns_of(train.advantage_estimator, batch_of([sample(0, 0, 1.0)]), train)
     assert "no teacher's log-probs" in caught.value.what
     assert "--teacher-load" in caught.value.fix
 
@@ -198,7 +206,7 @@ def test_distillation_is_added_before_whitening():
     step = [sample(0, 0, 1.0, policy=[-1.0, -2.0]), sample(0, 1, 0.0, mask=(1,))]
     batch = batch_of(step)
     batch.columns["teacher_log_probs"] = batch.columns["teacher"]
-    got = BY_NAME["dr_grpo"].fn(batch, TrainSection(opd_kl_coef=1.0, normalize_advantages=True))["advantages"]
+    got = columns_of("dr_grpo", batch, TrainSection(opd_kl_coef=1.0, normalize_advantages=True))["advantages"]
     # 0.5 + 0.5, 0.5 + 1.5 and -0.5: mean 5/6, deviations 1/6, 7/6, -8/6, variance (1 + 49 + 64) / 36 / 2
     np.testing.assert_allclose(got, np.array([1, 7, -8]) / 6 / np.sqrt(114 / 72), rtol=1e-6)
 
@@ -213,7 +221,7 @@ def test_what_stands_at_masked_tokens_never_enters(whitened):
             step = [sample(0, r, float(r), mask=(1, 0, 1), policy=[-1, odd, -2], values=[1, odd, 2]) for r in range(3)]
             batch = batch_of(step)
             batch.columns["teacher_log_probs"] = batch.columns["teacher"]
-            advantages = BY_NAME[name].fn(batch, TrainSection(**train, pass_k=2))["advantages"]
+            advantages = columns_of(name, batch, TrainSection(**train, pass_k=2))["advantages"]
             assert abs(advantages).max() < 100, name
             found.append(advantages[batch.loss_mask > 0])
         np.testing.assert_array_equal(*found, err_msg=name)
@@ -247,13 +255,13 @@ def test_agents_are_compared_with_their_own_role_alone(level):
     rewards = [("solver", 0, 1.0), ("solver", 0, 1.0), ("critic", 0, 0.2), ("solver", 1, 1.0), ("solver", 1, 0.0)]
     told = [*rewards, ("critic", 1, 0.0)]
     batch = batch_of([sample(0, rollout, reward, mask=(1,)) for _, rollout, reward in told])
-    mixed = BY_NAME["dr_grpo"].fn(batch, TrainSection(credit_level=level))["advantages"]
+    mixed = columns_of("dr_grpo", batch, TrainSection(credit_level=level))["advantages"]
     batch.roles = [role for role, _, _ in told]
-    found = BY_NAME["dr_grpo"].fn(batch, TrainSection(credit_level=level))["advantages"]
+    found = columns_of("dr_grpo", batch, TrainSection(credit_level=level))["advantages"]
     np.testing.assert_allclose(found, [0.25, 0.25, 0.1, 0.25, -0.75, -0.1], atol=1e-6)
     assert abs(found - mixed).max() > 0.1
     batch.roles = ["solver"] * 6
-    assert (BY_NAME["dr_grpo"].fn(batch, TrainSection(credit_level=level))["advantages"] == mixed).all()
+    assert (columns_of("dr_grpo", batch, TrainSection(credit_level=level))["advantages"] == mixed).all()
 
 
 @pytest.mark.parametrize("name", EVERY)

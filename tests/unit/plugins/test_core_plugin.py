@@ -152,6 +152,25 @@ def test_an_estimator_of_a_plugin_is_used_by_name(load):
     assert done.columns["advantages"].dtype == np.float32
 
 
+def test_a_plugins_estimator_gets_kl_distillation_and_whitening_like_the_cores(load):
+    """Rewards 1 0 2 2 of responses of 1 2 1 3 tokens; KL 0.5 a token, gap to the teacher 0.25, both by k1."""
+    plugins = load(geo=ESTIMATOR.replace("{answer}", "{'advantages': batch.reward[batch.sample_of_token()]}"))
+    terms = TrainSection(advantage_estimator="mine", kl_coef=0.5, opd_kl_coef=2.0, teacher_load="t")
+    assert plugins.needs(terms) == {"policy", "reference", "teacher"}
+    scores = {
+        role: {"log_probs": np.full(7, value, np.float32)}
+        for role, value in (("policy", -1.0), ("reference", -1.5), ("teacher", -1.25))
+    }
+    done = plugins.advantage(step(), scores, terms).columns["advantages"]
+    # 1 - 0.5 * 0.5 - 2 * 0.25 = 0.25 for the reward 1
+    assert done.tolist() == [0.25, -0.75, -0.75, 1.25, 1.25, 1.25, 1.25]
+    white = TrainSection(advantage_estimator="mine", normalize_advantages=True)
+    assert plugins.needs(white) == frozenset()
+    whitened = plugins.advantage(step(), {}, white).columns["advantages"]
+    # mean 9/7, variance (4 * (5/7)^2 + (2/7)^2 + 2 * (9/7)^2) / 6 = 19 / 21
+    assert whitened == pytest.approx((np.array([1, 0, 0, 2, 2, 2, 2]) - 9 / 7) / (19 / 21) ** 0.5, abs=1e-6)
+
+
 def test_the_policy_loss_of_one_step_has_the_gradient_of_the_advantage(load):
     """Ratio 1: d loss / d log-prob = -A, whatever the clip."""
     import torch

@@ -30,12 +30,9 @@ Ints = NDArray[np.int64]
 
 
 def estimators() -> list[Estimator]:
-    """``turn_grpo`` and ``turn_rloo``; KL and whitening as the [train] section has them for the core's own."""
-    from slime_core.builtin.advantages import estimators as of_core
-
-    needs_when = next(estimator.needs_when for estimator in of_core() if estimator.name == "dr_grpo")
+    """``turn_grpo`` and ``turn_rloo``."""
     return [
-        Estimator(name=name, fn=partial(_advantages, leave_one_out=leave), needs_when=needs_when)
+        Estimator(name=name, fn=partial(_advantages, leave_one_out=leave))
         for name, leave in (("turn_grpo", False), ("turn_rloo", True))
     ]
 
@@ -79,8 +76,6 @@ def turn_advantages(
 
 
 def _advantages(batch: Batch, train: Any, *, leave_one_out: bool) -> dict[str, Any]:
-    from slime_core.builtin.advantages import finished
-
     known = [dict(found.get(KEY, {})) for found in batch.train_metadata] or [{}] * len(batch)
     turn = np.array([int(found.get("turn", 0)) for found in known], dtype=np.int64)
     padded = {int(name): found["returns"] for name, found in zip(batch.rollout, known) if "returns" in found}
@@ -94,4 +89,4 @@ def _advantages(batch: Batch, train: Any, *, leave_one_out: bool) -> dict[str, A
         std="group" if divides else "none",
         leave_one_out=leave_one_out,
     )
-    return {"advantages": finished(found[batch.sample_of_token()], batch, train)}
+    return {"advantages": found[batch.sample_of_token()]}
