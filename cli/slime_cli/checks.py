@@ -16,9 +16,10 @@ from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from slime_cli.preflight import FILES, WANTED_FILES, available_memory, check_loopback
+from slime_cli.preflight import FILES, WANTED_FILES, check_loopback
 from slime_core.errors import TrainerError
 from slime_core.extras import install_line
+from slime_core.memory import available_memory
 from slime_core.protocols import Check, CheckResult
 
 DISTRIBUTION = "slime-rl"

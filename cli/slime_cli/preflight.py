@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.config.slots import rollout_slots
+from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, StorageError, TrainerError
+from slime_core.memory import available_memory
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 GIB = 1 << 30
 PROCESS = 640 << 20  # bytes of a process with torch and transformers loaded, measured on Linux, Python 3.11
+PROMPT = 256  # tokens of a prompt where the config does not bound them
 FILES = 256  # descriptors: libraries, ledger, segments, checkpoints, sockets to ranks
 WANTED_FILES = 4096
 
@@ -33,6 +36,8 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
     needed, available = needed_memory(config), available_memory()
     if config.cluster.device != "cpu" or not needed:
         return
+    if cache := cache_memory(config, available - sum(needed.values())):
+        needed["for the KV cache"] = cache
     total = sum(needed.values())
     parts = ", ".join(f"{size / GIB:.1f} GiB {name}" for name, size in needed.items())
     if total > available:
@@ -129,12 +134,32 @@ def needed_memory(config: Config) -> dict[str, int]:
     }
 
 
+def cache_memory(config: Config, free: int) -> int:
+    """Bytes of the embedded engine's KV cache: a step's samples within its half of ``free``, one at least."""
+    if config.rollout.rollout_engine != "local":
+        return 0
+    count = tokens = 0
+    for stage in stages(config):
+        rollout = stage.rollout
+        response = max(rollout.rollout_max_response_len, stage.eval.eval_max_response_len)
+        tokens = max(tokens, (stage.data.rollout_max_prompt_len or PROMPT) + response)
+        count = max(count, min(rollout_slots(config), rollout.rollout_batch_size * rollout.n_samples_per_prompt))
+    try:
+        raw = _text_config(Path(config.rollout.hf_checkpoint))
+        heads = raw["num_attention_heads"]
+        width = raw.get("head_dim") or raw["hidden_size"] // heads
+        tokens = min(tokens, config.rollout.rollout_max_context_len or raw["max_position_embeddings"])
+        slot = 8 * raw["num_hidden_layers"] * (raw.get("num_key_value_heads") or heads) * width * tokens
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+    return int(max(slot, min(count * slot, free // 2)))
+
+
 def parameters(folder: Path) -> int:
     """Parameters of a model folder, from its files or else from the sizes in its config; 0 where neither tells."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
-        raw = raw.get("text_config") or raw
+        raw = _text_config(folder)
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "")
         if size:
             return int(size // (2 if "16" in dtype else 4))
@@ -145,30 +170,6 @@ def parameters(folder: Path) -> int:
         return size // 4
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, or what is left of the container's share."""
-    free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for most, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, now = _number(most), _number(used)
-        if limit is not None:
-            free = min(free, max(0, limit - (now or 0)))
-    return free
-
-
-def _meminfo() -> dict[str, int]:
-    try:
-        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-        return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) == 3}
-    except (OSError, ValueError):
-        return {}
-
-
-def _number(path: str) -> int | None:
-    try:
-        text: Any = Path(path).read_text().strip()
-        return int(text) if text.isdigit() else None
-    except OSError:
-        return None
+def _text_config(folder: Path) -> dict[str, Any]:
+    raw = json.loads((folder / "config.json").read_bytes())
+    return raw.get("text_config") or raw  # type: ignore[no-any-return]

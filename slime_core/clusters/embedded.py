@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from slime_core.config.slots import rollout_slots
 from slime_core.engines.local import LocalEngine
 from slime_core.weights.folder import ModelFolder
 
@@ -37,7 +38,7 @@ async def embedded_engine(
     """An engine over ``folder`` without weights yet; ``slots`` and ``length`` replace the config's where given."""
     engine = LocalEngine(
         folder,
-        slots=slots or config.rollout.rollout_slots,
+        slots=slots or rollout_slots(config),
         context_len=length or context_len(config, folder),
         dtype=config.train.dtype,
         device=config.cluster.device,

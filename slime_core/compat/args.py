@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
+from slime_core.config.slots import rollout_slots
 from slime_core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _servers(config: Config) -> dict[str, Any]:
         "sglang_speculative_algorithm": None,
         **{f"sglang_{name}": value for name, value in options.items()},
         "sglang_tp_size": rollout.rollout_num_gpus_per_engine,
-        "sglang_server_concurrency": rollout.server_concurrency if served else rollout.rollout_slots,
+        "sglang_server_concurrency": rollout.server_concurrency if served else rollout_slots(config),
         "sglang_router_request_timeout_secs": rollout.rollout_request_timeout,
         "sglang_enable_deterministic_inference": rollout.rollout_deterministic,
         "sglang_config": rollout.engine_topology or None,

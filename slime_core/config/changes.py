@@ -67,6 +67,7 @@ RULES = (
         "check_weights canary_band max_restarts hang_timeout sandbox_level i_trust_this_code",
     ),
     _rule("safe", "the embedded engine gives the same bits for any number of slots", "rollout_slots"),
+    _rule("notice", "the same samples while prompts and responses fit both bounds", "rollout_max_context_len"),
     _rule(
         "notice",
         "the same mathematics on another machine or in another split; bits may differ",
@@ -92,7 +93,7 @@ RULES = (
     _rule(
         "unsafe",
         "other samples",
-        "rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_max_context_len rollout_temperature "
+        "rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_temperature "
         "rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids rollout_engine rollout_function_path "
         "rollout_deterministic pause_generation_mode rollout_middleware_paths "
         "custom_generate_function_path rollout_sample_hook_path custom_config_path",

@@ -107,7 +107,12 @@ class RolloutSection(Section):
     rollout_stop: tuple[str, ...] = Field((), description="Strings that end a response.")
     rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
     rollout_engine: Literal["local", "sglang"] = Field("local", description="local: the embedded engine.")
-    rollout_slots: int = Field(64, ge=1, description="Sequences the embedded engine decodes at once.")
+    rollout_slots: int = Field(
+        0,
+        ge=0,
+        description="Sequences the embedded engine decodes at once, fewer where memory is short; "
+        "0: a step's samples on a GPU (64 to 512), 64 on a CPU.",
+    )
     rollout_num_gpus: int = Field(0, ge=0, description="GPUs of all servers; 0: the trainer's, which they share.")
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server: its tensor-parallel size.")
     rollout_num_engines: int = Field(0, ge=0, description="Engines; 0 is what rollout_num_gpus gives; on a CPU, 1.")

@@ -305,6 +305,27 @@ def test_memory_is_counted_from_the_files_of_the_model(model):
     assert needed["for processes"] == 2 * preflight.PROCESS
 
 
+def test_memory_of_the_cache_is_counted_by_what_a_step_needs(tmp_path):
+    """4 layers of 2 heads of 16 numbers, float32: 1 KiB a token; 32 samples of 256 tokens and 256 of prompt, or one."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 131072}))
+    flags = [
+        "--hf-checkpoint",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--rollout-batch-size",
+        "16",
+        "--n-samples-per-prompt",
+        "2",
+    ]
+    config = load_config(None, flags)
+    assert preflight.cache_memory(config, 1 << 30) == 32 * 512 << 10
+    assert preflight.cache_memory(config, 8 << 20) == 4 << 20, "half of what is free"
+    assert preflight.cache_memory(config, 0) == 512 << 10, "one sequence"
+    assert preflight.cache_memory(load_config(None, [*flags, "--rollout-engine", "sglang"]), 1 << 30) == 0
+
+
 def test_a_model_without_weights_is_counted_from_its_config(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes))

@@ -1,4 +1,4 @@
-"""The key and value cache of every slot and layer, allocated once.
+"""The key and value cache of every slot and layer; it grows with the longest sequence.
 
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
     joint[layer]: both as one tensor [2, slots + 1, ...], where they are of one width
@@ -10,20 +10,17 @@ ever attends to it.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from slime_core.errors import EngineError
-
 BLOCK = 32
 """Lengths that attention sees are multiples of this many positions. Below 400 multiplications torch's batched product
 uses a kernel of its own, with other bits: 32 columns of 13 or more numbers stay above."""
-
-ALIGN = 64
 
 
 def up(count: int, step: int) -> int:
@@ -45,12 +42,18 @@ class LayerShape:
     value_dim: int
 
 
-class KVCache:
-    """Keys and values of ``slots`` sequences and one spare slot.
+def position_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> int:
+    """Bytes of one position of one slot, in all layers."""
+    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * cache_dtype(dtype, device).itemsize
 
-    Raises:
-        EngineError: ENG05, the cache would not fit this machine's memory.
-    """
+
+def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What keys and values are kept in."""
+    return torch.float32 if device == "cpu" else dtype
+
+
+class KVCache:
+    """Keys and values of ``slots`` sequences and one spare slot."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], slots: int, context_len: int, dtype: torch.dtype, device: str
@@ -59,51 +62,30 @@ class KVCache:
         self.slots = slots
         self.spare = slots
         self.length = slot_length(context_len)
-        self.scratch = self.length - 1
         self.device = device
-        self.dtype = torch.float32 if device == "cpu" else dtype
-        self._check_size(slots, context_len)
-        self.joint: dict[int, torch.Tensor] = {}
+        self.dtype = cache_dtype(dtype, device)
+        self.joint: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for layer, shape in enumerate(shapes):
-            if shape.key_dim == shape.value_dim:
-                self.joint[layer] = self._zeros(2, shape.kv_heads, shape.key_dim)
-                key, value = self.joint[layer]
-            else:
-                key = self._zeros(1, shape.kv_heads, shape.key_dim)[0]
-                value = self._zeros(1, shape.kv_heads, shape.value_dim)[0]
-            self.keys.append(key)
-            self.values.append(value)
+            self.keys.append(torch.empty(0))
+            self.values.append(torch.empty(0))
+            self._place(layer, shape)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache (on CPU, of address space: pages are touched as sequences grow)."""
-        width = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.shapes)
-        return (self.slots + 1) * self.length * width * self.dtype.itemsize
+    def scratch(self) -> int:
+        """The position that stands for no sequence."""
+        return self.length - 1
 
-    def _check_size(self, slots: int, context_len: int) -> None:
-        if self.device == "cpu":
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        else:
-            memory = torch.cuda.mem_get_info()[0]
-        if self.nbytes > memory:
-            raise EngineError(
-                f"the KV cache of {slots} slots of {context_len} tokens needs {self.nbytes / 2**30:.1f} GiB",
-                code="ENG05",
-                why=f"this machine has {memory / 2**30:.1f} GiB",
-                fix="set rollout.rollout_max_context_len to what a prompt and its response need, "
-                "or lower rollout.rollout_slots",
-            )
-
-    def _zeros(self, kinds: int, heads: int, dim: int) -> torch.Tensor:
-        shape = (kinds, self.slots + 1, heads, self.length, dim)
-        if self.device != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        count = int(np.prod(shape))
-        raw = np.zeros(count * 4 + ALIGN, dtype=np.uint8)  # calloc: pages come when they are written
-        skip = -raw.ctypes.data % ALIGN
-        return torch.from_numpy(raw[skip : skip + count * 4].view(np.float32)).view(shape)
+    def grow(self, context_len: int, used: Sequence[int]) -> None:
+        """Make slots longer, layer by layer; slot i holds ``used[i]`` positions, the rest is not copied."""
+        self.length = slot_length(context_len)
+        for layer, shape in enumerate(self.shapes):
+            before = self.keys[layer], self.values[layer]
+            self._place(layer, shape)
+            for old, new in zip(before, (self.keys[layer], self.values[layer]), strict=True):
+                for slot, count in enumerate(used):
+                    new[slot, :, :count] = old[slot, :, :count]
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
         """Copy positions [begin, end) from one slot to another."""
@@ -114,3 +96,20 @@ class KVCache:
         """Forget a slot that may hold numbers that are not finite: a masked NaN would still reach the sum."""
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()
+
+    def _place(self, layer: int, shape: LayerShape) -> None:
+        if shape.key_dim == shape.value_dim:
+            self.joint[layer] = self._zeros(2, shape.kv_heads, shape.key_dim)
+            self.keys[layer], self.values[layer] = self.joint[layer]
+        else:
+            self.keys[layer] = self._zeros(1, shape.kv_heads, shape.key_dim)[0]
+            self.values[layer] = self._zeros(1, shape.kv_heads, shape.value_dim)[0]
+
+    def _zeros(self, kinds: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (kinds, self.slots + 1, heads, self.length, dim)
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, 4 * int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # one holds 2 MiB of positions that no sequence may reach
+        return torch.from_numpy(np.frombuffer(pages, dtype=np.float32)).view(shape)

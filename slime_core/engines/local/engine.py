@@ -186,8 +186,8 @@ class LocalEngine:
         """Take memory back; weights come with the next :meth:`load`."""
         back = (what & MEMORY) - self._held
         self._held |= back
-        if "kv" in back:
-            await self._thread.run(self._allocate)
+        if "kv" in back and self._served is not None:
+            self._served.holds_cache = True
         self._stir()
 
     async def close(self) -> None:
@@ -268,13 +268,15 @@ class LocalEngine:
                 job.future.set_exception(error)
 
     def _short(self, error: Exception, what: str) -> EngineError:
+        scheduler = self._scheduler
+        seats = scheduler.seats if scheduler is not None else self._seats
+        size = f": {seats} slots of {scheduler.tokens} tokens" if scheduler is not None else ""
         return EngineError(
-            f"memory ran out while {what}: {self._seats} slots of {self._context_len} tokens",
+            f"memory ran out while {what}{size}",
             code="ENG05",
             where=f"the embedded engine, {self._device}",
             why=f"{first_line(error)}; what was running is lost with it and is generated again by a resume",
-            fix=f"rollout.rollout_slots={max(1, self._seats // 2)}\n"
-            "rollout.rollout_max_context_len: what a prompt and its response need",
+            fix=f"rollout.rollout_slots={max(1, seats // 2)}\nrollout.rollout_max_response_len: what responses need",
         )
 
     # -- torch thread side
@@ -285,13 +287,7 @@ class LocalEngine:
         from slime_core.engines.local.texts import Texts
 
         if self._served is None:
-            self._served = Served(
-                self._folder,
-                slots=self._seats,
-                context_len=self._context_len,
-                dtype=self._dtype,
-                device=self._device,
-            )
+            self._served = Served(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
         self._served.load(update)
         if self._scheduler is None:
             self._scheduler = Scheduler(self._served, Texts(self._folder.tokenizer), self._seats)
@@ -325,11 +321,8 @@ class LocalEngine:
         if "kv" in what:
             self._scheduler.retract()
             self._scheduler.forget()
+            self._scheduler.drop()
         self._served.release(what)
-
-    def _allocate(self) -> None:
-        if self._served is not None and self._served.plan:
-            self._served.allocate()
 
     def _reset(self) -> tuple[list[Job], list[Job]]:
         """After a failure in a hop: the jobs that had ended before it, those that are lost, and empty slots."""

@@ -26,6 +26,9 @@ FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 FUSE_BYTES = 1 << 30
 """Parameters that take more are not copied."""
 
+ROTATIONS = 1024
+"""Positions whose angles are computed at once."""
+
 
 class Matrix:
     """Linear layers over the same input, as one product: [N, in] -> [N, sum of out].
@@ -134,7 +137,7 @@ class LeanPlan:
     name = "lean"
     hidden_widths = False
 
-    def __init__(self, model: Any, length: int) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         config = model.config
         _check(type(model).__name__, config)
@@ -145,10 +148,9 @@ class LeanPlan:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = self._model.model.layers[0].self_attn.head_dim
         self._scale = float(self._model.model.layers[0].self_attn.scaling)
-        self._length = length
         norm = self._model.model.norm
         self._eps = torch.tensor(norm.variance_epsilon, device=norm.weight.device)
-        self._cos = self._sin = torch.empty(0)
+        self._cos, self._sin = self._rotations(0)
         self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._forms = [
             Form(scale=1.0 if layer.head_norms else self._scale, window=layer.window) for layer in self._layers
@@ -166,8 +168,6 @@ class LeanPlan:
         for layer in self._layers:
             layer.refresh(self._heads, self._kv_heads, self._scale)
         self._head.refresh()
-        if not self._cos.numel():
-            self._cos, self._sin = self._rotations()
 
     def release(self) -> None:
         """Drop every copy."""
@@ -180,6 +180,9 @@ class LeanPlan:
     def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
         x = F.embedding(rows.tokens, self._model.model.embed_tokens.weight)
+        while len(self._cos) < cache.length:
+            more = self._rotations(len(self._cos))
+            self._cos, self._sin = (torch.cat(pair) for pair in zip((self._cos, self._sin), more, strict=True))
         turn = self._cos[rows.positions], self._sin[rows.positions]
         for index, layer in enumerate(self._layers):
             query, both = self._project(layer, x, *turn)
@@ -204,10 +207,14 @@ class LeanPlan:
         turning.mul_(cos).addcmul_(other, sin)
         return qkv[:, : self._heads], qkv[:, self._heads :].view(len(x), 2, self._kv_heads, self._dim)
 
-    def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[length, 1, d] each; the sine's first half negated, so that a roll stands for rotate-half."""
+    @torch.no_grad()
+    def _rotations(self, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[ROTATIONS, 1, d] each; the sine's first half negated, so that a roll stands for rotate-half.
+
+        Always as many from ``begin``: a table of another length would round the tails of threads' shares differently.
+        """
         like = self._model.model.embed_tokens.weight
-        positions = torch.arange(self._length, device=like.device)[None]
+        positions = torch.arange(begin, begin + ROTATIONS, device=like.device)[None]
         cos, sin = self._model.model.rotary_emb(like.new_zeros(1, 1), positions)
         if cos.shape[-1] != self._dim:
             raise Unfit("only a part of each head is rotated")

@@ -9,19 +9,25 @@ here runs on the torch thread.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Segment
+from slime_core.engines.local.cache import slot_length
+from slime_core.engines.local.capacity import SHARE, check_size, fitting, free_memory
 from slime_core.engines.local.sampling import Knobs, draw, uniforms
 from slime_core.engines.local.slots import Slots
 from slime_core.errors import EngineError
+from slime_core.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +36,9 @@ if TYPE_CHECKING:
     from slime_core.engines.local.served import Served
     from slime_core.engines.local.texts import Texts
 
-SHARE = 32
+log = logging.getLogger(__name__)
+
+COMMON = 32
 """Fewer common leading tokens than this are not worth waiting for another prompt's prefill."""
 
 
@@ -44,11 +52,13 @@ class Piece:
 
 
 class Scheduler:
-    """Owns the slots. ``seats`` is how many sequences run at once."""
+    """Owns the slots. ``seats`` is how many sequences run at once, fewer where memory is short."""
 
     def __init__(self, served: Served, texts: Texts, seats: int) -> None:
-        self._served, self._texts, self._seats = served, texts, seats
-        self._slots = Slots(served.counts.pad(seats), served.length)
+        self._served, self._texts, self._wished = served, texts, seats
+        self.seats, self.tokens = seats, 0  # sequences at once, and what a slot has for each: nothing yet
+        self._most = 0  # what the longest request since the last weights may come to
+        self._slots = Slots(served.counts.pad(seats), 1)
         self._queue: deque[Job] = deque()
         self._done: list[Job] = []  # ended and not yet handed over
 
@@ -60,7 +70,7 @@ class Scheduler:
     @torch.inference_mode()
     def run(self, incoming: Iterable[Job], seconds: float) -> list[Job]:
         """Decode until nothing is left or the time is up (at least one step); the jobs that ended."""
-        self._queue.extend(incoming)
+        self._take_in(incoming)
         until = time.perf_counter() + seconds
         while True:
             self._done += self._admit()
@@ -70,6 +80,11 @@ class Scheduler:
             if time.perf_counter() > until:
                 break
         return self.hand_over()
+
+    def _take_in(self, incoming: Iterable[Job]) -> None:
+        for job in incoming:
+            self._queue.append(job)
+            self._most = max(self._most, len(job.prompt) + job.limit)
 
     def hand_over(self) -> list[Job]:
         """The jobs that ended since the last call."""
@@ -99,10 +114,19 @@ class Scheduler:
     def forget(self) -> None:
         """New weights, or no cache: nothing in it may be reused by another sequence."""
         self._slots.forget()
+        self._most = max((len(job.prompt) + job.limit for job in self.jobs()), default=0)
+        if self.seats < self._wished and not self.busy:
+            self.drop()
+
+    def drop(self) -> None:
+        """Give the cache back, in which nothing is seated; the next sequences choose its size anew."""
+        self._served.drop()
+        self.seats, self.tokens = self._wished, 0
 
     @torch.inference_mode()
     def score(self, tokens: NDArray[np.int64], start: int) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
+        self._make_room(len(tokens))
         out = np.empty(len(tokens) - start, dtype=np.float32)
         for begin, logits in self._served.sequence_logits(tokens[:-1]):
             first = max(begin, start - 1)
@@ -131,10 +155,12 @@ class Scheduler:
     def _admit(self) -> list[Job]:
         """Seat waiting jobs and fill their caches."""
         done: list[Job] = []
-        while self._queue and not self._slots.active[: self._seats].all():
+        while self._queue and not self._slots.active[: self.seats].all():
+            free = int(self.seats - self._slots.active[: self.seats].sum())
+            self._make_room(max(len(job.prompt) + len(job.tokens) for job in islice(self._queue, free)))
             pieces: list[Piece] = []
             copies: list[tuple[int, int, int]] = []  # source, target, tokens; after the prefill, in order
-            while self._queue and not self._slots.active[: self._seats].all():
+            while self._queue and not self._slots.active[: self.seats].all():
                 job = self._queue[0]
                 if job.limit <= len(job.tokens):
                     done.append(self._finish(self._queue.popleft(), "length"))
@@ -159,10 +185,10 @@ class Scheduler:
         source = int(shared.argmax())
         count = int(shared[source])
         if source in pending and count < last:
-            if count >= SHARE:
+            if count >= COMMON:
                 return False
             count = 0
-        in_place = count and not slots.active[source] and source < self._seats
+        in_place = count and not slots.active[source] and source < self.seats
         target = source if in_place else int(slots.free()[0])
         slots.take(target, job, tokens)
         if count and source in pending:
@@ -189,7 +215,46 @@ class Scheduler:
         if segments:
             self._served.prefill(segments, self._slots.content)
 
+    def _make_room(self, need: int) -> None:
+        """Slots of at least ``need`` tokens: longer ones or, where memory is short, fewer."""
+        if need <= self.tokens:
+            return
+        served, context = self._served, self._served.context_len
+        size, held = served.position_bytes, (self._slots.count + 1) * self.tokens * served.position_bytes
+        memory = free_memory(served.device, held)
+        check_size(need, size, memory)
+        positions = SHARE * memory / size if size else math.inf
+        seats, tokens = fitting(
+            need, self._most, seats=self._wished, tokens=self.tokens, context_len=context, positions=positions
+        )
+        while True:
+            try:
+                self._resize(seats, tokens)
+                break
+            except Exception as error:
+                self._served.drop()
+                self.tokens = 0
+                if not is_out_of_memory(error) or seats == 1:
+                    raise
+            seats, tokens = seats // 2, need
+        if seats < self._wished:
+            log.info("memory holds %d of %d slots of %d tokens", seats, self._wished, tokens)
+
+    def _resize(self, seats: int, tokens: int) -> None:
+        count, length = self._served.counts.pad(seats), slot_length(tokens)
+        if self.tokens and count == self._slots.count:
+            self._served.grow(tokens, self._slots.held().tolist())
+            self._slots.grow(length)
+        else:
+            self.retract()
+            self._served.allocate(count, tokens)
+            self._slots = Slots(count, length)
+        self.seats, self.tokens = seats, tokens
+
     def _step(self) -> list[Job]:
+        self._make_room(int(self._slots.position[self._slots.active].max()) + 1)
+        if not self._slots.active.any():  # all were taken off for longer slots
+            return []
         self._compact()
         slots = self._slots
         count = self._served.counts.pad(slots.rows)

@@ -1,6 +1,7 @@
 """The model that is served: twin module, the plan that runs it, its cache, and what was found out about it once.
 
-first load -> verify plans against the module's own logits -> allowed row counts -> cache -> prefill, decode, score
+first load -> verify plans against the module's own logits -> allowed row counts
+resize -> cache -> prefill, decode, score
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import Rows, Segment, pack, reach
-from slime_core.engines.local.cache import KVCache, slot_length
+from slime_core.engines.local.cache import KVCache, position_bytes
 from slime_core.engines.local.packed import RescanPlan
 from slime_core.engines.local.rowcounts import RowCounts
 from slime_core.engines.local.twin import Twin
@@ -35,8 +36,8 @@ SCORE_ROWS = 512
 class Served:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
-    def __init__(self, folder: ModelFolder, *, slots: int, context_len: int, dtype: str, device: str) -> None:
-        self._folder, self._seats = folder, slots
+    def __init__(self, folder: ModelFolder, *, context_len: int, dtype: str, device: str) -> None:
+        self._folder = folder
         self._dtype, self.device = DTYPES[dtype], device
         self.context_len = context_len
         self.version = -1
@@ -45,6 +46,7 @@ class Served:
         self._twin: Twin | None = None
         self._plan: Any = None
         self._cache: KVCache | None = None
+        self.holds_cache = True  # False while its memory is given back
 
     @property
     def rescans(self) -> bool:
@@ -57,14 +59,14 @@ class Served:
         return self._plan.name if self._plan is not None else ""
 
     @property
-    def length(self) -> int:
-        """Positions of a slot."""
-        return slot_length(self.context_len)
+    def ready(self) -> bool:
+        """Whether weights are there and a cache may be."""
+        return self.loaded and (self.rescans or self.holds_cache)
 
     @property
-    def ready(self) -> bool:
-        """Whether weights and cache are there."""
-        return self._twin is not None and self._twin.ready and (self._cache is not None or self.rescans)
+    def position_bytes(self) -> int:
+        """What a position of a slot takes; 0 where whole prefixes are recomputed."""
+        return position_bytes(self._plan.shapes, self._dtype, self.device)
 
     @property
     def loaded(self) -> bool:
@@ -89,18 +91,29 @@ class Served:
             log.info("%s; running it as %s", line, found.plan.name)
         for line in found.warnings:
             log.warning("%s", line)
-        self.allocate()
 
-    def allocate(self) -> None:
-        """Make the cache."""
+    def allocate(self, slots: int, tokens: int) -> None:
+        """Make an empty cache, after the one before is gone."""
+        self.drop()
         if not self.rescans:
-            shapes = self._plan.shapes
-            self._cache = KVCache(shapes, self.counts.pad(self._seats), self.context_len, self._dtype, self.device)
+            self._cache = KVCache(self._plan.shapes, slots, tokens, self._dtype, self.device)
+
+    def grow(self, tokens: int, used: Sequence[int]) -> None:
+        """Make the slots longer, of which each holds so many positions."""
+        if self._cache is not None:
+            self._cache.grow(tokens, used)
+
+    def drop(self) -> None:
+        """Give the cache's memory back until the next :meth:`allocate`."""
+        self._cache = None
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
 
     def release(self, what: set[str]) -> None:
         """Give back memory."""
         if "kv" in what:
-            self._cache = None
+            self.drop()
+            self.holds_cache = False
         if "weights" in what and self._twin is not None:
             self._twin.release()
             if self._plan is not None:
@@ -141,7 +154,7 @@ class Served:
             rows = Rows(
                 tokens=self._to(np.where(active, slots.token[at], 0)),
                 positions=self._to(positions),
-                slots=self._to(np.arange(at.start, at.stop)),
+                slots=self._to(np.where(active, np.arange(at.start, at.stop), cache.spare)),  # idle rows write there
                 longest=longest,
                 scratch=cache.scratch,
                 first=first,

@@ -44,6 +44,19 @@ class Slots:
         self.plain = np.zeros((count, length), dtype=np.float32)
         self.versions = np.zeros((count, length), dtype=np.int64)
 
+    def grow(self, length: int) -> None:
+        """Room for more positions a slot."""
+        for name in ("content", "log_probs", "plain", "versions"):
+            table = getattr(self, name)
+            longer = np.zeros((self.count, length), dtype=table.dtype)
+            longer[:, : self.length] = table
+            setattr(self, name, longer)
+        self.length = length
+
+    def held(self) -> NDArray[np.int64]:
+        """For every slot, how many positions of its cache are written."""
+        return np.where(self.active, np.maximum(self.position, self.filled), self.filled)
+
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], version: int) -> None:
         """Note that each of these slots was fed and drew a token."""
         self.filled[rows] = np.where(self.mixed[rows], 0, self.position[rows] + 1)

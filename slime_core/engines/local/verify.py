@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Rows, Segment, pack
-from slime_core.engines.local.cache import BLOCK, KVCache, slot_length, up
+from slime_core.engines.local.cache import BLOCK, KVCache, up
 from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
 from slime_core.engines.local.rowcounts import RowCounts, measure
@@ -53,7 +53,7 @@ def choose(model: nn.Module, context_len: int, device: str) -> Found:
     before = getattr(model.config, "_attn_implementation", None)
     found = Found(plan=None, counts=RowCounts())
     makers: tuple[Callable[[], Any], ...] = (
-        lambda: LeanPlan(model, slot_length(context_len)),
+        lambda: LeanPlan(model),
         lambda: PackedPlan(model, device),
     )
     for make in makers:

@@ -45,7 +45,7 @@ def test_every_core_key_is_there_under_its_own_name():
         ({}, "partial_rollout", False),
         ({"train": TrainSection(kl_loss_coef=0.1)}, "use_kl_loss", True),
         ({"train": TrainSection(loss_aggregation="token_mean")}, "calculate_per_token_loss", True),
-        ({}, "sglang_server_concurrency", 64),
+        ({}, "sglang_server_concurrency", 256),
         ({"rollout": RolloutSection(rollout_engine="sglang")}, "sglang_server_concurrency", 512),
         ({"rollout": RolloutSection(rollout_num_gpus_per_engine=2)}, "rollout_num_gpus_per_engine", 2),
         ({"rollout": RolloutSection(rollout_num_gpus_per_engine=2)}, "sglang_tp_size", 2),

@@ -63,6 +63,7 @@ def test_the_same_config_has_no_changes():
         (["--reward-timeout", "9"], "reward.reward_timeout", "safe"),
         (["--on-plugin-error", "drop"], "rollout.on_plugin_error", "safe"),
         (["--rollout-slots", "8"], "rollout.rollout_slots", "safe"),
+        (["--rollout-max-context-len", "512"], "rollout.rollout_max_context_len", "notice"),
         (["--cpu-threads", "3"], "cluster.cpu_threads", "notice"),
         (["--actor-num-gpus-per-node", "2"], "cluster.actor_num_gpus_per_node", "notice"),
         (["--max-tokens-per-gpu", "99"], "train.max_tokens_per_gpu", "notice"),

@@ -1,11 +1,14 @@
 """Ids and log-probs of a request, bit for bit: alone, among others, refilled, permuted, padded, packed, continued."""
 
 import asyncio
+import logging
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+
+from slime_core.engines.local import capacity, scheduler
 
 pytestmark = pytest.mark.unit
 
@@ -90,6 +93,44 @@ def test_a_long_neighbour_changes_nothing(bench, ask):
             assert all(same(together[0], one) for one in longs)
 
     bench("qwen3").run(go)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypatch, caplog, name):
+    """Memory for ten sequences of 300 tokens: slots grow with the long sequence, then the others lose theirs."""
+    caplog.set_level(logging.INFO)
+
+    async def go(b):
+        asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 20, new=400)]
+        async with b.engine(slots=20, context_len=512) as roomy, b.engine(slots=20, context_len=512) as tight:
+            wanted = await asyncio.gather(*(roomy.generate(r) for r in asked))
+            memory = 10 * 300 * tight._served.position_bytes / capacity.SHARE
+            monkeypatch.setattr(scheduler, "free_memory", lambda device, held: int(memory))
+            lengths = []
+            grow = tight._served.grow
+            tight._served.grow = lambda tokens, used: (lengths.append(tokens), grow(tokens, used))
+            found = await asyncio.gather(*(tight.generate(r) for r in asked))
+            assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
+            assert lengths
+            assert (roomy._scheduler.seats, roomy._scheduler.tokens) == (20, 512)
+            assert tight._scheduler.seats < 10
+            assert "of 20 slots" in caplog.text
+            await tight.load(b.update(1))
+            await tight.generate(asked[0])
+            assert tight._scheduler.seats == 20, "shorter requests get all slots again"
+
+    bench(name).run(go)
+
+
+def test_a_context_that_no_request_needs_costs_nothing(bench, ask):
+    """131,072 positions in 4,096 slots would be 256 GiB."""
+
+    async def go(b):
+        async with b.engine(slots=4096, context_len=131072) as engine, b.engine() as small:
+            assert same(await engine.generate(ask()), await small.generate(ask()))
+            assert engine._scheduler.tokens == 128
+
+    bench("qwen3", max_position_embeddings=131072).run(go)
 
 
 def test_prompts_longer_than_a_pass_are_cut_without_a_trace(bench, ask):

@@ -1,13 +1,17 @@
 """Seats, what they share, and the cache's memory."""
 
 import asyncio
+import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from slime_core.engines.local.attention import reach
-from slime_core.engines.local.cache import KVCache, LayerShape
+from slime_core.engines.local.cache import KVCache, LayerShape, position_bytes
+from slime_core.engines.local.capacity import check_size, fitting
 from slime_core.engines.local.jobs import make_job
 from slime_core.engines.local.slots import Slots
 from slime_core.errors import EngineError
@@ -81,11 +85,55 @@ def test_far_rows_attend_apart_where_few_are_long():
     assert reach(np.array([], dtype=np.int64), 16) == (32, 32, None)
 
 
-def test_a_cache_that_does_not_fit_says_how_large_it_is():
+def test_a_sequence_that_does_not_fit_says_how_large_its_cache_is():
     with pytest.raises(EngineError, match="ENG05") as caught:
-        KVCache([LayerShape(8, 128, 128)] * 28, 64, 40960, torch.float32, "cpu")
+        check_size(40960, position_bytes([LayerShape(8, 128, 128)] * 28, torch.float32, "cpu"), 16 << 30)
     assert "rollout_max_context_len" in caught.value.fix
-    assert "568.8 GiB" in caught.value.what
+    assert "17.5 GiB" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("positions", "seats", "tokens"),
+    [
+        pytest.param(65 * 1025, 64, 1024, id="all that responses may need"),
+        pytest.param(65 * 1024, 64, 384, id="longer slots as sequences grow"),
+        pytest.param(65 * 384, 64, 300, id="just what is needed"),
+        pytest.param(40 * 385, 39, 384, id="fewer slots"),
+        pytest.param(2 * 321, 1, 300, id="one slot"),
+        pytest.param(300, 1, 300, id="one slot, whatever is free"),
+        pytest.param(math.inf, 64, 1024, id="no cache at all"),
+    ],
+)
+def test_slots_are_as_many_and_as_long_as_requests_need_and_memory_holds(positions, seats, tokens):
+    """300 tokens are needed, a request may come to 1000, slots have 128; slots are whole blocks and one of scratch."""
+    size = fitting(300, 1000, seats=64, tokens=128, context_len=8192, positions=positions)
+    assert size == (seats, tokens)
+    assert fitting(300, 1000, seats=64, tokens=128, context_len=1000, positions=math.inf) == (64, 1000)
+
+
+def test_a_longer_cache_holds_what_it_held_and_zeros():
+    cache = KVCache([LayerShape(2, 16, 16), LayerShape(2, 16, 8)], 2, 32, torch.float32, "cpu")
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(1.0)
+    cache.grow(100, [32, 5, 0])
+    assert (cache.length, cache.scratch) == (129, 128)
+    for tensor in (*cache.keys, *cache.values):
+        assert tensor.shape[2] == 129
+        assert tensor[:, 0, :, 0].sum(1).tolist() == [32, 5, 0]
+    assert cache.joint[0][1].data_ptr() == cache.values[0].data_ptr()
+
+
+def test_memory_is_taken_by_positions_that_are_written_not_by_whole_slots():
+    """Rows of 2 MiB, which a huge page would take whole: 256 of them, a position written in each."""
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    cache = KVCache([LayerShape(8, 64, 64)], 15, 8191, torch.float32, "cpu")
+    before = resident()
+    cache.joint[0][:, :, :, 5] = 1.0
+    assert resident() - before < 16 << 20
 
 
 def test_the_cache_is_aligned_zero_and_copied_by_positions():
