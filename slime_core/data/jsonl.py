@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.data.pinned import BACK, Pin
-from slime_core.data.strict import HINT, parse_line
+from slime_core.data.strict import HINT, converted, parse_line
 from slime_core.errors import DataError
 
 BLOCK = 4 << 20
@@ -27,9 +27,9 @@ MAX_STARTS = 1 << 22  # 32 MiB of int64
 MAX_BLANKS = 1 << 20
 BOM = b"\xef\xbb\xbf"
 PACKED = {
-    b"\x1f\x8b": ("gzip", "gunzip -k"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
-    b"BZh": ("bzip2", "bunzip2 -k"),
+    b"\x1f\x8b": ("gzip", "gunzip -c <"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc <"),
+    b"BZh": ("bzip2", "bunzip2 -c <"),
 }
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -114,14 +114,14 @@ class JsonlRows:
                     code="DAT30",
                     where=str(self.path),
                     why="rows are read by number, which a compressed stream does not allow",
-                    fix=f"unpack it: {command} {self.path}",
+                    fix=converted(command, self.path, "unpacked"),
                 )
         if head.startswith(UTF16):
             raise DataError(
                 f"{self.path.name} is UTF-16, not UTF-8",
                 code="DAT20",
                 where=f"{self.path}:1, byte 0",
-                fix="save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE",
+                fix=converted("iconv -f UTF-16 -t UTF-8", self.path, "utf8"),
             )
 
     def _blocks(self) -> Any:

@@ -15,10 +15,13 @@ from slime_core.config.paths import folder_of_set
 from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows
+from slime_core.data.strict import converted
 from slime_core.errors import ConfigError, DataError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<inside>[^\]]*)\]", re.DOTALL)
 BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")
+
+TO_LINES = "python3 -c 'import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]' <"
 
 
 class Rows(Protocol):
@@ -184,6 +187,6 @@ def _open_file(path: Path, max_line_bytes: int, columns: Collection[str], mark: 
             f"{path.name} is one JSON array, not one object a line",
             code="DAT19",
             where=f"{path}:1:1",
-            fix=f"turn it into lines: jq -c '.[]' {path.name} > {path.stem}.jsonl",
+            fix=converted(TO_LINES, path, "lines"),
         )
     return JsonlRows(path, max_line_bytes=max_line_bytes, size=int(mark["bytes"]) if mark else None)

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from slime_core.errors import DataError
 
 MAX_DEPTH = 100
 MAX_DIGITS = 4000
-HINT = "mend the line, or skip unreadable rows with data.max_bad_rows"
+HINT = "correct the line, or skip unreadable rows with data.max_bad_rows"
+
+
+def converted(command: str, file: str | Path, mark: str) -> str:
+    """A shell command that writes what it makes of ``file`` beside it, and never over it.
+
+    Example: converted("gunzip -c <", "a.jsonl", "unpacked") begins with "gunzip -c < a.jsonl > a.unpacked.jsonl"
+    """
+    source = Path(file)
+    target = source.with_name(f"{source.stem}.{mark}.jsonl")
+    return f"{command} {quote(str(source))} > {quote(str(target))}   then name {target.name} in its place"
 
 
 class _Refused(ValueError):
@@ -33,7 +45,7 @@ def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, An
             DAT35 a number of too many digits.
     """
     where = f"{file}:{line}"
-    text = _decode(raw, where, offset)
+    text = _decode(raw, file, where, offset)
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int)
     except json.JSONDecodeError as error:
@@ -115,15 +127,17 @@ def too_deep(where: str) -> DataError:
     )
 
 
-def _decode(raw: bytes, where: str, offset: int) -> str:
+def _decode(raw: bytes, file: str, where: str, offset: int) -> str:
     nul = raw.find(b"\0")
     if nul >= 0:
+        wide = raw.count(b"\0") * 4 > len(raw)  # ASCII in UTF-16 is zeros every other byte
+        order = "LE" if (offset + nul) % 2 else "BE"
         raise DataError(
             f"there is a NUL byte at byte {offset + nul}",
             code="DAT20",
             where=f"{where}, byte {offset + nul}",
-            why="the file is binary, or UTF-16",
-            fix="save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE",
+            why="the file is UTF-16" if wide else "the line is no text",
+            fix=converted(f"iconv -f UTF-16{order} -t UTF-8", file, "utf8") if wide else HINT,
         )
     try:
         return raw.decode("utf-8")
@@ -134,7 +148,7 @@ def _decode(raw: bytes, where: str, offset: int) -> str:
             code="DAT20",
             where=f"{where}, byte {place}",
             why=error.reason,
-            fix="save the file as UTF-8: iconv -f LATIN1 -t UTF-8 FILE",
+            fix=converted("iconv -f LATIN1 -t UTF-8", file, "utf8"),
         ) from error
 
 
