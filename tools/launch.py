@@ -23,6 +23,7 @@ class Other:
 
     values: int  # words that follow it; -1: all until the next flag
     to: str = ""
+    value: str = ""  # of ``to``, where the flag stands alone
     renamed: Mapping[str, str] = field(default_factory=dict)  # values that are called otherwise here
     why: str = ""
     refused: str = ""
@@ -62,7 +63,7 @@ OTHERS: dict[str, Other] = {
     **_needless("checkpoints lie in the run directory: --run-dir", "save", values=1),
     **_needless("a run goes on by slime run --resume RUN_DIR", "load", values=1),
     **_needless("a run's directory has final/", "save-hf", values=1),
-    **_needless("losses are summed, and divided once by the whole step's count", "calculate-per-token-loss"),
+    "--calculate-per-token-loss": Other(0, to="--loss-aggregation", value="token_mean"),
     **_needless("the template tells which tokens are the model's", "loss-mask-type", values=1),
     **_needless("packs are as long as they are", "data-pad-size-multiplier", values=1),
     **_needless("servers are asked by the engine itself", "use-distributed-post"),
@@ -180,7 +181,7 @@ def words_of(argv: Sequence[str], *, ahead: int) -> tuple[list[str], list[str]]:
                 f"{name} cannot be had here", code="CFG04", where=f"command line: {name}", fix=other.refused
             )
         if other.to and values != ["-1"]:
-            words += [other.to, *(other.renamed.get(value, value) for value in values)]
+            words += [other.to, *([other.value] if other.value else []), *(other.renamed.get(v, v) for v in values)]
         elif not other.to:
             notices.append(f"notice: {name} is not needed: {other.why}")
     return _top_k(words) + _defaults(argv, ahead), notices
@@ -202,9 +203,30 @@ def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
         found.append("--no-colocate")
     if "--use-opd" in given and "--opd-kl-coef" not in given:
         found += ["--opd-kl-coef", "1.0"]  # slime's default
+    if "--calculate-per-token-loss" not in given and "--loss-aggregation" not in given:
+        found += ["--loss-aggregation", "rollout_mean"]
+    found += _evaluation(argv, given)
     if ahead and "--max-staleness" not in given:
         found += ["--max-staleness", str(ahead)]
     return [*found, "--plugin", "models"]
+
+
+def _evaluation(argv: Sequence[str], given: set[str]) -> list[str]:
+    """Sampling of evaluation, which in slime is that of training unless a flag says otherwise."""
+    found: list[str] = []
+    for name, default in (("temperature", "1.0"), ("top-p", "1.0"), ("top-k", "0")):
+        if f"--eval-{name}" not in given:
+            found += [f"--eval-{name}", _value_of(argv, f"--rollout-{name}") or default]
+    return _top_k(found)
+
+
+def _value_of(argv: Sequence[str], flag: str) -> str:
+    """The value that follows ``flag``, or stands behind its equals sign; empty where it is not given."""
+    for at, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            return value if equals else argv[at + 1] if at + 1 < len(argv) else ""
+    return ""
 
 
 def main(argv: Sequence[str] | None = None, *, ahead: int) -> int:

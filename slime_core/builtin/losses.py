@@ -59,6 +59,7 @@ def _policy_local(train: Any) -> bool:
 
 def _policy_prepare(columns: Columns, train: Any) -> Columns:
     """The mean of the weights of one optimizer step, at each of its tokens, for ``tis_batch_normalize``."""
+    train = settle(train)
     if not (train.use_tis and train.tis_batch_normalize):
         return {}
     import torch

@@ -75,18 +75,19 @@ def wrap(
     """
 
     def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-        found = functions(train)
+        found, config = functions(train), config_of(train)
         if found["loss"] is not None:
-            args = session.args(config_of(train))
-            return _by_function(found["loss"], args, log_probs, entropy, columns)
+            return _by_function(found["loss"], session.args(config), log_probs, entropy, columns)
         if found["tis"] is None and found["reducer"] is None:
             return inner.fn(log_probs, entropy, columns, train)
+        if found["tis"] is not None:  # it is called in place of the correction of use_tis, as in slime
+            train = train.model_copy(update={"use_tis": False})
         plain = train.model_copy(update={"kl_loss_coef": 0.0, "entropy_coef": 0.0})
         whole, metrics = inner.fn(log_probs, entropy, columns, train)
         pg, _ = inner.fn(log_probs, entropy, columns, plain)
         rest = whole - pg
         if found["tis"] is not None:
-            pg, more = _corrected(found["tis"], session.args(config_of(train)), pg, log_probs, columns)
+            pg, more = _corrected(found["tis"], session.args(config), pg, log_probs, columns)
             metrics = {**metrics, **more}
         if found["reducer"] is not None:
             pg = _reduced(found["reducer"], pg, columns, train)

@@ -192,7 +192,8 @@ ALGORITHM_CARDS: tuple[Card, ...] = (
             "section 3",
         ),
         differs={
-            "slime": "The same returns; --normalize-advantages has to be given too. Whitening takes E[x^2] - E[x]^2 "
+            "slime": "The same returns where every token trains; slime discounts over masked tokens (a tool's answer) "
+            "too. --normalize-advantages has to be given. Whitening takes E[x^2] - E[x]^2 "
             "in float32, and a sample without trainable tokens is an assertion.",
             "verl": "The same returns; positions behind a masked token start anew, so a reward does not reach tokens "
             "before a tool's answer.",

@@ -60,7 +60,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 def settle(train: Any) -> Any:
     """The [train] section with ``auto`` and 0 replaced by the algorithm's values, or by the core's; idempotent.
 
-    ``eps_clip`` 0 becomes 0.2 where the algorithm says nothing, ``eps_clip_high`` 0 becomes ``eps_clip``.
+    ``eps_clip`` 0 becomes 0.2 where the algorithm says nothing, ``eps_clip_high`` 0 becomes ``eps_clip``; a
+    ``tis_clip_low`` above 0 turns ``tis_mode`` truncate to clip.
     """
     known = ALGORITHMS.get(train.advantage_estimator)
     presets = known.presets if known is not None else {}
@@ -71,4 +72,6 @@ def settle(train: Any) -> Any:
 
     high = train.eps_clip_high or presets.get("eps_clip_high", low)
     update |= {"eps_clip": low, "eps_clip_high": high}
+    if train.tis_mode == "truncate" and train.tis_clip_low > 0:
+        update["tis_mode"] = "clip"  # as slime, which always clamps on both sides
     return train.model_copy(update=update)

@@ -25,7 +25,7 @@ from slime_core.config.recipe import Recipe, not_finite, read_recipe
 from slime_core.config.redact import secrets_in
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
-from slime_core.config.tokens import Override, Words as Words, resolve, split as split
+from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
 from slime_core.config.validate import check_config
 from slime_core.errors import ConfigError
 
@@ -180,9 +180,9 @@ def _forget(table: dict[str, Any], path: KeyPath) -> None:
 
 def _forget_spellings(table: Any, name: str) -> None:
     """Take a recipe's own value of an option of SGLang or Megatron away that is written with dashes."""
-    for written in list(table) if isinstance(table, dict) else ():
-        if written != name and written.replace("-", "_") == name:
-            del table[written]
+    for spelling in list(table) if isinstance(table, dict) else ():
+        if spelling != name and spelling.replace("-", "_") == name:
+            del table[spelling]
 
 
 def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
@@ -273,6 +273,10 @@ def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]]
                 f"warning CFG10: {word.shown} looks like a secret; a command line is seen by every user of the machine"
             )
             break
+    for before, word in words.repeated():
+        secret = next(secrets_in({word.name: list(word.values)}), None)
+        values = "" if secret else f": {written(before)}, then {written(word)}"
+        found.append(f"notice: {word.shown} is given twice{values}; the last one holds")
     for config, _ in parts:
         stage = f"stage {stage_name(config)}: " if len(parts) > 1 else ""
         found += [f"notice: {stage}{text}" for text in rules.notices(config)]

@@ -11,7 +11,7 @@ PART_CARDS: tuple[Card, ...] = (
         formula={
             "ratio": "of a token exp(g), with g = log pi_trainer - log pi_engine of the same weights; of a sequence "
             "exp(sum of g); geometric exp(mean of g); over trainable tokens",
-            "TIS": "use_tis, truncate: the policy term times min(ratio, tis_clip); clip: also at least tis_clip_low",
+            "TIS": "use_tis: the policy term times min(ratio, tis_clip), and at least tis_clip_low where it is set",
             "IcePop": "use_tis, tis_mode = mask: times the ratio inside [tis_clip_low, tis_clip], times 0 outside",
             "MIS": "use_rs: tokens or sequences whose ratio leaves [rs_lower_bound, rs_upper_bound] are rejected and "
             "lose all their terms; rs_veto_threshold, also without use_rs: so are sequences with a token below it",

@@ -246,7 +246,8 @@ class TrainSection(Section):
     use_tis: bool = Field(False, description="Weigh tokens by trainer over engine probability (importance sampling).")
     tis_level: Literal["token", "sequence", "geometric"] = Field("token", description="What that ratio is of.")
     tis_mode: Literal["truncate", "clip", "mask"] = Field(
-        "truncate", description="Above tis_clip: cut; also below tis_clip_low: clip; or weight 0 outside (IcePop)."
+        "truncate",
+        description="Cut above tis_clip, and where tis_clip_low is set (clip) below it; mask: weight 0 outside.",
     )
     tis_clip: float = Field(2.0, gt=0, description="Upper bound of the weight.")
     tis_clip_low: float = Field(0.0, ge=0, description="Lower bound of the weight.")

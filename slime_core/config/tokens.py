@@ -51,6 +51,19 @@ class Words:
         """Names given with --plugin, in order."""
         return [value for word in self.overrides if word.name == "plugins" for value in word.values if word.shown]
 
+    def repeated(self) -> list[tuple[Word, Word]]:
+        """Each key that is given again with another value: the word before, and the word that holds."""
+        last: dict[str, Word] = {}
+        pairs = []
+        for word in self.overrides:
+            head, _, rest = word.name.partition(".")
+            name = rest if head in SECTIONS else word.name
+            earlier = last.get(name, word)
+            if name != "plugins" and written(earlier) != written(word):
+                pairs.append((earlier, word))
+            last[name] = word
+        return pairs
+
 
 @dataclass(slots=True, frozen=True)
 class Override:
@@ -264,7 +277,7 @@ def _bare(
             what=f"{word.shown} can mean {' or '.join(full)}",
             where=place,
             why="a bare name must be one key",
-            fix="write the one that you mean: " + "   or   ".join(f"{key}={_written(word)}" for key in full),
+            fix="write the one that you mean: " + "   or   ".join(f"{key}={written(word)}" for key in full),
         )
     options = {
         key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
@@ -303,5 +316,6 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
     return typed(word.values[0], annotation)
 
 
-def _written(word: Word) -> str:
-    return word.values[0] if word.values else str(not word.negated).lower()
+def written(word: Word) -> str:
+    """The value of a word, as it was typed."""
+    return " ".join(word.values) or str(not word.negated).lower()

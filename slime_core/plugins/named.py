@@ -60,10 +60,10 @@ class Registry:
 
 
 def collect(hook: str, plugins: Sequence[Loaded]) -> Registry:
-    """Everything registered through ``hook``; a plugin's name stands before core's.
+    """Everything registered through ``hook``.
 
     Raises:
-        PluginError: PLG52 two plugins register one name, PLG57 something of a wrong type.
+        PluginError: PLG52 a name is registered twice, by plugins or by the core; PLG57 something of a wrong type.
     """
     kind, key = NAMED_HOOKS[hook]
     answers: dict[str, Answer] = {}
@@ -73,15 +73,14 @@ def collect(hook: str, plugins: Sequence[Loaded]) -> Registry:
             continue
         source = plugin.answers[hook]
         for name, value in _entries(source, call_now(source, {}, about="the run")).items():
-            if name in answers and source.provider.source == "core":
-                continue
             if name in answers:
+                core = source.provider.source == "core"  # it is asked last
                 raise PluginError(
                     f"the {kind} '{name}' is registered by {answers[name].provider} and by {source.provider}",
                     code="PLG52",
                     where=hook,
-                    why="which one would run is a matter of chance",
-                    fix="load one of the two plugins",
+                    why="the config could not say which of them runs",
+                    fix=f"rename the plugin's: name='my_{name}'" if core else "load one of the two plugins",
                 )
             values[name] = value
             answers[name] = _as_answer(source, value) if hook == "slime_reward_types" else source

@@ -289,9 +289,11 @@ def test_any_step_under_any_keys_equals_the_reference_in_micro_batches(rows, key
 
 
 def reference(rows, theirs, train):
+    both = train.tis_mode == "truncate" and train.tis_clip_low > 0  # a lower bound that is set holds
+    mode = "clip" if both else train.tis_mode
     chosen = ref.Settings(
         objective=train.policy_objective, level=train.importance_level, low=train.eps_clip, high=train.eps_clip_high,
-        tis=(train.tis_level, train.tis_mode, train.tis_clip_low, train.tis_clip) if train.use_tis else None,
+        tis=(train.tis_level, mode, train.tis_clip_low, train.tis_clip) if train.use_tis else None,
         normalize=train.tis_batch_normalize, opsm=train.opsm_delta if train.use_opsm else None,
         rs=(train.rs_level, train.rs_lower_bound, train.rs_upper_bound) if train.use_rs else None,
         veto=train.rs_veto_threshold, kl_coef=train.kl_loss_coef, kl_kind=train.kl_loss_type,

@@ -264,8 +264,12 @@ def test_a_reducer_that_is_not_linear_is_refused(by, connect):
 
 
 @SPLITS
-def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone(by, connect, max_tokens):
-    """Weight 3 everywhere, second sample masked away: its rollout still counts among the four."""
+@pytest.mark.parametrize("own", [{}, {"use_tis": True}, {"use_tis": True, "tis_batch_normalize": True}], ids=str)
+def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone(by, connect, max_tokens, own):
+    """Weight 3 everywhere, second sample masked away: its rollout still counts among the four.
+
+    The function stands in the place of ``use_tis``, whose weight would be exp(0.1) a token.
+    """
     source = (
         "def fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kw):\n"
         "    assert total_lengths == [n + 1 for n in response_lengths]\n"
@@ -273,7 +277,7 @@ def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone
         "    masks = [m * (n != 2) for m, n in zip(loss_masks, response_lengths)]\n"
         "    return pg_loss * 3, masks, {'ratio': ratio, 'scalar': ratio.sum()}\n"
     )
-    config = sections(by, source, custom_tis_function_path=True)
+    config = sections(by, source, custom_tis_function_path=True, **own)
     plugins, ctx = connect(config)
     assert plugins.needs(config.train) == {"policy"}
     scores = {"policy": {"log_probs": step().columns["rollout_log_probs"] + np.float32(0.1)}}

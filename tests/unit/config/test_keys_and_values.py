@@ -210,9 +210,13 @@ def test_a_flag_stands_before_the_recipe_and_the_recipe_before_the_default(recip
     assert config.plugins == ("one", "two")
 
 
-def test_the_last_of_two_equal_flags_counts(recipe):
+def test_the_last_of_two_flags_of_one_key_holds_and_a_notice_says_so(recipe):
     recipe()
-    assert load_config(None, ["--seed", "1", "--seed", "2"]).seed == 2
+    loaded = read(None, ["--seed", "1", "train.lr=1e-6", "--seed", "2", "--lr", "1e-6"])
+    assert loaded.config.seed == 2
+    assert loaded.notices == ("notice: --seed is given twice: 1, then 2; the last one holds",)
+    (named,) = read(None, ["plugin.judge.api_key=canary-123456", "plugin.judge.api_key=canary-7"]).notices[1:]
+    assert "canary" not in named
 
 
 def test_cluster_is_short_for_cluster_backend(recipe):

@@ -119,7 +119,7 @@ def test_a_reference_that_is_no_name_is_refused(recipe, refused):
     ("version", "fix"),
     [
         pytest.param(0, "slime config check", id="older"),
-        pytest.param(99, "pip install --upgrade slime-rl", id="newer"),
+        pytest.param(99, "update slime", id="newer"),
     ],
 )
 def test_another_schema_version_is_refused_before_anything_else(recipe, refused, version, fix):

@@ -157,6 +157,18 @@ def test_without_any_reward_the_error_names_the_keys(load, ctx):
     assert "reward.rm_type" in caught.value.fix
 
 
+def test_an_estimator_named_like_one_of_the_cores_is_an_error(load):
+    source = (
+        "from slime_core.protocols import Estimator\n@slime_core.hookimpl\ndef slime_advantage():\n"
+        "    return [Estimator(name='grpo', fn=lambda batch, train: {})]\n"
+    )
+    with pytest.raises(PluginError) as caught:
+        load(one=source)
+    assert caught.value.code == "PLG52"
+    assert "the advantage estimator 'grpo' is registered by one (dist-one==1.0) and by" in caught.value.what
+    assert "rename" in caught.value.fix
+
+
 def test_a_name_registered_twice_is_an_error_naming_both(load):
     with pytest.raises(PluginError) as caught:
         load(one=TYPES, two=TYPES)

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,9 @@ def test_flags_that_disagree_with_the_config_are_named_and_nothing_starts(place)
 
 def test_train_async_runs_a_step_ahead_on_gpus_of_its_own(launch):
     words, _ = launch.words_of(["--hf-checkpoint", "m"], ahead=1)
-    assert words[-5:] == ["--no-colocate", "--max-staleness", "1", "--plugin", "models"]
+    assert words[-4:] == ["--max-staleness", "1", "--plugin", "models"]
     asked, _ = launch.words_of(["--max-staleness", "3"], ahead=1)
-    assert "1" not in asked[asked.index("--no-colocate") :]
+    assert asked.count("--max-staleness") == 1
 
 
 def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks(launch):
@@ -113,6 +114,16 @@ def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks(launch):
     assert words == [
         *("run", "--lr", "1e-6", "--n-samples-per-prompt=4", "--train-backend", "megatron"),
         *("--rollout-engine", "sglang", "--actor-num-gpus-per-node", "8", "--kl-loss-type", "k1", "--no-colocate"),
+        *(
+            "--loss-aggregation",
+            "rollout_mean",
+            "--eval-temperature",
+            "1.0",
+            "--eval-top-p",
+            "1.0",
+            "--eval-top-k",
+            "0",
+        ),
         *("--plugin", "models"),
     ]
     assert launch.words_of(["mine.toml"], ahead=0)[0] == ["run", "mine.toml", "--plugin", "models"]
@@ -126,6 +137,9 @@ def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks(launch):
         pytest.param(["--log-probs-chunk-size", "-1"], [], id="off"),
         pytest.param(["--rollout-top-k", "-1"], ["--rollout-top-k", "0"], id="off-by-another-number"),
         pytest.param(["--save", "/x", "--lr", "1"], ["--lr", "1"], id="with-its-value"),
+        pytest.param(
+            ["--calculate-per-token-loss"], ["--loss-aggregation", "token_mean"], id="a-flag-that-is-a-value"
+        ),
         pytest.param(["--balance-data", "--lr", "1"], ["--lr", "1"], id="without-one"),
     ],
 )
@@ -182,4 +196,11 @@ def test_on_policy_distillation_keeps_slimes_weight_and_names_where_the_teacher_
     assert words[1:5] == ["--teacher-place", "engine", "--teacher-load", "t"]
     assert words[words.index("--opd-kl-coef") + 1] == "1.0"
     lower, _ = launch.words_of(["--use-opd", "--opd-kl-coef", "0.5"], ahead=0)
-    assert "1.0" not in lower
+    assert lower.count("--opd-kl-coef") == 1
+
+
+def test_evaluation_samples_as_training_does_unless_a_flag_says_otherwise(launch):
+    words, _ = launch.words_of(["--rollout-temperature", "0.8", "--rollout-top-k=-1", "--eval-top-p", "0.7"], ahead=0)
+    known = dict(pairwise(words))
+    assert (known["--eval-temperature"], known["--eval-top-p"], known["--eval-top-k"]) == ("0.8", "0.7", "0")
+    assert words.count("--eval-top-p") == 1
