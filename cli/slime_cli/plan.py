@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_cli.failure import say
 from slime_cli.tables import heading, print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -21,17 +22,23 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     Raises:
         SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
     """
+    from slime_cli.preflight import check_cores, check_inputs
     from slime_cli.servers import check_servers
     from slime_cli.trainers import check_trainer
     from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
-    from slime_core.report.rundir import check_free, next_path
+    from slime_core.report.rundir import check_free, check_writable, next_path
 
     config = resolve_machine(settings.config)
     if run_dir is not None:
         check_free(run_dir)
+    path = (run_dir or next_path(config.name)).expanduser().absolute()
+    check_writable(path)
+    if crowded := check_cores(config):
+        say(crowded)
     servers = check_servers(settings, config)
+    check_inputs(settings, config)
     folder = open_folder(config)
     if servers is not None:
         from slime_core.clusters.sglang import check_comparable
@@ -42,7 +49,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     limit = context_len(config, folder)
     return {
         "recipe": str(settings.loaded.recipe) if settings.loaded.recipe else None,
-        "run_dir": str(run_dir.expanduser().absolute() if run_dir is not None else next_path(config.name)),
+        "run_dir": str(path),
         "seed": config.seed,
         "model": {
             "path": str(folder.path),

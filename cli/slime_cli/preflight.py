@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from slime_core.errors import ConfigError, StorageError, TrainerError
 from slime_core.memory import available_memory
 
 if TYPE_CHECKING:
+    from slime_cli.settings import Settings
     from slime_core.config.schema import Config
 
 GIB = 1 << 30
@@ -33,6 +35,8 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
     """
     check_files(FILES + 16 * processes(config))
     check_loopback()
+    if crowded := check_cores(config):
+        note(crowded)
     needed, available = needed_memory(config), available_memory()
     if config.cluster.device != "cpu" or not needed:
         return
@@ -50,6 +54,46 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
         )
     if total > 0.8 * available:
         note(f"notice: memory is short: about {total / GIB:.1f} of {available / GIB:.1f} GiB free ({parts})")
+
+
+def check_inputs(settings: Settings, config: Config) -> None:
+    """Refuse data, rewards and models that are not there, before a run directory is made or a model is loaded.
+
+    Raises:
+        ConfigError: CFG04 no data or no reward, CFG05 a file, set or model that cannot be had.
+        DataError: rows or a model folder that cannot be used.
+    """
+    from slime_core.builtin import no_reward
+    from slime_core.data.early import first_rows
+    from slime_core.plugins.provider import CORE
+    from slime_core.plugins.router import SFT
+    from slime_core.weights.folder import read_config, resolve
+
+    rollout = config.rollout
+    read_config(resolve(rollout.hf_checkpoint), trust_remote_code=rollout.trust_remote_code)
+    routing = settings.plugins.routing()
+    answered = {(row["hook"], row["task"]) for row in routing if row["provider"] != CORE}
+    brought = frozenset(task for hook, task in answered if hook == "slime_prompts")
+    for stage in stages(config):
+        for name, row in first_rows(stage, brought).items():
+            judged = any((hook, name) in answered for hook in ("slime_reward", "slime_generate", "slime_rollout"))
+            if judged or stage.train.loss_type == SFT or ("slime_sample_done", "*") in answered or row is None:
+                continue
+            task = next((task for task in stage.data.tasks if task.name == name), None)
+            if not (row.metadata.get("rm_type") or (task and task.reward) or stage.reward.rm_type):
+                raise no_reward(name)
+
+
+def check_cores(config: Config) -> str:
+    """What to tell of trainer ranks that share the cores of this machine; empty where each has its own."""
+    cluster, cores = config.cluster, len(os.sched_getaffinity(0))
+    ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if cluster.device != "cpu" or cluster.cluster_backend != "local" or ranks <= max(cores, 2):
+        return ""
+    return (
+        f"notice: {ranks} trainer ranks share {cores} cores, so a step takes longer than with fewer; "
+        f"without GPUs: --actor-num-gpus-per-node {cores}"
+    )
 
 
 def check_kept(at: Path | None) -> None:

@@ -207,10 +207,11 @@ class Run:
 
     def fresh(self, at: Path | None) -> dict[str, Any]:
         """Run every stage in a run directory of its own; the answer names it."""
-        from slime_cli.preflight import check_kept
+        from slime_cli.preflight import check_inputs, check_kept
         from slime_core.report import RunDir
 
         check_kept(at)
+        check_inputs(self.settings, self.config)
         with RunDir.create(self.config.name, at=at) as run_dir:
             return self.train(run_dir, None)
 

@@ -89,16 +89,21 @@ def _rm_type(sample: Sample, group: Group, ctx: Context) -> str:
     task = next((task for task in sets if task.name == group.prompt.task), None)
     name = sample.metadata.get("rm_type") or (task.reward if task else "") or ctx.config.reward.rm_type
     if not name:
-        raise ConfigError(
-            f"there is no reward for task '{group.prompt.task}'",
-            code="CFG04",
-            where="reward",
-            why="no plugin, function or rm_type answers slime_reward",
-            fix="reward.custom_rm_path=my_reward.py:reward\n"
-            "reward.rm_type=NAME   (names: slime plugins list --hooks)\n"
-            "--plugin NAME   (a plugin that implements slime_reward)",
-        )
+        raise no_reward(group.prompt.task)
     return str(name)
+
+
+def no_reward(task: str) -> ConfigError:
+    """CFG04: nobody judges a task's samples."""
+    return ConfigError(
+        f"there is no reward for task '{task}'",
+        code="CFG04",
+        where="reward",
+        why="no plugin, function or rm_type answers slime_reward",
+        fix="--custom-rm-path my_reward.py:reward\n"
+        "--plugin NAME --rm-type TYPE   (types of an installed plugin: slime plugins show NAME)\n"
+        "--plugin NAME   (a plugin that implements slime_reward)",
+    )
 
 
 def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:

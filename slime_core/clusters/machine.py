@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.config.load import stages
+from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -21,11 +22,13 @@ def resolve_machine(config: Config) -> Config:
     """The config with device, dtype and cpu_threads settled for this machine, or for the Ray cluster of the run.
 
     Raises:
-        ConfigError: CFG17 there is no Ray cluster that could be asked for its GPUs.
+        ConfigError: CFG04 a GPU is asked for and there is none; CFG17 no Ray cluster that could be asked for its GPUs.
     """
     device = config.cluster.device
     if device == "auto":
         device = _device(config)
+    elif device == "cuda" and config.cluster.cluster_backend == "local" and _device(config) == "cpu":
+        raise _no_gpu()  # a Ray cluster that has too few says so itself
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
@@ -51,6 +54,17 @@ def _device(config: Config) -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _no_gpu() -> ConfigError:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ConfigError(
+        "cluster.device = cuda, and torch sees no GPU on this machine",
+        code="CFG04",
+        where="cluster.device",
+        why=f"torch {_version('torch')}" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""),
+        fix="--device cpu   (or auto)\nslime doctor   shows what torch sees",
+    )
 
 
 def engines_apart(config: Config) -> int:

@@ -236,7 +236,7 @@ class Functions:
         name = key.rpartition(".")[2]
         if hook and shapes.is_native(fn, hook):
             return
-        if name == "custom_rm_path" and shapes.is_plain(fn):
+        if name == "custom_rm_path" and shapes.is_plain(fn) and not shapes.takes(fn, "completions"):
             return
         others = ("def reward(sample)",) if name == "custom_rm_path" else ()
         shapes.check(fn, key, path, others)

@@ -90,6 +90,8 @@ def check(fn: Callable[..., Any], key: str, path: str, others: Sequence[str] = (
     name = key.rpartition(".")[2]
     positional, keywords = SHAPES[name]
     try:
+        if name == "custom_rm_path" and takes(fn, "completions"):
+            raise TypeError("'completions' is TRL's signature")
         inspect.signature(fn).bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
         expected = f"def {fn.__name__}({', '.join([*positional, *(f'{k}=...' for k in keywords)])})"

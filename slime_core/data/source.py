@@ -138,16 +138,12 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
         DataError: DAT17-DAT34 and DAT36 as the checks find them, TOK41 no chat template.
         PluginError: a plugin's source that raised.
     """
-    from slime_core.config.schema import Task
-
-    tasks = config.data.tasks or (Task(name="default", prompt_data=config.data.prompt_data),)
     encoder = encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
     kept = kept_sources(ctx.run_dir / KEPT) if ctx.run_dir else {}
     saved = kept.get(ctx.stage, {})
     streams = []
-    for number, task in enumerate(tasks):
-        key = f"data.tasks[{number}].prompt_data" if config.data.tasks else "data.prompt_data"
+    for task, key in train_tasks(config):
         mark = saved.get("tasks", {}).get(task.name, {}).get("file")
         supply = _supply(config, task, plugins, encoder, bad, ctx, key, mark)
         streams.append(Stream(task.name, task.weight, supply, _keys(config, ctx.stage, task)))
@@ -192,7 +188,7 @@ def eval_sets(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) ->
     """
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
     found: list[EvalSet] = []
-    for name, task, key in _eval_tasks(config):
+    for name, task, key in eval_tasks(config):
         if not SET_NAME.fullmatch(name):
             raise ConfigError(
                 f"an evaluation set cannot be called {name!r}", code="CFG03", where=key, fix="use A-Z a-z 0-9 . _ -"
@@ -219,7 +215,31 @@ def _eval_encoder(config: Config, task: EvalTask, tokenizer: Any) -> Encoder:
     return encoder_of(config.model_copy(update={"data": data}), tokenizer, length)
 
 
-def _eval_tasks(config: Config) -> list[tuple[str, EvalTask, str]]:
+def train_tasks(config: Config) -> list[tuple[Task, str]]:
+    """Every training task and the key of its data; a config without ``data.tasks`` has the one named "default"."""
+    from slime_core.config.schema import Task
+
+    if not config.data.tasks:
+        return [(Task(name="default", prompt_data=config.data.prompt_data), "data.prompt_data")]
+    return [(task, f"data.tasks[{number}].prompt_data") for number, task in enumerate(config.data.tasks)]
+
+
+def no_data(task: str, key: str) -> ConfigError:
+    """CFG04: nobody brings prompts of a task."""
+    return ConfigError(
+        f"task {task!r} has no data" if task != "default" else "no data is named",
+        code="CFG04",
+        where=key,
+        fix="name a file: --prompt-data FILE.jsonl, or a plugin that brings prompts: --plugin NAME",
+    )
+
+
+def eval_tasks(config: Config) -> list[tuple[str, EvalTask, str]]:
+    """Name, task and key of every evaluation set.
+
+    Raises:
+        ConfigError: CFG03 names and paths that are not pairs.
+    """
     from slime_core.config.schema import EvalTask
 
     pairs = config.eval.eval_prompt_data
@@ -271,12 +291,7 @@ def _supply(
     if source is not None:
         return PluginSupply(source, task.name, encoder, bad)
     if not task.prompt_data:
-        raise ConfigError(
-            f"task {task.name!r} has no data" if task.name != "default" else "no data is named",
-            code="CFG04",
-            where=key,
-            fix="name a file: --prompt-data FILE.jsonl, or a plugin that brings prompts: --plugin NAME",
-        )
+        raise no_data(task.name, key)
     keys = Keys.of(config, task)
 
     def opened(mark: Mapping[str, Any] | None) -> Rows:

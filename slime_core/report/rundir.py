@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,12 +59,7 @@ class RunDir:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(
-                f"the run directory cannot be made: {error.strerror or error}",
-                code="STO110",
-                where=str(error.filename or at or root or Path.cwd()),
-                fix="choose a writable folder: --run-dir DIR",
-            ) from error
+            raise _unwritable(error, Path(error.filename or at or root or Path.cwd())) from error
         run_dir = cls(path)
         run_dir.lock()
         run_dir.write_info({"epoch": run_dir.epoch})
@@ -321,6 +317,30 @@ def check_free(path: Path) -> None:
         why="a run never writes over another" if is_run else "a run needs a folder of its own",
         fix=f"choose a new name: --run-dir {path}-2\nor leave --run-dir out for runs/NAME-N"
         + (f"\nto go on with it: slime run --resume {path}\nto look at it: slime show {path}" if is_run else ""),
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a run directory that could not be made; a folder is made beside it, and removed at once.
+
+    Raises:
+        StorageError: STO110.
+    """
+    path = path.expanduser().absolute()
+    above = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slime-", dir=above):
+            return
+    except OSError as error:
+        raise _unwritable(error, path) from error
+
+
+def _unwritable(error: OSError, where: Path) -> StorageError:
+    return StorageError(
+        f"the run directory cannot be made: {error.strerror or error}",
+        code="STO110",
+        where=str(where),
+        fix="choose a writable folder: --run-dir DIR",
     )
 
 
