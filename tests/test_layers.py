@@ -27,6 +27,7 @@ LAYERS = {
         "memory",
         "transfer",
         "extras",
+        "pulse",
     ),
     1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
     2: ("algo", "data", "evaluation", "weights", "report", "buffer", "sandbox"),

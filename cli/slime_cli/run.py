@@ -20,6 +20,7 @@ from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.summary import Seen, say_end
+from slime_cli.watched import watched
 from slime_cli.words import PASSING
 
 if TYPE_CHECKING:
@@ -249,6 +250,7 @@ class Run:
         clock = StopAfter(self._limit, stop, began=self._began) if self._limit is not None else None
         with (
             self.signals.asking(stop, lambda status: run_dir.end(status, {})),
+            watched(run_dir.path, self.config.cluster.hang_timeout),
             reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
         ):
             check_machine(self.config, report.note)

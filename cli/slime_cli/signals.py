@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slime_cli.failure import Terminated
+from slime_core.pulse import PULSE
 
 if TYPE_CHECKING:
     from slime_core.stopping import Stop
@@ -78,6 +79,7 @@ class Signals:
             self._loop = None
 
     def _handle(self, number: int, frame: Any) -> None:
+        PULSE.hear()
         if self._stop is None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

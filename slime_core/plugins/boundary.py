@@ -91,7 +91,7 @@ async def call(
         try:
             if answer.is_async:
                 return await _awaited(answer(arguments), deadline, watched)
-            value = await threads.run(lambda: answer(arguments), deadline)
+            value = await threads.run(lambda: _shown(watched, arguments), deadline)
             return await _awaited(value, deadline, watched) if inspect.isawaitable(value) else value
         except (Late, Interrupted) as late:
             raise too_late(answer, about, deadline, key, late) from None
@@ -110,6 +110,14 @@ async def call(
             raise failure(answer, error, about) from error
 
 
+def _shown(call: Call, arguments: Mapping[str, Any]) -> Any:
+    call.show()
+    try:
+        return call.answer(arguments)
+    finally:
+        call.hide()
+
+
 @contextmanager
 def _guarded(watched: Call, draws: bool = False) -> Iterator[None]:
     """Watch a call of a plugin; core's own are not."""
@@ -124,7 +132,9 @@ def _guarded(watched: Call, draws: bool = False) -> Iterator[None]:
 
 
 def _watched(answer: Answer, about: str, limit: float, key: str) -> Call:
-    return Call(answer, about, limit, lambda frames: too_late(answer, about, limit, key, Late(frames, stuck=True)))
+    return Call(
+        answer, about, limit, lambda frames: too_late(answer, about, limit, key, Late(frames, stuck=True)), key=key
+    )
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:

@@ -21,11 +21,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
 from slime_core.notices import NOTICES
 from slime_core.plugins.provider import Answer
+from slime_core.pulse import NONE, PULSE, Work
 
 TICK = 0.25  # seconds
 LAG = 5.0
@@ -38,7 +40,7 @@ class Interrupted(BaseException):
     """Raised inside plugin code whose time is over."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One hook at work."""
 
@@ -50,6 +52,25 @@ class Call:
     thread: int = 0  # that runs it now; 0 while it waits
     since: float = 0.0  # on the watch's clock
     interrupted: float | None = None
+    key: str = ""  # of the limit in the config
+    shown: int = NONE  # its slot in `pulse`, while it runs
+
+    def show(self) -> None:
+        """The calling thread runs it now, for who watches from outside."""
+        self.shown = PULSE.begin(self.limit, self._text) if PULSE.watched else NONE
+
+    def hide(self) -> None:
+        """It waits, or has ended."""
+        PULSE.end(self.shown)
+        self.shown = NONE
+
+    @cached_property
+    def _text(self) -> bytes:
+        provider = self.answer.provider
+        hook, home = f"{provider.name}.{self.answer.hook}", str(provider.home or "")
+        return Work(
+            limit=self.limit, hook=hook, provider=str(provider), key=self.key, home=home, about=self.about
+        ).packed()
 
     def __str__(self) -> str:
         return f"{self.answer.provider.name}.{self.answer.hook} ({self.about})"
@@ -90,10 +111,12 @@ class Watch:
     def hold(self, call: Call) -> None:
         """The calling thread runs this call now."""
         call.since, call.thread = self.clock, threading.get_ident()
+        call.show()
 
     def release(self, call: Call) -> None:
         """It waits."""
         call.thread = 0
+        call.hide()
 
     def _forget(self) -> None:
         self._lock, self._calls, self._thread, self._beats = threading.Lock(), set(), None, {}

@@ -1,0 +1,219 @@
+"""The program of a run's watchdog (`watched`): a driver whose interpreter stands still in, its stack and its end out.
+
+    python -I -S watchdog.py ORDER
+
+no beat for a hook's own limit and `GRACE` seconds   the hook that holds the interpreter is named, and the run ended
+no beat for `hang_timeout`                           the same, where no hook does
+a signal that nobody hears for `DEAF` seconds        it is said who holds the interpreter; a second one ends the run
+
+Time in which the driver or this process is stopped (SIGSTOP) does not count. The driver is killed: nothing else ends a
+process that is inside of C, and all that must last is on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_core.errors import SlimeError
+    from slime_core.pulse import Block, Work
+
+TICK = 0.5  # seconds
+QUIET = 2.0  # seconds without a beat after which somebody is looked for
+GRACE = 2.0  # seconds after a limit, for the driver to keep it itself
+DEAF = 2.0
+BUSY = 0.05  # of a core: less is what threads use that wait for the interpreter
+ANSWER = 2.0  # seconds in which a thread must have written its stack
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
+
+
+class Watchdog:
+    """See the module."""
+
+    def __init__(self, order: dict[str, Any], block: Block) -> None:
+        self.pid, self.block, self.run_dir = int(order["pid"]), block, Path(order["run_dir"])
+        self.signals, self.stacks, self.number = order["signals"], order["stacks"], order["signal"]
+        self.hang_timeout = float(order["hang_timeout"]) or math.inf
+        self.beats, self.silent = 0, 0.0
+        self.last, self.count, self.unheard, self.told = 0, 0, 0.0, False
+
+    def run(self) -> None:
+        """Look until the driver ends, or is ended."""
+        while True:
+            before = time.monotonic()
+            if not self._hear() or os.getppid() != self.pid:
+                return
+            passed = min(time.monotonic() - before, 2 * TICK)
+            if _stat(f"/proc/{self.pid}/stat")[0] in "Tt":
+                continue
+            beats, heard = self.block.beats, self.block.heard >= self.count
+            self.silent = 0.0 if beats != self.beats else self.silent + passed
+            self.unheard = 0.0 if heard else self.unheard + passed
+            self.beats, self.told = beats, self.told and not heard
+            if self._unheard() or (self.silent >= QUIET and self._late()):
+                return
+
+    def _hear(self) -> bool:
+        """Wait a tick, or for a signal of the driver's; False when the driver has ended."""
+        if select.select([self.signals], [], [], TICK)[0]:
+            numbers = os.read(self.signals, 512)
+            if not numbers:
+                return False
+            caught = [number for number in numbers if number in HANDLED]
+            self.count += len(caught)
+            self.last = caught[-1] if caught else self.last
+        return True
+
+    def _unheard(self) -> bool:
+        """End a driver that does not hear its second signal; say so of the first."""
+        if self.unheard >= DEAF and not self.told and self.count == 1:
+            self.told = True
+            place = innermost(self._stack(self._holder()[0]), None)
+            name = signal.Signals(self.last).name
+            say(f"\n{name}: not heard yet, for Python stands still at {place}; a second signal ends the run at once")
+        if self.unheard < TICK or self.count < 2:
+            return False
+        name, status = signal.Signals(self.last).name, "interrupted" if self.last == signal.SIGINT else "terminated"
+        thread, work = self._holder()
+        stack = self._stack(thread)
+        say(f"\n{name} again: ended at once; what was recorded can be resumed")
+        self._end(status, self._error(work, stack))
+        return True
+
+    def _late(self) -> bool:
+        """End a driver whose interpreter has been held for too long."""
+        thread, work = self._holder()
+        limit = min(work.limit + GRACE if work is not None else math.inf, self.hang_timeout)
+        if self.silent < limit:
+            return False
+        stack = self._stack(thread)
+        if self.block.beats != self.beats:  # it came back meanwhile
+            return False
+        self._end("failed", self._error(work, stack, self.silent))
+        return True
+
+    def _holder(self) -> tuple[int, Work | None]:
+        """The thread that runs, a hook's before others; where none does, the hook's with the shortest limit.
+
+        While Python runs it is the main thread, which alone hears signals.
+        """
+        works = self.block.works()
+        if not self.silent:
+            return self.pid, works.get(self.pid)
+        before = _spent(self.pid)
+        time.sleep(TICK)
+        used = {thread: ticks - before.get(thread, ticks) for thread, ticks in _spent(self.pid).items()}
+        least = max(BUSY * TICK * os.sysconf("SC_CLK_TCK"), max(used.values(), default=0) / 2)
+        busy = [thread for thread in used if used[thread] >= least]
+        in_hooks = [thread for thread in busy or works if thread in works]
+        thread = min(in_hooks, key=lambda one: works[one].limit, default=busy[0] if busy else self.pid)
+        return thread, works.get(thread)
+
+    def _stack(self, thread: int) -> str:
+        """What faulthandler writes of a thread, innermost frame first; empty where it cannot."""
+        with suppress(OSError, AttributeError):
+            if ctypes.CDLL(None, use_errno=True).tgkill(self.pid, thread, self.number) != 0:
+                return ""
+        text, end = b"", time.monotonic() + ANSWER
+        while time.monotonic() < end and select.select([self.stacks], [], [], 0.2 if text else ANSWER)[0]:
+            text += os.read(self.stacks, 65536)
+        return text.decode(errors="replace").strip()
+
+    def _error(self, work: Work | None, stack: str, silent: float | None = None) -> SlimeError:
+        from slime_core.errors import Hung, PluginError
+
+        place = innermost(stack, work.home if work else None)
+        since = "no signal was heard" if silent is None else f"nothing else ran for {silent:.0f} s"
+        why = f"it is in C code, where Python can end nothing: {since}\n{stack}"
+        go_on = "what was finished is in the ledger: slime run --resume RUN_DIR".replace("RUN_DIR", str(self.run_dir))
+        if work is None:
+            return Hung(
+                f"the driver's interpreter stands still at {place}",
+                where=str(self.run_dir),
+                why=why,
+                fix=f"{go_on}\nwork that takes longer than that: --hang-timeout SECONDS",
+            )
+        late = "does not return" if silent is None else f"did not answer in {work.limit:g} s"
+        return PluginError(
+            f"{work.hook} {late} for {work.about}",
+            code="PLG60",
+            where=f"{work.provider}, stood at {place}, {work.about}",
+            why=why,
+            fix="bound what it calls (a regular expression, a loop in C), or give it a process, which can be ended: "
+            f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}\n{go_on}",
+        )
+
+    def _end(self, status: str, error: SlimeError) -> None:
+        """Write the page, note in the run how it ended, and kill the driver."""
+        from slime_core.report.rundir import RunDir
+
+        error.exit_code = 128 + signal.SIGKILL
+        say(error.render())
+        run_dir = RunDir(self.run_dir)
+        with suppress(OSError):
+            number = len(list(run_dir.log.glob("hang-*.txt")))
+            (run_dir.log / f"hang-{number}.txt").write_text(f"{error.render()}\n", encoding="utf-8")
+        with suppress(OSError):
+            starts = run_dir.starts()
+            run_dir.epoch = starts[-1]["epoch"] if starts else run_dir.epoch
+            run_dir.end(status, {"error": error.code, "exit_code": error.exit_code})
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def innermost(stack: str, home: str | None) -> str:
+    """``function (file:line)`` of the innermost frame below ``home``, else of the innermost that is not Python's."""
+    frames = [(m["file"], f"{m['name']} ({m['file']}:{m['line']})") for m in FRAME.finditer(stack)]
+    own = [shown for file, shown in frames if home and file.startswith(home)]
+    library = str(Path(os.__file__).parent)
+    outside = [shown for file, shown in frames if not file.startswith(library) or "site-packages" in file]
+    return (own or outside or [shown for _, shown in frames] or ["an unknown place"])[0]
+
+
+def say(text: str) -> None:
+    """Lines on stderr, which is the run's."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _spent(pid: int) -> dict[int, int]:
+    """Thread id -> processor time in clock ticks."""
+    spent = {}
+    for entry in Path(f"/proc/{pid}/task").iterdir():
+        fields = _stat(f"{entry}/stat")
+        if len(fields) > 12:
+            spent[int(entry.name)] = int(fields[11]) + int(fields[12])
+    return spent
+
+
+def _stat(path: str) -> list[str]:
+    """Fields of a ``stat`` file from the state on; a dead process's state where there is none."""
+    try:
+        return Path(path).read_text(errors="replace").rpartition(")")[2].split() or ["X"]
+    except OSError:
+        return ["X"]
+
+
+def main() -> None:
+    """Watch the driver of the order."""
+    order = json.loads(sys.argv[1])
+    sys.path[:0] = order["path"]
+    from slime_core.pulse import Block
+
+    Watchdog(order, Block(order["memory"])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A watchdog process beside a run, which can end it while one call into C holds the interpreter.
+
+driver    beats, hooks at work  -> memory of `slime_core.pulse`      -> watchdog
+          signals, by Python's C handler, which needs no interpreter -> watchdog
+watchdog  asks a thread for its stack (`STACK`), which faulthandler writes without the interpreter
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import slime_core
+from slime_core.pulse import PULSE, TICK, Block
+
+PROGRAM = Path(__file__).with_name("watchdog.py")
+STACK = signal.SIGRTMIN + 11
+"""Has the thread that gets it write its stack to the watchdog."""
+
+
+@contextmanager
+def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
+    """Have a process look whether this one's interpreter runs, inside this block; enter it in the main thread."""
+    with ExitStack() as stack:
+        memory = os.memfd_create("slime-pulse")
+        signals, signalled = os.pipe()
+        stacks, written = os.pipe()
+        for descriptor in (memory, signals, stacks, written):
+            stack.callback(os.close, descriptor)
+        os.set_blocking(signalled, False)
+        order = {
+            "pid": os.getpid(),
+            "memory": memory,
+            "signals": signals,
+            "stacks": stacks,
+            "signal": int(STACK),
+            "hang_timeout": hang_timeout,
+            "run_dir": str(run_dir),
+            "path": [str(Path(slime_core.__file__).parents[1])],
+        }
+        process = _process(order, (memory, signals, stacks))
+        stack.callback(_end, signalled, process)
+        if process is None:
+            yield  # there is no room for another process: the run goes on without it
+            return
+        faulthandler.register(STACK, written, all_threads=False)
+        stack.callback(faulthandler.unregister, STACK)
+        stack.enter_context(_beating(Block(memory)))
+        with suppress(ValueError):  # not the main thread
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(signalled, warn_on_full_buffer=False))
+        yield
+
+
+def _process(order: dict[str, object], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(order)]
+    with suppress(OSError):
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
+        )
+    return None
+
+
+def _end(signalled: int, process: subprocess.Popen[bytes] | None) -> None:
+    os.close(signalled)  # which it takes for the end
+    if process is not None:
+        process.wait()
+
+
+@contextmanager
+def _beating(block: Block) -> Iterator[None]:
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(TICK):
+            block.beat()
+
+    thread = threading.Thread(target=beat, name="slime-pulse", daemon=True)
+    thread.start()
+    PULSE.start(block)
+    try:
+        yield
+    finally:
+        PULSE.stop()
+        over.set()
+        thread.join()

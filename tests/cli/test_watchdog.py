@@ -1,0 +1,157 @@
+"""A call into C that holds the interpreter: limits are kept and signals heard by a process beside the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.report import RunDir
+
+pytestmark = pytest.mark.integration
+
+DRIVER = """
+import asyncio, ctypes, os, re, sys
+from pathlib import Path
+
+from slime_cli.signals import Signals
+from slime_cli.watched import watched
+from slime_core.plugins.boundary import HookThreads, call, call_now
+from slime_core.plugins.provider import Answer, Provider
+from slime_core.stopping import Stop
+
+
+def slow(way):
+    for number in map(int, sys.argv[5:]):
+        ctypes.PyDLL(None).kill(os.getpid(), number)  # holds the interpreter, so that no handler comes between
+    return re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+async def slow_later(way):
+    return slow(way)
+
+
+def asleep(way):
+    return ctypes.PyDLL(None).sem_wait(bytes(32))
+
+
+def asked(fn, limit=float(sys.argv[3])):
+    provider = Provider(name="geo", origin="geo==1.0", source="plugin", home=Path(__file__))
+    answer = Answer(provider=provider, hook="slime_reward", fn=fn, takes=None)
+    about = {"about": "prompt 'main/3'", "key": "reward.reward_timeout"}
+    if sys.argv[2] == "now":
+        return call_now(answer, {"way": 1}, limit=limit, **about)
+    return asyncio.run(call(HookThreads(), answer, {"way": 1}, deadline=limit, **about))
+
+
+WAYS = {"now": slow, "thread": slow, "awaited": slow_later, "asleep": asleep}
+run, way, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[4])
+with Signals() as signals, signals.asking(Stop()), watched(run, timeout):
+    print("begins", flush=True)
+    asleep(way) if way == "core" else asked(WAYS[way])
+"""
+
+
+def place(folder, name, text):
+    """Where the driver stands, as messages say it."""
+    line = next(number for number, one in enumerate(DRIVER.splitlines(), 1) if text in one)
+    return f"{name} ({folder / 'driver.py'}:{line})"
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Start a process that holds its interpreter for ever, in a run."""
+    with RunDir.create("demo", at=tmp_path / "run") as run_dir:
+        run_dir.begin(0, {})
+    (tmp_path / "driver.py").write_text(DRIVER)
+    started = []
+
+    def start(*words):
+        words = [sys.executable, str(tmp_path / "driver.py"), str(run_dir.path), *map(str, words)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "begins\n"
+        return process, run_dir
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("way", ["thread", "now", "awaited", "asleep"])
+def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_its_line(driver, tmp_path, way):
+    process, run_dir = driver(way, 0.5, 0)
+    _, said = process.communicate(timeout=60)
+    stood = place(tmp_path, *(("asleep", "sem_wait") if way == "asleep" else ("slow", "re.match")))
+    assert process.returncode == -signal.SIGKILL
+    assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
+    assert f"stood at {stood}" in said
+    assert "reward.reward_timeout=1" in said
+    assert f"slime run --resume {run_dir.path}" in said
+    assert "(exit 137)" in said
+    info = run_dir.read_info()
+    assert (info["status"], info["error"], info["exit_code"]) == ("failed", "PLG60", 137)
+    assert info["starts"][-1]["status"] == "failed"
+    assert (run_dir.log / "hang-0.txt").read_text().strip() in said
+
+
+def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(driver, tmp_path):
+    process, run_dir = driver("core", 600, 0.5)
+    _, said = process.communicate(timeout=60)
+    stood = place(tmp_path, "asleep", "sem_wait")
+    assert f"error HNG125  the driver's interpreter stands still at {stood}" in said
+    assert run_dir.read_info()["error"] == "HNG125"
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says_by_whom(
+    driver, tmp_path, number, status
+):
+    process, run_dir = driver("thread", 600, 0, int(number))
+    stood = place(tmp_path, "slow", "re.match")
+    assert process.stderr.readline() == "\n"
+    told = f"{number.name}: not heard yet, for Python stands still at {stood}; a second signal ends the run at once\n"
+    assert process.stderr.readline() == told
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert f"{number.name} again: ended at once" in said
+    assert f"stood at {stood}" in said
+    assert run_dir.read_info()["status"] == status
+
+
+def test_the_watchdog_ends_with_the_block_and_leaves_handlers_and_descriptors_as_they_were(tmp_path):
+    source = """
+import os, signal, sys
+from pathlib import Path
+from slime_cli.signals import descendants
+from slime_cli.watched import watched
+before = os.listdir("/proc/self/fd")
+with watched(Path(sys.argv[1]), 1.0):
+    assert len(descendants(os.getpid())) == 1
+assert descendants(os.getpid()) == []
+assert os.listdir("/proc/self/fd") == before
+assert signal.set_wakeup_fd(-1) == -1
+"""
+    subprocess.run([sys.executable, "-c", source, str(tmp_path)], check=True, env={**os.environ, "COLUMNS": "80"})
+
+
+def test_the_state_of_the_driver_can_be_read_while_it_runs(tmp_path):
+    from slime_core.pulse import Block, Work
+
+    block = Block(os.memfd_create("pulse"))
+    work = Work(limit=3.0, hook="geo.slime_reward", provider="geo", key="k", home="/x", about="prompt " + "é" * 900)
+    slot = block.begin(work.limit, work.packed())
+    block.beat(), block.hear(), block.hear()
+    other = Block(block.descriptor)
+    assert (other.beats, other.heard) == (1, 2)
+    assert json.dumps([(one.limit, one.hook, one.home) for one in other.works().values()]) == json.dumps(
+        [(3.0, "geo.slime_reward", "/x")]
+    )
+    block.end(slot)
+    assert other.works() == {}
+    os.close(block.descriptor)
