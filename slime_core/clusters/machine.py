@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from functools import lru_cache
 from importlib import metadata
@@ -35,13 +36,19 @@ def resolve_machine(config: Config) -> Config:
     processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engines_apart(config)
     if config.cluster.cluster_backend == "ray":
         processes += max(1, config.rollout.rollout_num_engines)
-    threads = config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = min(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes), threads_allowed())
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"device": device, "cpu_threads": threads}),
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+
+
+def threads_allowed() -> float:
+    """``OMP_NUM_THREADS`` of the environment, infinite where it has none: more would be against the user's word."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdigit() and int(text) else math.inf
 
 
 def _device(config: Config) -> Literal["cpu", "cuda"]:

@@ -28,7 +28,9 @@ class ClusterSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto takes a GPU where torch sees one, on a Ray cluster where a machine of it has one."
     )
-    cpu_threads: int = Field(0, ge=0, description="Threads of each process's torch; 0 is the cores divided.")
+    cpu_threads: int = Field(
+        0, ge=0, description="Threads of each process's torch, at most `OMP_NUM_THREADS`; 0 is the cores divided."
+    )
     colocate: bool = Field(True, description="Engine and trainer share the device and take turns.")
     offload_train: bool = Field(
         True, description="On shared GPUs the trainer's state waits in main memory while SGLang generates."

@@ -23,6 +23,7 @@ AHEAD = ("--max-staleness", "1", "--no-colocate")
 
 def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_config_says_so(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def threads(*flags):
         return resolve_machine(load_config(None, ["--device", "cpu", *flags])).cluster.cpu_threads
@@ -34,6 +35,12 @@ def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_co
     assert threads("--no-colocate") == 12
     assert threads(*AHEAD, "--rollout-num-engines", "3") == 3
     assert threads("--no-colocate", "--eval-async", "--rollout-num-engines", "2") == 4
+
+
+@pytest.mark.parametrize(("text", "most"), [("1", 1), ("3,2", 3), ("64", 5), ("", 5), ("many", 5)])
+def test_no_process_has_more_threads_than_the_environment_allows(monkeypatch, text, most):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert resolve_machine(load_config(None, ["--device", "cpu", "--cpu-threads", "5"])).cluster.cpu_threads == most
 
 
 def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):
