@@ -3,12 +3,15 @@
     stage: device -> host memory, on a stream of its own        write: host memory -> header, bytes, sha256, fsync
 
 On CUDA the host memory is page-locked, made once, and kept: `before_change` puts the wait for the copy in front of
-whatever changes parameters or moments next, so that the copy runs beside the passes before it.
+whatever changes parameters or moments next, so that the copy runs beside the passes before it. On a CPU
+tensors are written from where they are, and `before_change` copies what is not written yet.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,7 +82,11 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []  # on CUDA
+        self._sources: list[tuple[int, torch.Tensor]] = []  # elsewhere: where bytes belong, and the bytes
+        self._live = False  # whether sources are the trainer's own tensors
+        self._reached = 0  # bytes before it are written
+        self._lock = threading.Lock()  # of sources that change
         self._layouts: list[Layout] = []
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._copied: torch.cuda.Event | None = None  # until the copy is waited for
@@ -89,14 +96,13 @@ class Staging:
 
     def reserve(self, size: int) -> None:
         """Have ``size`` bytes of host memory; page-locking them takes a second a few GB."""
-        while len(self._blocks) * BLOCK < size:
-            count = BLOCK if self._cuda else min(BLOCK, size - len(self._blocks) * BLOCK)
-            self._blocks.append(torch.empty(count, dtype=torch.uint8, pin_memory=self._cuda))
+        while self._cuda and len(self._blocks) * BLOCK < size:
+            self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True))
 
     def plan(self, layouts: Sequence[Layout]) -> None:
         """Lay files out one after another, and begin a copy after what the device was told to do before."""
-        if not self._cuda:
-            self._blocks.clear()
+        self._sources.clear()
+        self._live, self._reached = True, 0
         self._layouts, place = list(layouts), 0
         for layout in self._layouts:
             layout.begin, place = place, place + layout.size
@@ -109,7 +115,7 @@ class Staging:
         """Copy a tensor's bytes to host memory at ``begin``; ``temporary`` ones were made to be saved."""
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
         if self._stream is None:
-            self._move(begin, source)
+            self._sources.append((begin, source))
             return
         temporary = temporary or source.data_ptr() != tensor.data_ptr()
         if temporary:
@@ -131,11 +137,27 @@ class Staging:
             done += len(view)
 
     def _views(self, begin: int, end: int, most: int = BLOCK) -> Iterator[torch.Tensor]:
+        if not self._cuda:
+            yield from self._pieces(begin, end, most)
+            return
         while begin < end:
             block, inside = divmod(begin, BLOCK)
             count = min(BLOCK - inside, end - begin, most)
             yield self._blocks[block][inside : inside + count]
             begin += count
+
+    def _pieces(self, begin: int, end: int, most: int) -> Iterator[torch.Tensor]:
+        index = bisect_right(self._sources, begin, key=lambda source: source[0]) - 1
+        while begin < end:
+            with self._lock:
+                self._reached = begin
+                place, source = self._sources[index]
+                piece = source[begin - place : min(begin - place + most, end - place)].clone()
+            if len(piece):
+                yield piece
+                begin += len(piece)
+            else:
+                index += 1
 
     def write(self, path: Path, texts: Mapping[str, bytes | Callable[[], bytes]]) -> None:
         """Write the planned files and ``texts`` into a folder that is there, on the writer's thread.
@@ -144,6 +166,7 @@ class Staging:
         """
         if self._stream is not None and self._copied is not None:
             self._copied.record(self._stream)
+        self._sources.sort(key=lambda source: source[0])
         self._writing = self._pool.submit(self._write, path, dict(texts), self._copied)
 
     def _write(self, path: Path, texts: dict[str, Any], copied: torch.cuda.Event | None) -> dict[str, FileMark]:
@@ -158,8 +181,8 @@ class Staging:
         except OSError as error:
             raise storage_error(error, path, "the trainer's state cannot be written") from error
         finally:
-            if not self._cuda:
-                self._blocks.clear()
+            with self._lock:
+                self._sources.clear()
         return marks
 
     def _read(self, begin: int, end: int) -> Iterator[memoryview]:
@@ -168,6 +191,13 @@ class Staging:
 
     def before_change(self) -> None:
         """Call before parameters, moments or the reference change: the copy comes first, on the device."""
+        with self._lock:
+            if self._live:
+                self._sources = [
+                    (place, source.clone() if place + len(source) > self._reached else source)
+                    for place, source in self._sources
+                ]
+                self._live = False
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None

@@ -236,6 +236,29 @@ def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
     assert BLOCK == 64 << 20
 
 
+def test_what_changes_while_it_is_written_is_copied_first_and_nothing_else_is(tmp_path, held):
+    """On a CPU: the last save of a run needs no memory beside the state's own."""
+    tensors = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
+    layout = Layout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})
+    staging = Staging(torch.device("cpu"))
+    for name, change in (("still", False), ("changing", True)):
+        staging.plan([layout])
+        for key, tensor in tensors.items():
+            staging.copy(layout.starts()[key], tensor)
+        (tmp_path / name).mkdir()
+        staging.write(tmp_path / name, {})
+        places = [source.data_ptr() for _, source in staging._sources]
+        assert places == [tensor.data_ptr() for tensor in tensors.values()]
+        if change:
+            staging.before_change()
+            tensors["b"] += 1
+        held.let.set()
+        staging.writing.result()
+        found = load_file(str(tmp_path / name / "x"))
+        assert found["b"].tolist() == [0, 1, 2]
+        held.let.clear()
+
+
 SETTINGS = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05}
 
 
