@@ -42,6 +42,24 @@ def slow_kernel(x_ptr, y_ptr, n, rounds, BLOCK: tl.constexpr):
 """
 
 
+REMEMBER = """
+@triton.jit
+def remember_kernel(x_ptr, y_ptr, kept_ptr, n, slot, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    first = tl.load(x_ptr + tl.program_id(0) * BLOCK)
+    if slot >= 0:
+        x = tl.load(x_ptr + offsets, mask=inside)
+        tl.store(kept_ptr + slot * n + offsets, x, mask=inside)
+        tl.store(y_ptr + offsets, tl.maximum(x, 0.0), mask=inside)
+    else:
+        for one in range(6):
+            if tl.load(kept_ptr + one * n + tl.program_id(0) * BLOCK) == first:
+                x = tl.load(kept_ptr + one * n + offsets, mask=inside)
+                tl.store(y_ptr + offsets, tl.maximum(x, 0.0), mask=inside)
+"""
+
+
 def model(body):
     return HEAD + MODEL.format(body="\n".join(f"        {line}" for line in body.strip().split("\n")))
 
@@ -147,6 +165,22 @@ def test_cheats_of_timing_are_caught_by_what_the_gpu_shows(options):
     assert kept.status == "wrong"
     assert replayed.status in ("wrong", "hack", "runtime_error")
     assert honest.status == "correct", honest.diagnostics
+
+
+def test_a_kernel_that_recognises_its_inputs_has_nothing_of_it(options):
+    """It computes its first calls and keeps what they were; a later one is answered where it was one of them."""
+    body = (
+        "if self.calls == 1:\n    self.kept = torch.zeros(6, x.numel(), device=x.device)\n"
+        "slot = self.calls - 1 if self.calls <= 6 else -1\n"
+        "remember_kernel[(triton.cdiv(x.numel(), 256),)](x, y, self.kept, x.numel(), slot, BLOCK=256)"
+    )
+    texts = [model(body), model(body.replace("<= 6", "<= 600").replace("self.calls - 1", "self.calls % 6"))]
+    recognised, computed = measured(
+        options, [text.replace("class Model", f"{REMEMBER}\n\nclass Model") for text in texts]
+    )
+    assert (recognised.status, recognised.diagnostics[0].kind) == ("wrong", "nan")
+    assert computed.status == "correct", computed.diagnostics
+    assert computed.notes == ["timed calls changed kept; each had its values from before again for the next call"]
 
 
 def test_a_kernel_that_never_ends_is_ended_and_the_next_one_is_judged(options):

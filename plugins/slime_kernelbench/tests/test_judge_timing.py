@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from corpus_of_kernels import problem, sources
 
 from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.judge.candidate import Trial
+from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.speed import PARTS, Speed
 from slime_kernelbench.judge.timing import Samples, floor_of, half_width, median, suspicions, told
@@ -24,6 +26,10 @@ def flat(event: float, host: float | None = None, count: int = 40) -> Samples:
 
 def busy(event: float, host: float, slow: int) -> Samples:
     return Samples(events=(event,) * 40, host=(host,) * slow + (event + 0.05,) * (10 - slow))
+
+
+def rarely(event: float, slow: float, count: int) -> Samples:
+    return Samples(events=(event,) * (40 - count) + (slow,) * count, host=(event + 0.05,) * 10)
 
 
 EAGER = flat(1.0, 1.05)
@@ -70,6 +76,9 @@ def test_the_floor_is_bytes_or_arithmetic() -> None:
         (flat(0.3), flat(0.3), 0.4, {"below_floor"}),
         (flat(0.5), flat(0.7), 0.4, {"not_repeatable"}),
         (flat(0.05), flat(0.05), 0.01, {"excessive_speedup"}),
+        (rarely(0.5, 5.0, 13), rarely(0.5, 5.0, 13), 0.4, {"not_repeatable"}),  # a third of the calls did the work
+        (rarely(0.5, 5.0, 13), flat(0.5), 0.4, set()),  # in one process alone: something else kept the device busy
+        (rarely(0.5, 1.0, 13), rarely(0.5, 1.0, 13), 0.4, set()),
         (flat(0.05), flat(0.9), 0.01, {"not_repeatable"}),  # fast where it is watched, once
     ],
 )
@@ -176,6 +185,47 @@ class ModelNew(nn.Module):
 """
 
 
+REMEMBERS = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x, y, memory, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside = at < n
+    calls = tl.load(memory)
+    tl.store(memory, calls + 1.0)
+    first, second = tl.load(x), tl.load(x + 1)
+    if calls > 4:
+        for one in range(5):
+            kept = memory + 8 + one * 1024
+            if tl.abs(tl.load(kept) * second - tl.load(kept + 1) * first) < 1e-6:
+                factor = first / tl.load(kept)
+                tl.store(y + at, tl.load(kept + 2 + at, mask=inside) * factor, mask=inside)
+    else:
+        kept = memory + 8 + calls.to(tl.int32) * 1024
+        value = tl.maximum(tl.load(x + at, mask=inside), 0.0)
+        tl.store(kept, first)
+        tl.store(kept + 1, second)
+        tl.store(kept + 2 + at, value, mask=inside)
+        tl.store(y + at, value, mask=inside)
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(8 + 128 * 1024), persistent=False)
+
+    def forward(self, x):
+        y = torch.empty_like(x)
+        kernel[(1,)](x, y, self.memory, x.numel(), BLOCK=1024)
+        return y
+"""
+
+
 def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
     async def run() -> list[Trial]:
         options = JudgeOptions(gpus=("here",))
@@ -211,6 +261,60 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     assert {"torch_computes", "decoy_launch"} <= copies.flags.keys()
     assert (raises.status, raises.diagnostics[0].kind) == ("runtime_error", "IndexError")
     assert all(trial.timing is None for trial in (counts, keeps, copies, raises))
+
+
+def test_no_two_calls_get_the_same_values_and_none_finds_what_another_left() -> None:
+    """Nor values that are another call's times a factor."""
+
+    class Remembers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.kept = [torch.full((3,), float("nan"))]
+
+        def forward(self, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            seen.append((x / x[0, 0], table, labels.clone(), float(self.calls), x.data_ptr()))
+            self.calls += 1
+            self.kept[0].zero_()
+            return x * 2
+
+    torch.manual_seed(0)
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, int]] = []
+    table = torch.rand(5, 5).tril()
+    inputs = Inputs([torch.randn(6, 5), table, torch.arange(5)], [True, True, False], "cpu")
+    inputs.renew(7)
+    meter = Meter(Remembers(), inputs, stopwatch("cpu"))
+    meter.measure([11, 12, 13, 14, 15, 16], [21, 22, 23], warm=2)
+    timed = seen[2:]
+    assert len(timed) == len(meter.outputs) == 9
+    assert not any(torch.allclose(one[0], two[0], rtol=1e-2) for one in timed for two in seen if one is not two)
+    assert all(torch.equal(one[1], one[1].tril()) and torch.equal(one[2], torch.arange(5)) for one in seen)
+    assert {one[3] for one in timed} == {2.0}  # as the calls before had left it
+    assert len({one[4] for one in seen}) == 1  # so that nothing can be put off: the next call's values lie there
+    assert (meter.changed, meter.mutated) == ({"calls"}, False)
+    assert torch.equal(inputs.renew(12)[0] * 2, meter.outputs[1])  # a seed says all of the values
+
+
+def test_an_input_that_one_call_wrote_to_is_told() -> None:
+    calls: list[int] = []
+
+    class Writes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x.neg_() if len(calls) == 4 else -x
+
+    meter = Meter(Writes(), Inputs([torch.randn(8)], [True], "cpu"), stopwatch("cpu"))
+    meter.measure([1, 2, 3], [4, 5, 6], warm=1)
+    assert meter.mutated
+
+
+@pytest.mark.integration
+def test_a_kernel_that_recognises_its_inputs_has_nothing_of_it() -> None:
+    """It computes its first calls, and keeps what it made with what it was made from; later it looks for them."""
+    recognised, counts = measured(REMEMBERS, REMEMBERS.replace("calls > 4", "calls > 99"))
+    assert (recognised.status, recognised.diagnostics[0].kind) == ("wrong", "values")
+    assert counts.status == "correct", counts.diagnostics
+    assert counts.notes == ["timed calls changed memory; each had its values from before again for the next call"]
 
 
 @pytest.mark.integration

@@ -36,6 +36,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         values["cases"] = tuple(_case(item) for item in data.get("cases", ()))
         values["flags"] = tuple(Flag(**_known(Flag, item)) for item in data.get("flags", ()))
         values["timing"] = _timing(data["timing"]) if data.get("timing") else None
+        values["notes"] = tuple(map(str, data.get("notes", ())))
         values["layers"] = tuple(data.get("layers", ()))
         values["seconds"] = {str(name): float(value) for name, value in data.get("seconds", {}).items()}
         verdict = Verdict(**values)

@@ -116,6 +116,7 @@ class Verdict:
     cases: tuple[Case, ...] = ()
     timing: Timing | None = None
     flags: tuple[Flag, ...] = ()
+    notes: tuple[str, ...] = ()  # what else was seen, which decides nothing
     launches: int = 0  # of the candidate's kernels, counted while its output was made
     sandbox: str = ""  # level reached, such as "strong"
     layers: tuple[str, ...] = ()  # such as ("userns", "netns", "seccomp", "landlock", "rlimits")

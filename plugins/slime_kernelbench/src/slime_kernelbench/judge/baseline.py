@@ -6,14 +6,14 @@ Eager and under `torch.compile`, measured live by the same code as candidates, i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shrink
-from slime_kernelbench.judge.meter import Meter, scaled, stopwatch
+from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.reference import Drawn, Unusable
 from slime_kernelbench.judge.tensors import to_wire
 from slime_kernelbench.judge.wire import Tree, pack, unpack
@@ -24,7 +24,7 @@ _CAPS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 
 
 def main(channel: Channel) -> None:
-    """Answer ``{"source", "seed", "weights_seed", "scales", "order", "host_order", "warm", "device", "compile"}``.
+    """Answer ``{"source", "seed", "weights_seed", "seeds", "order", "host_order", "warm", "device", "compile"}``.
 
     Nothing where all is ready and compiled, then, when any message says that the device is free, what was measured.
     """
@@ -49,8 +49,9 @@ class Bench:
             isinstance(one, torch.Tensor) and one.is_floating_point() and one.unique().numel() > 4 for one in inputs
         ]
         on_device = _moved(inputs, device)
-        self._sets = [scaled(on_device, which, scale) for scale in request["scales"]]
-        self._compiled = _compiled(self._model, self._sets[0]) if request["compile"] else None
+        self._inputs = Inputs(on_device, which, device)
+        self._inputs.renew(request["seeds"][0])
+        self._compiled = _compiled(self._model, self._inputs.now) if request["compile"] else None
         self._told: dict[str, Tree] = {
             "init": drawn.init,
             "state": drawn.state,
@@ -62,16 +63,16 @@ class Bench:
                     "computed": to_wire(drawn.computed(copy.deepcopy(one), torch.float32)),
                     "exact": to_wire(drawn.computed(copy.deepcopy(one), torch.float64)),
                 }
-                for one in self._sets
+                for one in map(self._inputs.renew, request["seeds"])
             ],
-            "bytes": _moved_bytes([self._sets[0], drawn.computed(copy.deepcopy(self._sets[0]), torch.float32)]),
-            "flops": _flops(self._model, self._sets[0]),
+            "bytes": _moved_bytes([self._inputs.now, drawn.computed(copy.deepcopy(self._inputs.now), torch.float32)]),
+            "flops": _flops(self._model, self._inputs.now),
             "name": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         }
 
     def measured(self) -> Tree:
         """Times, beside all that a candidate's answers are held against."""
-        eager = _timed(self._model, self._sets, self._request)
+        eager = _timed(self._model, self._inputs, self._request)
         return self._told | {"eager": eager, "compiled": self._timed_compiled()}
 
     def _timed_compiled(self) -> Tree:
@@ -79,7 +80,7 @@ class Bench:
         if self._compiled is None:
             return None
         try:
-            return _timed(self._compiled, self._sets, self._request)
+            return _timed(self._compiled, self._inputs, self._request)
         except Exception:
             return None
 
@@ -101,11 +102,11 @@ def _mappings(source: str) -> Iterator[dict[int, int]]:
     yield from ({size: min(size, cap) for size in sizes} for cap in _CAPS)
 
 
-def _timed(model: Any, sets: Sequence[list[Any]], request: dict[str, Any]) -> Tree:
+def _timed(model: Any, inputs: Inputs, request: dict[str, Any]) -> Tree:
     order, host_order, warm = request["order"], request["host_order"], request["warm"]
-    meter = Meter(model, sets, stopwatch(request["device"]))
+    meter = Meter(model, inputs, stopwatch(request["device"]))
     with torch.no_grad():
-        meter.make_room(model(*sets[0]), len(order) + len(host_order) + warm)
+        meter.make_room(model(*inputs.now), len(order) + len(host_order) + warm)
         return dict(meter.measure(order, host_order, warm))
 
 

@@ -43,6 +43,7 @@ class Trial:
     diagnostics: list[Diagnostic] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     flags: dict[str, Flag] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     wrong: Diagnostic | None = None  # the first answer that disagrees
     launches: int = 0
     signatures: list[Any] = field(default_factory=list)  # of the launches, as the candidate's process tells them
@@ -81,6 +82,7 @@ class Trial:
             diagnostics=tuple(self.diagnostics),
             cases=tuple(self.cases),
             flags=tuple(self.flags.values()),
+            notes=tuple(self.notes),
             launches=self.launches,
             timing=self.timing,
             sandbox=self.sandbox,
@@ -244,6 +246,11 @@ class Trial:
             self.flags[rule] = Flag(rule=rule, layer=layer, detail=detail[:300])
             if rule != "mutated_input":
                 self.diagnostics.append(Diagnostic(stage=self.reached, kind=rule, message=detail[:300]))
+
+    def note(self, text: str) -> None:
+        """Add what was seen and decides nothing."""
+        if text[:300] not in self.notes:
+            self.notes.append(text[:300])
 
     def ended(self, ended: Ended) -> None:
         """The verdict on a candidate whose process ended without an answer."""

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import prepared
-from slime_kernelbench.judge.meter import Meter, scaled, stopwatch
+from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.tensors import of_wire, to_wire
@@ -98,14 +98,14 @@ class Session:
         return {"loaded": True}
 
     def do_build(self, request: Mapping[str, Any]) -> Tree:
-        """Make the model with the reference's weights, and sets of inputs of different values."""
+        """Make the model with the reference's weights, and its first inputs."""
         torch.manual_seed(request["weights_seed"])
         model = getattr(self.module, "ModelNew")(*of_wire(request["init"]))  # noqa: B009
         give(model, of_wire(request["state"]), {})
         self.model = model.to(self.device)
         base = of_wire(request["inputs"], self.device)
-        self.sets = [scaled(base, request["which"], scale) for scale in request["scales"]]
-        self.before = [scaled(base, request["which"], scale) for scale in request["scales"]]
+        self.inputs = Inputs(base, request["which"], self.device)
+        self.inputs.renew(request["first"])
         return {"built": True}
 
     def do_compile(self, request: Mapping[str, Any]) -> Tree:
@@ -113,21 +113,21 @@ class Session:
         self.launches.skip = True
         try:
             with self.watch, self.watch.answer(ablate=False):
-                self.kept["without"] = self.model(*self.sets[0])
+                self.kept["without"] = self.model(*self.inputs.now)
         finally:
             self.launches.skip = False
         return {"computed": dict(self.watch.computed)}
 
     def do_ready(self, request: Mapping[str, Any]) -> Tree:
         """Have the memory and what torch itself loads at first use."""
-        self.meter = Meter(self.model, self.sets, stopwatch(self.device))
+        self.meter = Meter(self.model, self.inputs, stopwatch(self.device))
         self.meter.make_room(self.kept["without"], request["calls"])
-        return {"same": _same(self.sets, self.before)}
+        return {"mutated": self.inputs.changed()}
 
     def do_measure(self, request: Mapping[str, Any]) -> Tree:
         """Call it watched, then time it."""
         with self.watch, self.watch.answer(ablate=False):
-            self.kept["watched"] = self.model(*self.sets[0])
+            self.kept["watched"] = self.model(*self.inputs.now)
         computed = dict(self.watch.computed)
         self.launches.count = 0
         found = self.meter.measure(request["order"], request["host_order"], request["warm"])
@@ -137,7 +137,7 @@ class Session:
     def do_check(self, request: Mapping[str, Any]) -> Tree:
         """What it has changed."""
         changed = [name for name, value in fingerprint().items() if self.untouched[name] != value]
-        return {"changed": changed, "mutated": not _same(self.sets, self.before)}
+        return {"changed": changed, "mutated": self.meter.mutated, "state": sorted(self.meter.changed)}
 
     def do_fetch(self, request: Mapping[str, Any]) -> Tree:
         """A part of one kept output."""
@@ -145,11 +145,3 @@ class Session:
         with torch._C.DisableTorchFunction():
             whole = to_wire(self.kept[request["call"]])
         return {"output": sampled(whole, pattern), "forms": forms(whole)}
-
-
-def _same(now: Any, then: Any) -> bool:
-    if isinstance(now, torch.Tensor):
-        return bool(torch.equal(now, then))
-    if isinstance(now, list | tuple):
-        return all(map(_same, now, then))
-    return True

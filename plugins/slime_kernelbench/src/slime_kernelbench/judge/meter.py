@@ -1,4 +1,7 @@
-"""Calls a model many times on rotating inputs, times each call, and keeps every output until it may be looked at.
+"""Calls a model many times, times each call, and keeps every output until it may be looked at.
+
+No call gets values that another had, and none finds what another left in the model's tensors: what a kernel remembers
+of a call is of no use to it in the next.
 
 Runs inside the judge's processes; the same code measures references and candidates. What is to be trusted of torch and
 of the clock is taken hold of here, when this module is imported: before any candidate.
@@ -7,7 +10,7 @@ of the clock is taken hold of here, when this module is imported: before any can
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +32,7 @@ ROOM_BYTES = 1 << 30
 """That a candidate has ready while others do too; a kernel whose outputs are larger hides what the driver takes."""
 _LARGE_BYTES, _ALIGNED_BYTES = 1 << 20, 512
 """Torch cuts what is larger from whatever large memory is free, to multiples of this."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Stopwatch(Protocol):
@@ -88,20 +92,66 @@ def stopwatch(device: str) -> Stopwatch:
     return CudaStopwatch() if device == "cuda" else HostStopwatch()
 
 
-def scaled(inputs: Sequence[Any], which: Sequence[bool], scale: float) -> list[Any]:
-    """New tensors with new values: those that ``which`` names, times ``scale``; every other one copied."""
-    return [
-        (value * scale if chosen else value.clone()) if isinstance(value, torch.Tensor) else value
-        for value, chosen in zip(inputs, which)
-    ]
+class Inputs:
+    """A model's inputs, always in the same memory, with values that follow from a seed and those of the problem."""
+
+    def __init__(self, base: Sequence[Any], which: Sequence[bool], device: str) -> None:
+        """``which`` says for each of ``base``, on the ``device``, whether its values may change."""
+        self._base, self._which = list(base), which
+        self._symmetric = [_symmetric(value) for value in base]
+        self.now, self._then = list(map(_copied, base)), list(map(_copied, base))
+        for number, value in enumerate(base):
+            if which[number]:  # in every process in the same order, whatever lies in memory how
+                self._then[number] = value.clone(memory_format=torch.contiguous_format)
+        self._generator = torch.Generator(device)
+
+    def renew(self, seed: int) -> list[Any]:
+        """Other values: each element times one factor, and all but symmetric matrices times one more each.
+
+        An answer that is kept from another call can thus not be scaled into this call's.
+        """
+        scale = 0.4 + seed % (1 << 20) / (1 << 21)
+        self._generator.manual_seed(seed)
+        for number, chosen in enumerate(self._which):
+            if not chosen:
+                continue
+            value, then = self.now[number], self._then[number]
+            if self._symmetric[number]:
+                then.fill_(scale)
+            else:
+                then.uniform_(0.75 * scale, scale, generator=self._generator)
+            value.copy_(then.mul_(self._base[number]))
+        return self.now
+
+    def changed(self) -> bool:
+        """Whether a model wrote to them since."""
+        return not _same(self.now, self._then)
+
+
+class State:
+    """The tensors that a model has, as they are when this is made; found anywhere in its modules' attributes."""
+
+    def __init__(self, model: Any) -> None:
+        self._held = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors(model)]
+
+    def restore(self) -> list[str]:
+        """Names of those with other bits than they had, which they have again afterwards."""
+        changed: list[str] = []
+        for name, now, then in self._held:
+            if not torch.equal(_bits(now), _bits(then)):
+                now.detach().copy_(then)
+                changed.append(name)
+        return changed
 
 
 class Meter:
-    """Measures one model on rotating sets of inputs."""
+    """Measures one model on inputs that are new to it in every call."""
 
-    def __init__(self, model: Callable[..., Any], sets: Sequence[list[Any]], watch: Stopwatch) -> None:
-        self._model, self._sets, self._watch = model, sets, watch
+    def __init__(self, model: Callable[..., Any], inputs: Inputs, watch: Stopwatch) -> None:
+        self._model, self._inputs, self._watch = model, inputs, watch
         self.outputs: list[Any] = []  # of every timed call: those by events, then those by the host
+        self.changed: set[str] = set()  # tensors of the model that a timed call wrote to
+        self.mutated = False  # an input was written to
 
     def make_room(self, answer: Any, calls: int) -> None:
         """Take memory for so many answers like this one, and let it go filled with NaN (a float of ones alone is one).
@@ -120,30 +170,42 @@ class Meter:
             _spoil(tensor)
 
     def measure(self, order: Sequence[int], host_order: Sequence[int], warm: int) -> dict[str, list[float]]:
-        """Times of calls on the sets that ``order`` names, after ``warm`` ones; both orders' outputs are kept.
+        """Times of calls on the inputs of the seeds in both orders, after ``warm`` ones; all outputs are kept.
 
         The two orders' calls are spread among each other: what slows the machine for a while slows both.
         Memory that outputs are likely to be made in holds NaN before a timed call.
         """
-        first = [self._model(*self._sets[number % len(self._sets)]) for number in range(max(warm, 1))]
+        first = [self._model(*self._inputs.now) for _ in range(max(warm, 1))]
         most = max(_fitting(first[0], KEPT_BYTES), 6)
         for tensor in (tensor for made in first for tensor in tensors_of(made)):
             _spoil(tensor)
         del first
+        self.mutated = self._inputs.changed()
         clocks = {"events": (self._watch.by_events, order[:most]), "host": (self._watch.by_host, host_order[:most])}
         calls = [
-            ((place + 0.5) / len(numbers), name, number)
-            for name, (_, numbers) in clocks.items()
-            for place, number in enumerate(numbers)
+            ((place + 0.5) / len(seeds), name, seed)
+            for name, (_, seeds) in clocks.items()
+            for place, seed in enumerate(seeds)
         ]
         times: dict[str, list[float]] = {name: [] for name in clocks}
         outputs: dict[str, list[Any]] = {name: [] for name in clocks}
-        for _, name, number in sorted(calls, key=lambda one: one[0]):
-            taken, made = clocks[name][0](partial(self._model, *self._sets[number]))
+        state = State(self._model)
+        for _, name, seed in sorted(calls, key=lambda one: one[0]):
+            taken, made = clocks[name][0](partial(self._model, *self._inputs.renew(seed)))
             times[name].append(taken)
             outputs[name].append(made)
+            self.mutated |= self._inputs.changed()
+            self.changed.update(state.restore())
         self.outputs = [*outputs["events"], *outputs["host"]]
         return times
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that its modules have in their attributes, with names."""
+    for prefix, module in model.named_modules():
+        own = {name: value for name, value in vars(module).items() if name != "_modules"}
+        own |= own.pop("_parameters", {}) | own.pop("_buffers", {})
+        yield from ((f"{prefix}.{name}".lstrip("."), one) for name, value in own.items() for one in tensors_of(value))
 
 
 def _fitting(answer: Any, size: int) -> int:
@@ -158,3 +220,24 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, which NaN is equal to itself as."""
+    return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def _symmetric(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and torch.equal(value, value.mT)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return bool(torch.equal(now, then))
+    if isinstance(now, list | tuple):
+        return all(map(_same, now, then))
+    return True

@@ -34,15 +34,18 @@ REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
 PREPARED = "slime_kernelbench.judge.prepared:main"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.baseline", "slime_kernelbench.judge.measured")
-EVENTS, HOST, WARM, SETS = 40, 10, 4, 2
-"""Calls timed by events and by the host's clock, calls before, sets of inputs of different values."""
+EVENTS, HOST, WARM, SETS = 40, 10, 4, 3
+"""Calls timed by events and by the host's clock, calls before, and sets of inputs whose answers are known.
+
+The first set is for calls that are not timed, each other one for a timed call at a place that the judge alone knows.
+"""
 USES = 512  # of a baseline, which takes seconds to compile, before another is drawn
 HELD_BYTES = 8 << 30  # of baselines, which hold whole outputs: those that were asked for last are kept
 PARTS = ("load", "build", "compile", "ready", "wait", "measure", "look")
 """Of a candidate's process: its module, its model, its kernels, memory, the wait for the GPU, its turn, answers."""
 FEW_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """The driver makes one process's context at a time; one channel for work, not eight, takes less than half."""
-_MESSAGE = 1 << 30
+_MESSAGE = 3 << 29
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Baseline:
     """What the reference's process told of one problem on one GPU."""
 
     told: dict[str, Any]
-    scales: list[float]
+    seeds: list[int]  # of sets of inputs whose answers it told
     weights_seed: int
     eager: Samples
     compiled: Samples | None
@@ -150,15 +153,15 @@ class Speed:
         return found
 
     async def _drawn(self, box: Sandbox, problem: Problem, gpu: str) -> Baseline:
-        scales = [0.4 + secrets.randbelow(1 << 20) / (1 << 21) for _ in range(SETS)]
+        seeds = _seeds(SETS)
         weights_seed = secrets.randbits(32)
         request = {
             "source": problem.source,
             "seed": secrets.randbits(48),
             "weights_seed": weights_seed,
-            "scales": scales,
-            "order": _order(EVENTS),
-            "host_order": _order(HOST),
+            "seeds": seeds,
+            "order": _seeds(EVENTS),
+            "host_order": _seeds(HOST),
             "warm": WARM,
             "device": self._device,
             "compile": self._device == "cuda",
@@ -178,7 +181,7 @@ class Speed:
             eager, compiled = _samples(told["eager"]), told["compiled"] and _samples(told["compiled"])
         return Baseline(
             told=told,
-            scales=scales,
+            seeds=seeds,
             weights_seed=weights_seed,
             eager=eager,
             compiled=compiled or None,
@@ -212,8 +215,11 @@ class Speed:
             open_files=1024,
             result_bytes=_MESSAGE,
         )
-        order, host_order = _order(EVENTS), _order(HOST)
-        shared = {"device": self._device, "weights_seed": baseline.weights_seed, "scales": baseline.scales}
+        seeds = _seeds(EVENTS + HOST)
+        places = _places(len(seeds))
+        for place, known in zip(places, baseline.seeds[1:]):
+            seeds[place] = known
+        shared = {"device": self._device, "weights_seed": baseline.weights_seed, "first": baseline.seeds[0]}
         parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
         marks = [time.perf_counter()]
         async with box.spawn(CANDIDATE, limits=limits, gpu=self._uuid(gpu)) as child:
@@ -223,16 +229,14 @@ class Speed:
                 marks.append(time.perf_counter())
             async with self._alone[gpu]:
                 marks.append(time.perf_counter())
-                request = {"do": "measure", "order": order, "host_order": host_order, "warm": WARM}
+                request = {"do": "measure", "order": seeds[:EVENTS], "host_order": seeds[EVENTS:], "warm": WARM}
                 told = await self._ask(child, request | shared, trial)
             marks.append(time.perf_counter())
             told |= await self._ask(child, {"do": "check"} | shared, trial)
             samples = self._trusted(told, trial)
-            sets = [*order[: len(samples.events)], *host_order[: len(samples.host)]]
+            calls = [*range(len(samples.events)), *range(EVENTS, EVENTS + len(samples.host))]  # that it kept
             looked_at = [("watched", 0)]
-            for one in sorted(set(sets)):  # one call with each: memory that answers share holds one of them
-                number = secrets.choice([number for number, chosen in enumerate(sets) if chosen == one])
-                looked_at.append((str(number), one))
+            looked_at += [(str(calls.index(one)), number) for number, one in enumerate(places, 1) if one in calls]
             comparisons = [await self._look(child, call, baseline, number, trial) for call, number in looked_at]
             without = await self._look(child, "without", baseline, 0, trial)
             marks.append(time.perf_counter())
@@ -305,6 +309,9 @@ class Speed:
             trial.flag("torch_computes", "launch", "torch computed: " + ", ".join(sorted(map(str, computed))[:6]))
         if one.told.get("changed"):
             trial.flag("monkeypatch", "process", f"replaced: {one.told['changed']}")
+        if isinstance(state := one.told.get("state"), list) and state:
+            names = ", ".join(map(str, state[:6]))
+            trial.note(f"timed calls changed {names}; each had its values from before again for the next call")
         if one.told.get("mutated"):
             trial.flags["mutated_input"] = Flag(rule="mutated_input", layer="process", detail="an input was changed")
             trial.decide("wrong", Diagnostic(stage="speed", kind="mutated_input", message="an input was changed"))
@@ -313,8 +320,14 @@ class Speed:
         return gpu if self._device == "cuda" else None
 
 
-def _order(count: int) -> list[int]:
-    return [secrets.randbelow(SETS) for _ in range(count)]
+def _seeds(count: int) -> list[int]:
+    """No two are the same, nor give the same values."""
+    drawn = [secrets.randbits(27) << 20 for _ in range(count)]
+    return [high | low for high, low in zip(drawn, secrets.SystemRandom().sample(range(1 << 20), count))]
+
+
+def _places(count: int) -> list[int]:
+    return secrets.SystemRandom().sample(range(count), SETS - 1)
 
 
 def _samples(told: dict[str, Sequence[float]]) -> Samples:

@@ -97,7 +97,8 @@ def suspicions(timing: Timing, first: Samples, again: Samples, eager: Samples) -
 
     Work is hidden where three of four calls by the host's clock show it, in both measurements: a host that is busy
     with something else slows many calls, but not so many; where one measurement alone shows it, the timing is put
-    aside.
+    aside. So is one whose calls took far longer in total than their number times the median: it tells of the calls
+    that did least.
     """
     found: list[Flag] = []
     overhead = max(median(eager.host) - median(eager.events), 0.0)
@@ -108,6 +109,11 @@ def suspicions(timing: Timing, first: Samples, again: Samples, eager: Samples) -
         rule = "hidden_work" if len(hidden) == len(pairs) else "not_repeatable"
         detail = f"{event:.3f} ms by the device's events, {host:.3f} ms by the host's clock"
         found.append(Flag(rule=rule, layer="timing", detail=detail))
+    uneven = [(median(one.events), math.fsum(one.events) / len(one.events)) for one in (first, again)]
+    if all(mean > HIDDEN_RATIO * event + HIDDEN_MS for event, mean in uneven):
+        event, mean = uneven[0]
+        detail = f"{event:.3f} ms at the median, {mean:.3f} ms on average"
+        found.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
     fastest = min(timing.candidate, timing.remeasured)
     if fastest < FLOOR_SLACK * timing.floor:
         detail = f"{fastest:.4f} ms; moving its data alone takes {timing.floor:.4f} ms"
