@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.data.prompts import Encoder, Keys, Parsed, parse_row
+from slime_core.data.prompts import Encoder, Keys, Parsed
 from slime_core.data.rows import open_rows, split_slice
-from slime_core.data.same import check_columns
+from slime_core.data.same import check_columns, parse_of
 from slime_core.data.source import eval_tasks, no_data, train_tasks
 from slime_core.data.streams import BadRows, FileSupply
 
@@ -50,6 +50,6 @@ def _first_row(config: Config, task: Task, key: str) -> Parsed | None:
         if config.data.max_bad_rows or not path.is_file():
             return None
         FileSupply(rows, task.name, keys, Encoder(None, template=False), BadRows(0, None))
-        return parse_row(rows[0], keys, rows.where(0), rows.root)
+        return parse_of(rows, 0, keys)
     finally:
         rows.close()

@@ -111,13 +111,18 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
 
 @dataclass(slots=True)
 class Encoder:
-    """Parsed rows and plugins' prompts to Prompts with tokens; ``limit`` is the longest prompt, 0 for none."""
+    """Parsed rows and plugins' prompts to Prompts with tokens; ``limit`` is the longest prompt, 0 for none.
+
+    ``wider`` is what to change for longer ones.
+    """
 
     tokenizer: Any
     template: bool
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     limit: int = 0
     overlong: str = "drop"  # or truncate, error
+    wider: str = "raise data.rollout_max_prompt_len"
+    dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
     def __post_init__(self) -> None:
         if self.template:
@@ -208,8 +213,12 @@ class Encoder:
         """
         if not tokens:
             raise empty(where)
-        if not self.limit or len(tokens) <= self.limit or self.overlong == "drop":
-            return None if self.limit and len(tokens) > self.limit else tokens
+        if not self.limit or len(tokens) <= self.limit:
+            return tokens
+        if self.overlong == "drop":
+            shortest, longest = self.dropped
+            self.dropped = min(shortest or len(tokens), len(tokens)), max(longest, len(tokens))
+            return None
         if self.overlong == "truncate":
             metadata["prompt_tokens"] = len(tokens)
             return tokens[-self.limit :]
@@ -217,7 +226,7 @@ class Encoder:
             f"the prompt has {len(tokens)} tokens, more than {self.limit}",
             code="DAT26",
             where=where,
-            fix="raise data.rollout_max_prompt_len, or set data.overlong_prompt to drop or truncate",
+            fix=f"{self.wider}\nor set data.overlong_prompt to drop or truncate",
         )
 
 

@@ -1,14 +1,16 @@
-"""Rows that are equal, and columns that are not there: 64-bit hashes of all rows in, pairs out."""
+"""Rows beside others: equal ones by 64-bit hashes, columns that are nowhere, a key that one row alone lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.data.prompts import Keys
+from slime_core.data.prompts import Keys, Parsed, parse_row
 from slime_core.data.rows import Rows
 from slime_core.errors import DataError, nearest
 
@@ -61,3 +63,22 @@ def check_columns(rows: Rows, keys: Keys) -> None:
                 why=f"the columns are {', '.join(map(repr, names[:20]))}",
                 fix=f"set {setting} to one of them" + (f" ({hint})" if hint else ""),
             )
+
+
+def parse_of(rows: Rows, index: int, keys: Keys, row: dict[str, Any] | None = None) -> Parsed:
+    """`parse_row` of row ``index``, which ``row`` is where it was read before.
+
+    Raises:
+        DataError: as `parse_row`; DAT18 blames the row where a neighbour has the key that it lacks.
+    """
+    row = rows[index] if row is None else row
+    try:
+        return parse_row(row, keys, rows.where(index), rows.root)
+    except DataError as error:
+        lacking = [name for name, _ in keys.required if name not in row]
+        if error.code == "DAT18" and lacking and len(rows) > 1:
+            with suppress(DataError):  # the neighbour is broken in another way, and tells so itself
+                if lacking[0] in rows[index - 1 if index else 1]:
+                    error.why += f"; other rows have {lacking[0]!r}"
+                    error.fix = "complete the row, or leave such rows out: data.max_bad_rows=1"
+        raise

@@ -273,7 +273,7 @@ def _read_whole(name: str, task: EvalTask, supply: Supply, key: str) -> EvalSet:
         else:
             found.dropped[made] += 1
     if not found.prompts:
-        raise nothing_left(name, found.dropped)
+        raise nothing_left(name, found.dropped, supply.encoder)
     return found
 
 
@@ -327,15 +327,24 @@ def _keys(config: Config, stage: str, task: Task) -> Any:
 
 def encoder_of(config: Config, tokenizer: Any, response_len: int) -> Encoder:
     """What turns rows into prompts; the longest prompt leaves ``response_len`` tokens of the context."""
-    data = config.data
-    context = config.rollout.rollout_max_context_len or _model_context(config.rollout.hf_checkpoint)
-    limits = [data.rollout_max_prompt_len, max(1, context - response_len) if context else 0]
+    data, given = config.data, config.rollout.rollout_max_context_len
+    context = given or _model_context(config.rollout.hf_checkpoint)
+    part = max(1, context - response_len) if context else 0
+    longest = data.rollout_max_prompt_len
+    wider = f"raise data.rollout_max_prompt_len, now {longest}"
+    if part and (not longest or part < longest):
+        wider = f"lower the response length, now {response_len} of the {context} tokens that hold prompt and response"
+        wider += (
+            " (rollout.rollout_max_response_len)" if response_len == config.rollout.rollout_max_response_len else ""
+        )
+        wider = f"raise rollout.rollout_max_context_len, or {wider}" if given else wider
     return Encoder(
         tokenizer,
         template=data.apply_chat_template,
         template_kwargs=dict(data.apply_chat_template_kwargs),
-        limit=min((limit for limit in limits if limit), default=0),
+        limit=min((limit for limit in (longest, part) if limit), default=0),
         overlong=data.overlong_prompt,
+        wider=wider,
     )
 
 

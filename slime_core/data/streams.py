@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from slime_core.data.order import Permutation
-from slime_core.data.prompts import Encoder, Keys, Parsed, parse_row
+from slime_core.data.prompts import Encoder, Keys, Parsed
 from slime_core.data.rows import Rows
-from slime_core.data.same import Hashes, check_columns, duplicate_ids, equal_pairs, hash_of
+from slime_core.data.same import Hashes, check_columns, duplicate_ids, equal_pairs, hash_of, parse_of
 from slime_core.errors import DataError, PluginError, SlimeError
 from slime_core.notices import NOTICES
 from slime_core.protocols import PromptSource
@@ -62,6 +62,8 @@ class BadRows:
 class Supply(Protocol):
     """Where a stream's prompts come from, by index."""
 
+    encoder: Encoder
+
     def count(self) -> int | None:
         """How many there are; None for an endless source."""
         ...
@@ -95,7 +97,7 @@ class FileSupply:
         bad: BadRows,
         reopen: Callable[[Mapping[str, Any]], Rows] | None = None,
     ) -> None:
-        self._rows, self._task, self._keys, self._encoder, self._bad = rows, task, keys, encoder, bad
+        self._rows, self._task, self._keys, self.encoder, self._bad = rows, task, keys, encoder, bad
         self._reopen = reopen  # the same rows of a file with this mark
         check_columns(rows, keys)
         self._scan()
@@ -110,7 +112,7 @@ class FileSupply:
         if parsed is None:
             return BAD
         try:
-            made = self._encoder.prompt(parsed, id=id, task=self._task, position=position)
+            made = self.encoder.prompt(parsed, id=id, task=self._task, position=position)
         except DataError as error:
             if error.code == "DAT26":
                 raise
@@ -141,7 +143,7 @@ class FileSupply:
 
     def _parse(self, index: int) -> Parsed | None:
         try:
-            return parse_row(self._rows[index], self._keys, self._rows.where(index), self._rows.root)
+            return parse_of(self._rows, index, self._keys)
         except DataError as error:
             if error.code == "DAT37":
                 raise
@@ -184,7 +186,7 @@ class PluginSupply:
     """Prompts of a plugin's `slime_prompts`."""
 
     def __init__(self, source: PromptSource, task: str, encoder: Encoder, bad: BadRows) -> None:
-        self._source, self._task, self._encoder, self._bad = source, task, encoder, bad
+        self._source, self._task, self.encoder, self._bad = source, task, encoder, bad
         try:
             self._count: int | None = len(source)
         except TypeError:
@@ -214,7 +216,7 @@ class PluginSupply:
             )
         task = found.task if found.task != "default" else self._task
         try:
-            made = self._encoder.of_plugin(found, id=id, task=task, position=position, where=where)
+            made = self.encoder.of_plugin(found, id=id, task=task, position=position, where=where)
         except DataError as error:
             if error.code == "DAT26":
                 raise
@@ -276,9 +278,11 @@ class Stream:
             DataError: DAT27, a whole epoch went by without one.
         """
         count = self.supply.count()
-        patience = 2 * count if count is not None else ENDLESS_SKIPS
+        patience = count if count is not None else ENDLESS_SKIPS
         skipped: Counter[str] = Counter()
         while skipped.total() < patience:
+            if count is not None and self.cursor % count == 0:
+                skipped.clear()  # an epoch is told whole, each row once
             index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
             try:
                 made = self.supply.make(index, id=id, position=position)
@@ -291,7 +295,7 @@ class Stream:
                 return made
             skipped[made] += 1
             self.dropped[made] += 1
-        raise nothing_left(self.name, skipped)
+        raise nothing_left(self.name, skipped, self.supply.encoder)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, and what must be equal to go on from there."""
@@ -347,14 +351,15 @@ def say_grown(where: str, mark: Mapping[str, Any], size: int) -> None:
     )
 
 
-def nothing_left(task: str, reasons: Counter[str]) -> DataError:
-    """DAT27 with the histogram of reasons."""
+def nothing_left(task: str, reasons: Counter[str], encoder: Encoder) -> DataError:
+    """DAT27 with the histogram of reasons, and what ``encoder`` found too long."""
     shown = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    longer = "raise data.rollout_max_prompt_len or rollout.rollout_max_context_len, or data.overlong_prompt=truncate"
+    if OVERLONG not in reasons:
+        fix = "see rejected.jsonl in the run directory"
+    else:
+        shortest, longest = encoder.dropped
+        shown += f"; overlong prompts have {shortest} to {longest} tokens, at most {encoder.limit} fit"
+        fix = f"{encoder.wider}\nor set data.overlong_prompt=truncate"
     return DataError(
-        f"every row of task {task!r} was dropped",
-        code="DAT27",
-        where=f"task {task!r}",
-        why=shown,
-        fix=longer if OVERLONG in reasons else "see rejected.jsonl in the run directory",
+        f"every row of task {task!r} was dropped", code="DAT27", where=f"task {task!r}", why=shown, fix=fix
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty, parse_row
+from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty
 from slime_core.data.rows import Rows
-from slime_core.data.same import SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of
+from slime_core.data.same import SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of, parse_of
 from slime_core.data.streams import OVERLONG, nothing_left
 from slime_core.errors import DataError
 
@@ -38,7 +38,7 @@ class Survey:
     rows: int = 0
     prompts: int = 0  # rows that can be used
     unit: str = "characters"  # or tokens, where a tokenizer was given
-    limit: int = 0  # longest prompt in tokens; 0 is none
+    encoder: Encoder | None = None  # what bounds prompts
     keys: dict[str, Counter[str]] = field(default_factory=dict)  # key -> JSON type -> rows
     lengths: Counter[int] = field(default_factory=Counter)  # of prompts, overlong ones included
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> rows
@@ -75,10 +75,17 @@ class Survey:
             return None
         if not self.dropped:
             return _none(where, self.rows, self.bad)
-        error = nothing_left("default", self.dropped)
-        lengths = ", ".join(f"{name} {value}" for name, value in self.quantiles().items())
-        error.where, error.why = where, f"{error.why}; lengths in {self.unit}: {lengths}, at most {self.limit}"
+        assert self.encoder is not None  # without one nothing is too long
+        error = nothing_left(
+            "default", self.dropped, replace(self.encoder, dropped=(min(self.lengths), max(self.lengths)))
+        )
+        error.where = where
         return error
+
+    @property
+    def limit(self) -> int:
+        """Longest prompt in tokens; 0 is none."""
+        return self.encoder.limit if self.encoder else 0
 
     def quantiles(self) -> dict[str, int]:
         """Lengths of prompts: ``min p50 p90 p99 max``; empty where there is none."""
@@ -114,7 +121,7 @@ def survey(
     Raises:
         DataError: DAT37 the file changed meanwhile; DAT26 a prompt that is too long where that is an error.
     """
-    found = Survey(rows=len(rows), unit="tokens" if encoder else "characters", limit=encoder.limit if encoder else 0)
+    found = Survey(rows=len(rows), unit="tokens" if encoder else "characters", encoder=encoder)
     found.hashed = min(len(rows), MAX_HASHED)
     hashes: dict[str, Hashes] = {name: np.zeros(found.hashed, dtype=np.uint64) for name in ("prompt", "row", "id")}
     for index in range(len(rows)):
@@ -132,7 +139,7 @@ def _look(rows: Rows, index: int, where: str, keys: Keys, found: Survey, encoder
     try:
         row = rows[index]
         _count_keys(row, found)
-        parsed = parse_row(row, keys, where, rows.root)
+        parsed = parse_of(rows, index, keys, row)
         made = _length(parsed, found, encoder)
     except DataError as error:
         if error.code in ("DAT26", "DAT37"):

@@ -37,9 +37,9 @@ def test_17_no_valid_row_tells_what_was_wrong_with_them(write, source, refused):
     ("key", "setting"), [("input_key", "data.input_key"), ("label_key", "data.label_key"), ("id_key", "data.id_key")]
 )
 def test_18_a_missing_key_names_row_keys_and_setting(write, source, refused, key, setting):
-    path = write({"input": "a", "question": "1"}, {"input": "a", "questions": "1"})
+    path = write({"input": "a", "questions": "1"}, {"input": "a", "questions": "1"})
     error = refused("DAT18", source, path, **{key: "question"})
-    assert error.where == f"{path}:2"
+    assert error.where == f"{path}:1"
     assert "'input', 'questions'" in error.why
     assert setting in error.fix
     assert "did you mean 'questions'?" in error.fix
@@ -282,8 +282,47 @@ def test_27_all_rows_dropped_shows_the_histogram(write, source, refused):
     found = source(write({"input": "123"}, {"input": "1234"}, b"{"), rollout_max_prompt_len=2, max_bad_rows=1)
     error = refused("DAT27", found.next, 1)
     assert "'default'" in error.what
-    assert error.why == "4 x overlong, 2 x bad_row", "two epochs of three rows were tried"
-    assert "data.rollout_max_prompt_len" in error.fix
+    assert error.why == "2 x overlong, 1 x bad_row; overlong prompts have 3 to 4 tokens, at most 2 fit"
+    assert "raise data.rollout_max_prompt_len, now 2" in error.fix
+
+
+def test_27_counts_a_whole_epoch_once_wherever_it_began(write, source, refused):
+    found = source(write({"input": "1"}, {"input": "123"}, {"input": "1234"}), rollout_max_prompt_len=2)
+    found.next(1)
+    found._streams[0].supply.encoder.limit = 0
+    found.next(1)
+    found._streams[0].supply.encoder.limit = -1
+    assert refused("DAT27", found.next, 1).why.startswith("3 x overlong")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "fix"),
+    [
+        (
+            {"rollout_max_context_len": 8},
+            "raise rollout.rollout_max_context_len, or lower the response length, now 6 of",
+        ),
+        ({"hf_checkpoint": "."}, "lower the response length, now 6 of the 8 tokens that hold prompt and response"),
+    ],
+    ids=["the run's context", "the model's context"],
+)
+def test_27_names_what_bounds_the_prompt(write, source, refused, tmp_path, monkeypatch, rollout, fix):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    sections = {"rollout": {**rollout, "rollout_max_response_len": 6}}
+    error = refused("DAT27", source(write({"input": "123"}), sections=sections).next, 1)
+    assert error.fix.startswith(fix)
+    assert error.why == "1 x overlong; overlong prompts have 3 to 3 tokens, at most 2 fit"
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_18_one_row_without_a_label_is_to_be_completed(write, source, refused, missing):
+    rows = [{"input": "1", "label": "2"} for _ in range(3)]
+    del rows[missing]["label"]
+    error = refused("DAT18", source, write(*rows), label_key="label")
+    assert error.where.endswith(f":{missing + 1}")
+    assert "other rows have 'label'" in error.why
+    assert error.fix == "complete the row, or leave such rows out: data.max_bad_rows=1"
 
 
 def test_28_a_set_smaller_than_a_step_goes_round(write, source):
