@@ -16,7 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from slime_cli.preflight import FILES, WANTED_FILES, check_loopback
+from slime_cli.preflight import WANTED_FILES, check_loopback, needed_files
 from slime_core.errors import TrainerError
 from slime_core.extras import install_line
 from slime_core.memory import available_memory
@@ -177,8 +177,8 @@ def open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "none" for limit in (soft, hard)]
-    found = f"limit {shown[0]} (hard {shown[1]}); a run needs {FILES} and asks for {WANTED_FILES}"
-    if hard != unlimited and hard < FILES:
+    found = f"limit {shown[0]} (hard {shown[1]}); a run needs {needed_files()} and asks for {WANTED_FILES}"
+    if hard != unlimited and hard < needed_files():
         return CheckResult(status="fail", found=found, fix=f"raise the hard limit: ulimit -Hn {WANTED_FILES}")
     if hard != unlimited and hard < WANTED_FILES:
         return CheckResult(status="warn", found=found, fix=f"ulimit -n {WANTED_FILES}")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 PROCESS = 640 << 20  # bytes of a process with torch and transformers loaded, measured on Linux, Python 3.11
 PROMPT = 256  # tokens of a prompt where the config does not bound them
-FILES = 256  # descriptors: libraries, ledger, segments, checkpoints, sockets to ranks
+FILES = 256  # descriptors: libraries, ledger, segments, checkpoints
+FILES_PER_PROCESS = 16  # sockets to ranks and engines
 WANTED_FILES = 4096
 
 
@@ -33,7 +34,7 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
         StorageError: STO120 too few open files are allowed.
         TrainerError: TRN131 no loopback, TRN132 too little memory, with what is needed for what.
     """
-    check_files(FILES + 16 * processes(config))
+    check_files(needed_files(processes(config)))
     check_loopback()
     if crowded := check_cores(config):
         note(crowded)
@@ -112,6 +113,11 @@ def check_kept(at: Path | None) -> None:
         why="it is in the copy of --working-dir that Ray unpacked for this job on this machine alone",
         fix="--run-dir DIR   on a file system that all machines see",
     )
+
+
+def needed_files(processes: int = 1) -> int:
+    """Descriptors of a run with so many ranks and engines."""
+    return FILES + FILES_PER_PROCESS * processes
 
 
 def check_files(needed: int) -> None:

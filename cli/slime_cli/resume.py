@@ -144,7 +144,7 @@ def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str], *, auto: bool = False) -> Going:
+def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str]) -> Going:
     """Lock the run, find where it goes on, and refuse what would make another experiment of it.
 
     Raises:
@@ -165,7 +165,7 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         if found is not None and found.epoch >= run_dir.epoch:
             run_dir.raise_epoch(found.epoch)
         if found is None:
-            say_no_checkpoint(run_dir, auto)
+            say_no_checkpoint(run_dir)
         else:
             check_ledger(run_dir, found, config.report.ledger_dir)
             say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
@@ -184,32 +184,31 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
     return Going(run_dir=run_dir, found=found, exact=exact, changes=changes)
 
 
-def say_no_checkpoint(run_dir: RunDir, auto: bool) -> None:
+def say_no_checkpoint(run_dir: RunDir) -> None:
     """Say that the ledger alone is there.
 
     Raises:
-        ConfigError: CFG14 where it has nothing either, unless the run ended before it began or ``auto`` was asked.
+        ConfigError: CFG14 where it has nothing either, though figures or payloads say that there were samples.
     """
     from slime_core.report import history
 
-    issued, steps = history.states(run_dir).get("issued", 0), history.recorded_steps(run_dir)
-    if issued:
+    states, steps = history.states(run_dir), history.recorded_steps(run_dir)
+    if issued := states.get("issued", 0):
         say(
             f"resume {run_dir.path}: there is no checkpoint. It starts again at version 0 FROM THE LEDGER: "
             f"{issued} samples are known, {steps} recorded steps are made again from them"
         )
         return
-    untouched = not any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
-    early = run_dir.read_info().get("status") == "stopped"
-    if untouched and (auto or early):
+    made = any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
+    if not made and (states or not any(run_dir.segments.glob("*.seg"))):
         say(f"resume {run_dir.path}: it ended before its first sample; a fresh start at version 0")
         return
     raise ConfigError(
         "there is nothing to resume: no checkpoint, and the ledger is empty",
         code="CFG14",
         where=str(run_dir.path),
-        why="going on would silently start from the beginning",
-        fix="start another run: slime run ...\nor let it start where there is nothing: --resume auto",
+        why="there were samples: going on would silently start from the beginning",
+        fix="start another run: slime run ... --run-dir NEW_DIR",
     )
 
 

@@ -103,9 +103,8 @@ def command(
                 )
                 return say_answer(submit(order, settings), as_json)
             run = Run(settings=settings, session=session, signals=signals, limit=limit, verify_step=verify_step or 0)
-            auto = resume == "auto" or before.number > 0  # it may have ended before its first sample
             with Restarts(session, before, settings, again):
-                answer = run.fresh(run_dir) if old is None else run.again(old, forced, auto=auto)
+                answer = run.fresh(run_dir) if old is None else run.again(old, forced)
         finally:
             settings.plugins.close()
     say_answer(answer, as_json)
@@ -216,7 +215,7 @@ class Run:
         with RunDir.create(self.config.name, at=at) as run_dir:
             return self.train(run_dir, None)
 
-    def again(self, path: Path, forced: tuple[str, ...], *, auto: bool) -> dict[str, Any]:
+    def again(self, path: Path, forced: tuple[str, ...]) -> dict[str, Any]:
         """Go on with the run in ``path``.
 
         Raises:
@@ -228,7 +227,7 @@ class Run:
         if (answer := already_finished(path, self.settings)) is not None:
             return answer
         try:
-            going = reopen(path, self.settings, self.config, forced, auto=auto)
+            going = reopen(path, self.settings, self.config, forced)
         except Terminated:
             what = "stopped before it went on (SIGTERM)"
             raise Preempted(what, why="nothing is lost", fix=f"slime run --resume {path}") from None

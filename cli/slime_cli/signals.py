@@ -1,16 +1,18 @@
-"""What a run does with SIGTERM, SIGINT and SIGHUP.
+"""What a run does with SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 
     nothing to keep yet   the signal ends the process (Terminated, KeyboardInterrupt)
     a run is going on     the first asks it to stop: checkpoint, exit 75 (130 after Ctrl-C); the second ends it now
 
 Handlers are Python's own, not the event loop's, so that the second signal is heard while the loop is busy. A signal
-that was ignored when the process began stays ignored (nohup, background jobs of a shell).
+that was ignored when the process began stays ignored (nohup, background jobs of a shell). SIGUSR1 prints the stack of
+every thread on stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STDERR = 2
 LAST_WORD = 1.0  # seconds that run.json may take when a run is ended at once
 
 
@@ -55,9 +58,12 @@ class Signals:
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(number, self._handle)
                     self._before[number] = before
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        faulthandler.unregister(signal.SIGUSR1)
         for number, before in self._before.items():
             signal.signal(number, before)
 

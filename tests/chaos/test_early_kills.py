@@ -30,15 +30,21 @@ def test_a_folder_with_anything_in_it_is_not(tmp_path, name):
         RunDir.create("run", at=tmp_path / "run")
 
 
-def test_an_evaluation_before_the_first_sample_does_not_hinder_auto(tmp_path, capsys):
+def test_a_run_that_was_killed_before_its_first_sample_starts_afresh(tmp_path, capsys):
+    """Its status is still that of a run that goes on; an evaluation of version 0 is none of a step."""
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         line = {"kind": "eval", "version": 0, "name": "heldout", "metrics": {}, "seconds": {}}
         run_dir.metrics.write_text(json.dumps(line) + "\n")
-        resume.say_no_checkpoint(run_dir, True)
+        run_dir.begin(0, {})
+        resume.say_no_checkpoint(run_dir)
         assert "a fresh start at version 0" in capsys.readouterr().err
         run_dir.metrics.write_text(json.dumps({**line, "kind": "step", "version": 1}) + "\n")
         with pytest.raises(ConfigError, match="CFG14"):
-            resume.say_no_checkpoint(run_dir, True)
+            resume.say_no_checkpoint(run_dir)
+        run_dir.metrics.unlink()
+        (run_dir.segments / "000001.seg").write_bytes(b"slimeSG1")
+        with pytest.raises(ConfigError, match="CFG14"):
+            resume.say_no_checkpoint(run_dir)
 
 
 def test_what_a_killed_process_left_goes_when_the_run_is_reopened(tmp_path):

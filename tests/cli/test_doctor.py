@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections import namedtuple
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_cli import checks, preflight
+from slime_cli.checks import open_files
 from slime_cli.doctor import run_check
 from slime_core.config.load import load_config
 from slime_core.errors import SlimeError, StorageError
@@ -151,7 +153,7 @@ def test_open_files_are_judged_by_the_hard_limit(monkeypatch, limits, status):
     monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits)
     result = checks.open_files()
     assert result.status == status
-    assert "needs 256" in result.found
+    assert "needs 272" in result.found
 
 
 def test_one_core_is_a_warning(monkeypatch):
@@ -264,6 +266,18 @@ def test_a_poor_machine_can_train(own, tmp_path):
     done = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "final" / "model.safetensors").exists()
+
+
+def test_doctor_and_a_run_ask_for_as_many_open_files(own, monkeypatch):
+    limit = preflight.needed_files() - 1
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    config = load_config(None, ["--hf-checkpoint", str(own.path / "model")])
+    with pytest.raises(StorageError, match="STO120") as caught:
+        preflight.check_machine(config, str)
+    checked = open_files()
+    assert checked.status == "fail"
+    assert "a run needs 272" in checked.found
+    assert "a run needs 272" in caught.value.what
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused_with_numbers(cli, own, monkeypatch):

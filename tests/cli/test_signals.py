@@ -257,12 +257,17 @@ def begin(own, tmp_path, *more, **env):
     ids=["SIGTERM with two ranks", "SIGINT"],
 )
 def test_the_second_signal_ends_at_once_and_leaves_nothing(own, tmp_path, phases, number, ranks, code, status):
-    """Cases 122 and 123: a run that cannot stop in order ends all the same; nothing of it is left on the machine."""
+    """Cases 122 and 123: a run that cannot stop in order ends all the same; nothing of it is left on the machine.
+
+    Before that it says where it hangs, when SIGUSR1 asks.
+    """
     shared = shared_memory()
     process = begin(own, tmp_path, *phases, "--actor-num-gpus-per-node", ranks, STOP_IN="step_done 1 HANG")
     assert process.stdout.readline() == "hangs\n", process.communicate()
     children = [os.pidfd_open(child) for child in descendants(process.pid)]
     assert len(children) >= (2 if ranks == "2" else 0)
+    process.send_signal(signal.SIGUSR1)
+    assert any(" in reached" in line for line in process.stderr), process.wait()
     process.send_signal(number)
     for line in process.stderr:
         if "a second signal ends the run at once" in line:
