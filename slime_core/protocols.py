@@ -39,7 +39,7 @@ Ability = Literal[
     "live_load",  # weights change under running requests, and every token says which made it
     "release",  # memory can be given back
 ]
-Role = Literal["policy", "old_policy", "reference", "teacher", "values"]
+Role = Literal["policy", "old_policy", "reference", "teacher", "values", "float32", "bfloat16"]
 PauseMode = Literal["abort", "retract", "keep"]
 
 
@@ -103,8 +103,8 @@ class Trainer(Protocol):
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """Role to columns over the batch's R response tokens.
 
-        ``policy`` and ``old_policy`` give ``log_probs`` (at the batch's temperature) and ``entropy``, ``reference``
-        and ``teacher`` give ``log_probs``, ``values`` gives ``values``.
+        ``policy`` and ``old_policy`` give ``log_probs`` (at the batch's temperature) and ``entropy``, ``values`` gives
+        ``values``, the others ``log_probs``; ``float32`` and ``bfloat16`` the policy's in it, if cheap.
         """
         ...
 

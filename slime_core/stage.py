@@ -153,6 +153,6 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
         source=source,
         evaluations=evaluations,
         collector=collector,
-        canary=Canary(config=config, vocab_size=parts.vocab_size),
+        canary=Canary(config=config, vocab_size=parts.vocab_size, text=source.text if source else lambda count: ()),
         last=progress.version + config.rollout.num_rollout - progress.step,
     )

@@ -163,7 +163,7 @@ class RolloutSection(Section):
         "rolling", description="Tensors of servers compared with the trainer's after each step: some in turn, or all."
     )
     canary_band: float = Field(
-        0.0, ge=0, description="Largest mean difference of trainer and engine log-probs; 0: by dtype."
+        0.0, ge=0, description="Largest mean difference of trainer and engine log-probs; 0: from rounding."
     )
     dynamic_sampling: Literal["off", "equal_rewards"] = Field(
         "off", description="equal_rewards: drop groups whose rewards are all equal, and take the next prompts."

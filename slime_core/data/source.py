@@ -77,6 +77,13 @@ class DataSource:
                 self._position += 1
         return prompts
 
+    def text(self, count: int) -> list[int]:
+        """Return up to ``count`` tokens of the first rows' prompts, task after task; nothing is drawn or counted."""
+        tokens: list[int] = []
+        for number, stream in enumerate(self._streams):
+            tokens += stream.text((count - len(tokens)) // (len(self._streams) - number))
+        return tokens
+
     def counts(self) -> dict[str, int]:
         """``read``, ``prompts`` and ``dropped/REASON``; read = prompts + dropped."""
         dropped = sum((s.dropped for s in self._streams), Counter[str]())

@@ -25,6 +25,7 @@ from slime_core.types import Prompt
 
 SCAN_ROWS = 20_000  # a set of up to so many rows is checked whole before the start, of a larger one its beginning
 ENDLESS_SKIPS = 100_000  # prompts that an endless source may bring in vain, one after another
+TEXT_ROWS = 64  # looked at for a few tokens of text
 OVERLONG = "overlong"
 BAD = "bad_row"
 
@@ -296,6 +297,18 @@ class Stream:
             skipped[made] += 1
             self.dropped[made] += 1
         raise nothing_left(self.name, skipped, self.supply.encoder)
+
+    def text(self, count: int) -> list[int]:
+        """Return up to ``count`` tokens of the first rows' prompts, in the rows' order, whatever was drawn."""
+        rows, tokens, index = self.supply.count(), list[int](), 0
+        while len(tokens) < count and index < min(TEXT_ROWS, rows or TEXT_ROWS):
+            try:
+                row = self.supply.make(index, id="text", position=index)
+            except IndexError:  # the end of an endless source
+                break
+            tokens += row.tokens if isinstance(row, Prompt) else []
+            index += 1
+        return tokens[:count]
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, and what must be equal to go on from there."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from slime_core.config.schema import Config
 from slime_core.durable import sha256_of
 from slime_core.errors import EngineError
-from slime_core.protocols import Engine, Trainer
+from slime_core.protocols import Engine, Role, Trainer
 from slime_core.testing.ledger_contract import (
     LEDGER_CHECKS as LEDGER_CHECKS,
     LedgerCheck as LedgerCheck,
@@ -31,6 +31,7 @@ from slime_core.testing.ledger_contract import (
 from slime_core.types import Batch, GenerateRequest, SamplingParams, WeightUpdate
 
 PATIENCE = 60.0  # seconds until a call that never returns counts as a deadlock
+ROUNDING = 0.5  # log-probs of a small model are moved by less where it is computed in bfloat16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,6 +221,17 @@ async def trainer_scores_every_response_token(case: TrainerCase) -> None:
     assert (values == again["policy"]["log_probs"]).all(), "scoring changed the model"
 
 
+async def trainer_scores_in_both_dtypes(case: TrainerCase) -> None:
+    """One of them is the dtype of compute; the other differs by rounding alone. Either may be left out."""
+    await case.trainer.begin(case.stage)
+    roles: frozenset[Role] = frozenset({"policy", "float32", "bfloat16"})
+    scores = {role: columns["log_probs"] for role, columns in (await case.trainer.score(case.batch, roles)).items()}
+    own = scores.pop("policy")
+    apart = {role: float(np.abs(own - values).max()) for role, values in scores.items()}
+    assert not apart or min(apart.values()) == 0, apart
+    assert max(apart.values(), default=0.0) < ROUNDING, apart
+
+
 async def trainer_step_changes_what_it_publishes(case: TrainerCase) -> None:
     """A step that moved nothing, or an update that carries old weights, would train in vain."""
     await case.trainer.begin(case.stage)
@@ -299,6 +311,7 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = (
 TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_publish_returns_before_any_engine_loads,
     trainer_scores_every_response_token,
+    trainer_scores_in_both_dtypes,
     trainer_step_changes_what_it_publishes,
     trainer_verifies_a_step_and_changes_nothing,
     trainer_restores_what_it_saved,

@@ -232,6 +232,7 @@ class FakeTrainer:
         """See `protocols.Trainer`: log-probs are -1, the teacher's -2, values 0.5."""
         count = len(batch.loss_mask)
         level = {"policy": -1.0, "old_policy": -1.0, "reference": -1.0, "teacher": -2.0}
+        level |= {"float32": -1.0, "bfloat16": -1.0}
         out: dict[str, Columns] = {
             role: {"log_probs": np.full(count, level[role], np.float32)} for role in roles if role != "values"
         }

@@ -132,13 +132,13 @@ class Slow:
         both = torch.zeros(2, len(tokens), dtype=self.dtype, device=self.device)
         with torch.no_grad():
             for i in mine:
-                both[:, _place(batch, i)] = self._rows(batch, i)
+                both[:, _place(batch, i)] = self.rows(batch, i)
         if self.world > 1:
             dist.all_reduce(both)
         total, scale, slopes = self._loss(batch, rollouts, tokens, both)
         self.model.zero_grad()
         for i in mine:
-            (self._rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
+            (self.rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
         grads = {}
         for name, parameter in self.model.named_parameters():
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -147,7 +147,7 @@ class Slow:
             grads[name] = grad.double().cpu()
         return total, scale, grads
 
-    def _rows(self, batch: Batch, i: int) -> torch.Tensor:
+    def rows(self, batch: Batch, i: int) -> torch.Tensor:
         """Log-prob and entropy of each response token of sample i, [2, its response tokens]."""
         ids = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64)).to(self.device)
         count = int(batch.response_lengths[i])

@@ -1,13 +1,12 @@
-"""The statistical half of the canary: log-probs of fixed prompts, the trainer's beside the engine's.
+"""The statistical half of the canary: log-probs of text, the trainer's beside the engine's.
 
-    probe(seed, vocabulary) -> Trainer.score -> Plain.ask ..... Plain.compare <- Engine.score
-                                                      `-> canary/* metrics, and an end where they leave the band
+    text -> probe -> Trainer.score -> Plain.ask ..... Plain.compare <- Engine.score
+                                          `-> canary/* metrics, and an end where they leave the band
 
 Checksums say that bytes arrived; this says that both sides make the same of them: position ids, rope, norms, an order
-of q, k and v that both sides agree on wrongly. Prompts are token ids spread over the whole vocabulary by the run's
-seed: they need no data, are the same in every stage and after a resume, so figures can be compared over a run, and
-they read every part of both embeddings. Being no language, they are improbable: differences in bfloat16 are larger
-than those of sampled tokens.
+of q, k and v that both sides agree on wrongly. The text is that of the run's own prompts, one after another, cut into
+pieces: what models are made for. In bfloat16 rounding alone moves log-probs, of some models ten times as far as of
+others. How far is measured, before the first comparison, on the trainer's own model and the same text.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,32 +27,34 @@ from slime_core.types import Batch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.protocols import Engine, Trainer
+    from slime_core.protocols import Engine, Role, Trainer
 
-PROMPTS, LENGTH = 8, 32  # tokens of a prompt; the first is given, the others are scored
+PROMPTS, LENGTH = 8, 32  # tokens of a prompt; the first is the context of the others, which are scored
 FIRST = {"float32": 1e-3, "bfloat16": 0.05}
-"""Band before the run has shown its own. bfloat16: means of 0.003 to 0.009 were seen on a GPU (SGLang 0.5.12, dense
-models of 0.6B and 4B), so more than five times that; it is also what NeMo-RL's guide for new models lets pass (a mean
-of exp |difference| of 1.05). float32: 1e-6 on a CPU; on a GPU attention may multiply in TF32, which has 10 bits."""
-FLOOR = {"float32": 2e-5, "bfloat16": 0.02}  # the running band goes no lower: twice the largest that was seen, or more
+"""Band before the run has shown its own, where rounding was not measured. bfloat16: means of 0.003 to 0.009 were seen
+on a GPU (SGLang 0.5.12, dense models of 0.6B and 4B), so more than five times that. float32: 1e-6 to 5e-6 on a CPU; on
+a GPU attention may multiply in TF32, which has 10 bits."""
+ROUNDINGS = 4.0  # the first band is so many times what rounding does to the trainer's own log-probs
+CEILING = 0.5  # and no wider: weights of another model, or swapped ones, move log-probs by more
+FLOOR = {"float32": 2e-5, "bfloat16": 0.02}  # no band is narrower: twice the largest that was seen, or more
 MIXTURE = 4.0
-"""Both are so many times as wide for a mixture of experts: of two that are close, rounding chooses one."""
+"""FIRST and FLOOR are so many times as wide for a mixture of experts: of two that are close, rounding chooses one."""
 TIMES = 8.0  # the running band is so many medians wide
 SEEN, ENOUGH = 32, 4  # differences it remembers, and after how many it begins
+
+PRECISIONS: tuple[Role, ...] = ("float32", "bfloat16")
 
 Metrics = dict[str, float]
 
 
-def probe(seed: int, vocab_size: int, context_len: int) -> Batch:
-    """The prompts as a batch to score: the first token of each is the prompt, the rest its response.
+def probe(text: Sequence[int], context_len: int) -> Batch:
+    """Prompts as a batch to score: the first token of each is the prompt, the rest its response.
 
-    Token ids are one of each of PROMPTS * LENGTH equal parts of the vocabulary, in an order drawn from ``seed``.
+    Args:
+        text: token ids; PROMPTS pieces of up to LENGTH are cut from it, and it is repeated where it is shorter.
     """
     length = max(2, min(LENGTH, context_len))
-    count = PROMPTS * length
-    generator = np.random.Generator(np.random.Philox(seed_of(seed, "canary")))
-    ids = (np.arange(count) + generator.random(count)) * vocab_size / count
-    tokens = generator.permutation(np.minimum(ids, vocab_size - 1).astype(np.int32))
+    tokens = np.resize(np.asarray(text, dtype=np.int32), PROMPTS * length)
     responses = PROMPTS * (length - 1)
     return Batch(
         version=0,
@@ -70,16 +72,31 @@ def probe(seed: int, vocab_size: int, context_len: int) -> Batch:
     )
 
 
-class Band:
-    """The largest mean difference that passes: ``fixed``, or the dtype's, narrowed to what the run has shown.
+def drawn(seed: int, vocab_size: int) -> NDArray[np.int64]:
+    """Token ids for a run without prompts of its own: one of each of equal parts of the vocabulary, shuffled."""
+    count = PROMPTS * LENGTH
+    generator = np.random.Generator(np.random.Philox(seed_of(seed, "canary")))
+    ids = (np.arange(count) + generator.random(count)) * vocab_size / count
+    return generator.permutation(np.minimum(ids, vocab_size - 1).astype(np.int64))
 
-    ``mixture``: the model is a mixture of experts.
+
+class Band:
+    """The largest mean difference that passes: ``fixed``, or what rounding does, narrowed to what the run has shown.
+
+    ``mixture``: the model is a mixture of experts. ``rounding`` is a mean |difference| of log-probs, once measured.
     """
 
     def __init__(self, dtype: str, fixed: float = 0.0, *, mixture: bool = False) -> None:
         wide = MIXTURE if mixture else 1.0
         self._first, self._floor, self._fixed = wide * FIRST[dtype], wide * FLOOR[dtype], fixed
         self._seen: deque[float] = deque(maxlen=SEEN)
+        self.rounding: float | None = None
+        self.measures = dtype != "float32" and not fixed  # whether rounding decides, and is yet to be measured
+
+    def measure(self, exact: NDArray[np.float32], rounded: NDArray[np.float32]) -> None:
+        """Set the first band by the trainer's log-probs in float32 and in the dtype of compute."""
+        self.rounding = differences(exact, rounded)["canary/logprob_diff_mean"]
+        self._first = min(CEILING, max(self._floor, ROUNDINGS * self.rounding))
 
     @property
     def limit(self) -> float:
@@ -100,7 +117,7 @@ class Plain:
     """Compares both sides, update after update.
 
     Example:
-        plain = Plain(probe(seed, vocab_size, context_len), Band("float32"))
+        plain = Plain(probe(text, context_len), Band("float32"))
         await plain.ask(trainer)                            # while the trainer has its parameters
         metrics = await plain.compare(engine, version=4)    # while the engine serves
     """
@@ -110,9 +127,13 @@ class Plain:
     theirs: NDArray[np.float32] | None = None  # the trainer's, [R]
 
     async def ask(self, trainer: Trainer) -> None:
-        """Take the trainer's log-probs of the weights that it has now."""
-        found = await trainer.score(self.batch, frozenset({"policy"}))
-        self.theirs = np.asarray(found["policy"]["log_probs"], dtype=np.float32)
+        """Take the trainer's log-probs of the weights that it has now; the first time, what rounding does to them."""
+        roles: frozenset[Role] = frozenset({"policy", *(PRECISIONS if self.band.measures else ())})
+        scores = await trainer.score(self.batch, roles)
+        self.theirs = np.asarray(scores["policy"]["log_probs"], dtype=np.float32)
+        if self.band.measures and all(role in scores for role in PRECISIONS):
+            self.band.measure(*(scores[role]["log_probs"] for role in PRECISIONS))
+        self.band.measures = False
 
     async def compare(self, engine: Engine, version: int) -> Metrics:
         """Take the engine's and compare.
@@ -133,6 +154,11 @@ class Plain:
         self.theirs = None
         return metrics | {"canary/band": limit}
 
+    def _rounding(self) -> str:
+        if self.band.rounding is None:
+            return ""
+        return f"; rounding to bfloat16 moves the trainer's own by {self.band.rounding:.3g}"
+
     def _tokens(self, sample: int) -> list[int]:
         found: list[int] = self.batch.tokens[self.batch.offsets[sample] : self.batch.offsets[sample + 1]].tolist()
         return found
@@ -149,7 +175,8 @@ class Plain:
             code="ENG83",
             where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
             f"{self.theirs[row]:.4f}, engine {ours[row]:.4f}",
-            why="the engine computes something else than what is trained: other weights, or another model",
+            why="the engine computes something else than what is trained: other weights, or another model"
+            + self._rounding(),
             fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "
             "--canary-band, above it",
         )

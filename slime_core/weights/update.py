@@ -7,13 +7,14 @@ Engine.route -> Trainer.publish -> Engine.load -> version -> checksums -> Traine
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
 from slime_core.weights.canary import compare
-from slime_core.weights.plain import LENGTH, Band, Plain, probe
+from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, drawn, probe
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -39,6 +40,7 @@ class Canary:
 
     config: Config
     vocab_size: int  # rows of the embedding
+    text: Callable[[int], Sequence[int]] = lambda count: ()  # up to so many tokens of the run's prompts
     metrics: dict[str, float] = field(default_factory=dict)
     _served: dict[str, str] = field(default_factory=dict)  # checksums, when they were last asked
     _plain: Plain | None = None
@@ -72,15 +74,15 @@ class Canary:
         self.metrics["canary/tensors"] = float(count)
 
     async def ask_trainer(self, trainer: Trainer, engine: Engine, route: WeightRoute) -> None:
-        """Take the trainer's log-probs of fixed prompts, where the engine can be asked for its own."""
+        """Take the trainer's log-probs of the run's text, where the engine can be asked for its own."""
         if self.config.rollout.debug_rollout_only:
             return NOTICES.say("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
         if "score" not in engine.abilities:
             return NOTICES.say("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
         if self._plain is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
-            length = self.config.rollout.rollout_max_context_len or LENGTH
-            prompts = probe(self.config.seed, self.vocab_size, length)
+            text = self.text(PROMPTS * LENGTH) or drawn(self.config.seed, self.vocab_size).tolist()
+            prompts = probe(text, self.config.rollout.rollout_max_context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
             band = Band(dtype, fixed, mixture=any(EXPERTS in held.name for held in route.checks))
             self._plain = Plain(prompts, band)

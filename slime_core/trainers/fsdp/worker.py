@@ -22,6 +22,7 @@ from slime_core.trainers.fsdp.frozen import Frozen
 from slime_core.trainers.fsdp.learner import Learner
 from slime_core.trainers.fsdp.passes import backward, forward
 from slime_core.trainers.fsdp.policy import Policy
+from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
 from slime_core.trainers.fsdp.verify import verify
@@ -159,6 +160,9 @@ class Worker:
         for role in sorted(roles):
             if role in ("policy", "old_policy"):
                 found[role] = self._score(portion, self.policy)
+            elif role in DTYPES:
+                model = self.policy if DTYPES[role] == self.dtype else in_dtype(self.policy, DTYPES[role])
+                found[role] = {"log_probs": self._score(portion, model)["log_probs"]}
             elif role == "reference" and self.frozen.reference is not None:
                 self.staging.before_change()
                 with self.frozen.as_reference(self.actor):

@@ -25,7 +25,10 @@ from slime_core.weights.transports.buckets import stream
 if TYPE_CHECKING:
     from slime_core.trainers.megatron.tensors import Tensors as Places
     from slime_core.trainers.megatron.worker import Worker
-    from slime_core.types import Batch, MicroBatch
+    from slime_core.trainers.portion import Portion
+    from slime_core.types import Batch, Columns, MicroBatch
+
+WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, only to see what rounding does
 
 
 def verify(worker: Worker, batch: Batch) -> dict[str, float]:
@@ -54,10 +57,25 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
             tensors.held[name].tensor.copy_(kept)
         return loss, {name: grad.double().cpu() for name, grad in found.items()}
 
-    slow = Slow(
-        _model(worker), worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world
-    )
+    slow = _slow(worker, _model(worker))
     return compared(batch, worker._pack(portion), fast, slow, stored_names(slow.model))
+
+
+def log_probs_in(worker: Worker, portion: Portion, dtype: torch.dtype) -> Columns:
+    """Log-probs of a portion by transformers' model in a dtype, nothing of a model that is too large; a collective."""
+    whole = build.skeleton(worker.folder.config, trust_remote_code=worker.folder.trust_remote_code)
+    size = sum(p.numel() for p in whole.parameters())
+    if size > WHOLE_UP_TO:
+        return {}
+    slow = _slow(worker, _model(worker).to(dtype))
+    with torch.no_grad():
+        rows = [slow.rows(portion.batch, i)[0].float().cpu() for i in range(len(portion.batch))]
+    return {"log_probs": torch.cat(rows).numpy()}
+
+
+def _slow(worker: Worker, model: Any) -> Slow:
+    assert worker.stage is not None
+    return Slow(model, worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world)
 
 
 @torch.no_grad()

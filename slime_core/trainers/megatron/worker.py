@@ -31,7 +31,7 @@ from slime_core.trainers.megatron.places import check_shapes
 from slime_core.trainers.megatron.settings import Settings, build, settings
 from slime_core.trainers.megatron.smaller import smaller
 from slime_core.trainers.megatron.state import start
-from slime_core.trainers.megatron.verify import verify
+from slime_core.trainers.megatron.verify import log_probs_in, verify
 from slime_core.trainers.pack import pack
 from slime_core.trainers.parking import Parking
 from slime_core.trainers.portion import Portion, Seat
@@ -162,12 +162,16 @@ class Worker:
         check_portion(self, portion, roles)
         with told_of_memory(self._passes(), portion, "scoring"):
             found: dict[str, Columns] = {role: self._score(portion, role) for role in sorted(roles)}
-        found = found if speaks() else {}
+        found = {role: columns for role, columns in found.items() if columns} if speaks() else {}
         return found if isinstance(given, Portion) else dealer.gathered(given, found)
 
     def _score(self, portion: Portion, role: Role) -> Columns:
         if role in ("policy", "old_policy"):
             return self._log_probs(portion, self.policy, role)
+        if role in ("float32", "bfloat16"):
+            if role == self.train.dtype:
+                return {"log_probs": self._log_probs(portion, self.policy, "policy")["log_probs"]}
+            return log_probs_in(self, portion, getattr(torch, role))
         if role == "reference" and self.frozen.reference is not None:
             self.staging.before_change()
             self.actor.settle()

@@ -46,6 +46,22 @@ def test_prompts_come_numbered_with_tokens_label_and_place(write, source):
     )
 
 
+def test_text_is_of_the_first_rows_and_nothing_is_drawn_for_it(write, source):
+    path = write({"input": "1+2="}, {"input": "7" * 40}, {"input": "8-"}, {"input": "9"})
+    rows = source(path, rollout_max_prompt_len=10, rollout_shuffle=True)
+    before = rows.state()
+    assert rows.text(6) == [4, 13, 5, 17, 11, 14]
+    assert rows.text(100) == [4, 13, 5, 17, 11, 14, 12]  # all there is; the long row is dropped
+    assert rows.state() == before
+    assert rows.counts()["read"] == 0
+
+
+def test_text_of_several_tasks_has_of_each(write, source):
+    one, two = write(*[{"input": "1"}] * 9, name="one.jsonl"), write(*[{"input": "2"}] * 9, name="two.jsonl")
+    tasks = ({"name": "a", "prompt_data": str(one)}, {"name": "b", "prompt_data": str(two)})
+    assert source(tasks=tasks).text(6) == [4, 4, 4, 5, 5, 5]
+
+
 def test_without_shuffling_rows_keep_their_order_in_every_epoch(twenty, source):
     assert texts(source(twenty).next(45)) == [f"{i % 20:02d}" for i in range(45)]
 
@@ -204,6 +220,7 @@ def test_a_plugins_messages_are_rendered(source, chat_tokenizer):
 
 def test_an_endless_source_that_ends_gives_fewer(source):
     found = source(plugins=with_source(Endless(3)))
+    assert len(found.text(100)) == len(found.text(50)) > 0
     assert len(found.next(2)) == 2
     assert len(found.next(5)) == 1
     assert found.next(5) == []

@@ -13,7 +13,7 @@ from slime_core.notices import NOTICES
 from slime_core.testing.fakes import FakeEngine, FakeTrainer
 from slime_core.transfer import Held, WeightRoute
 from slime_core.weights import plain
-from slime_core.weights.plain import Band, Plain, differences, probe
+from slime_core.weights.plain import Band, Plain, differences, drawn, probe
 from slime_core.weights.update import Canary, sync_weights
 
 pytestmark = pytest.mark.unit
@@ -281,19 +281,37 @@ def test_without_checksums_log_probs_still_tell_swapped_weights():
 # -- prompts and the band
 
 
-def test_prompts_are_a_function_of_the_seed_and_spread_over_the_vocabulary():
-    one, same, other = probe(7, 151936, 4096), probe(7, 151936, 4096), probe(8, 151936, 4096)
-    assert (one.tokens == same.tokens).all()
-    assert (one.tokens != other.tokens).any()
-    assert len(one) == plain.PROMPTS
-    parts = np.sort(one.tokens) * len(one.tokens) // 151936
-    assert (parts == np.arange(len(one.tokens))).all()
-    assert one.temperature is None  # scored at 1
+def test_prompts_are_pieces_of_the_runs_text():
+    text = list(range(1000, 1000 + plain.PROMPTS * plain.LENGTH))
+    batch = probe(text, 4096)
+    assert batch.tokens.tolist() == text
+    assert batch.lengths.tolist() == [plain.LENGTH] * plain.PROMPTS
+    assert batch.temperature is None  # scored at 1
+
+
+def test_a_run_is_asked_about_its_own_text():
+    run = Run()
+    asked = []
+    run.canary.text = lambda count: asked.append(count) or [5, 6, 7]
+    run.sync()
+    assert asked == [plain.PROMPTS * plain.LENGTH]
+    assert run.canary._plain.batch.tokens[:4].tolist() == [5, 6, 7, 5]  # a short text is repeated
+
+
+def test_without_prompts_ids_are_a_function_of_the_seed_and_spread_over_the_vocabulary():
+    one, same, other = drawn(7, 151936), drawn(7, 151936), drawn(8, 151936)
+    assert (one == same).all()
+    assert (one != other).any()
+    parts = np.sort(one) * len(one) // 151936
+    assert (parts == np.arange(len(one))).all()
+    run = Run()
+    run.sync()
+    assert run.canary._plain.batch.tokens.tolist() == drawn(run.canary.config.seed, VOCAB).tolist()
 
 
 @pytest.mark.parametrize(("vocab", "context", "length"), [(3, 4096, 32), (99, 9, 9), (99, 1, 2)])
 def test_prompts_fit_any_vocabulary_and_context(vocab, context, length):
-    batch = probe(0, vocab, context)
+    batch = probe(drawn(0, vocab), context)
     assert batch.lengths.tolist() == [length] * plain.PROMPTS
     assert len(batch.loss_mask) == batch.response_offsets[-1] == plain.PROMPTS * (length - 1)
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < vocab
@@ -342,7 +360,7 @@ def test_that_a_model_is_a_mixture_is_known_from_the_engines_tensors():
     held = Held(name="model.layers.0.mlp.experts.w13_weight", pieces=())
     route = WeightRoute(transport="disk", dtype="bfloat16", checks=(held,))
     asyncio.run(run.canary.ask_trainer(run.trainer, run.engine, route))
-    assert run.canary._plain.band.limit == plain.MIXTURE * plain.FIRST["bfloat16"]
+    assert run.canary._plain.band.limit == plain.MIXTURE * plain.FLOOR["bfloat16"]
 
 
 def test_the_running_band_is_never_wider_than_the_dtypes():
@@ -371,11 +389,76 @@ def test_log_probs_that_are_not_finite_are_outside_every_band(bad):
         run.sync()
 
 
-def test_the_lower_of_both_dtypes_decides_on_the_band():
+class Rounded(Run):
+    """Both sides compute in bfloat16, which moves log-probs of the trainer's and of the engine's by so much."""
+
+    def __init__(self, trainers, engines, **changes):
+        super().__init__(**{"train.dtype": "bfloat16", **changes})
+        self.trainer.rounding = {"bfloat16": trainers, "policy": trainers}
+        honest = self.engine.score
+
+        async def score(tokens, start):
+            return (await honest(tokens, start)) + np.float32(engines)
+
+        self.engine.score = score
+
+
+def test_the_first_band_is_what_rounding_does_to_the_trainers_own_model():
+    """SmolLM2-135M on a CPU: 0.06 by rounding, 0.07 to 0.1 between transformers and SGLang."""
+    run = Rounded(0.06, 0.1)
+    assert run.sync()["canary/band"] == pytest.approx(4 * 0.06, abs=1e-4)
+    assert run.sync()["canary/band"] == pytest.approx(4 * 0.06, abs=1e-4)
+    assert run.trainer.roles == [{"policy", "float32", "bfloat16"}, {"policy"}]
+
+
+def test_the_first_band_is_neither_below_the_floor_nor_above_the_ceiling():
+    assert Rounded(1e-4, 1e-4).sync()["canary/band"] == plain.FLOOR["bfloat16"]
+    assert Rounded(0.4, 0.0).sync()["canary/band"] == plain.CEILING
+
+
+def test_where_rounding_is_not_measured_the_band_is_the_dtypes():
     run = Run(**{"train.dtype": "bfloat16"})
+    score = run.trainer.score
+
+    async def of_a_model_too_large_for_it(batch, roles):
+        return {"policy": (await score(batch, roles))["policy"]}
+
+    run.trainer.score = of_a_model_too_large_for_it
     assert run.sync()["canary/band"] == plain.FIRST["bfloat16"]
+    run.sync()
+    assert run.trainer.roles[1] == {"policy"}
+
+
+@pytest.mark.parametrize("keys", [{"train.dtype": "float32"}, {"train.dtype": "bfloat16", "rollout.canary_band": 2.0}])
+def test_rounding_is_measured_only_where_it_decides(keys):
+    run = Run(**keys)
+    run.sync()
+    assert run.trainer.roles == [{"policy"}]
+
+
+def test_a_difference_beyond_what_rounding_does_is_told_beside_it():
+    run = Rounded(0.06, 0.6)
+    with pytest.raises(EngineError) as error:
+        run.sync()
+    assert "rounding to bfloat16 moves the trainer's own by 0.06" in error.value.why
+
+
+@pytest.mark.parametrize(("check", "after"), [("rolling", 0), ("rolling", 2), ("off", 0)])
+@pytest.mark.parametrize("fault", ["stale", "missing", "swapped"])
+def test_faults_are_caught_at_once_whatever_rounding_does(fault, check, after):
+    """Where checksums are off, by log-probs alone: of weights that a server had read from its own folder."""
+
+    def damage(tensors, server):
+        embed, head = "model.embed_tokens.weight", "lm_head.weight"
+        if fault == "stale":
+            return {}
+        if fault == "missing":
+            return {name: tensor for name, tensor in tensors.items() if name != head}
+        return tensors | {embed: tensors[head], head: tensors[embed]}
+
+    Rounded(0.2, 0.2, **{"rollout.check_weights": check}).fails(damage, after=after)
 
 
 def test_a_comparison_needs_the_trainers_side():
     with pytest.raises(AssertionError, match="ask the trainer first"):
-        asyncio.run(Plain(probe(0, VOCAB, 8), Band("float32")).compare(FakeEngine(), 1))
+        asyncio.run(Plain(probe([1, 2], 8), Band("float32")).compare(FakeEngine(), 1))

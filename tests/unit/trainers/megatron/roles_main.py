@@ -113,6 +113,7 @@ def main(rank, world, folders, out, megatron):
     )  # fmt: skip
     metrics, arrays, batch = learn(trainer, folders, stage_of)
     found = {"metrics": metrics, "hooks": hooks(), "verify": call(trainer, "verify", batch)}
+    found["rounding"] = rounding(trainer, batch)
     found["unchanged"] = same(trainer, batch, arrays["last.policy"])
     found["parked"] = parked(trainer, stage_of, batch, arrays)
     found["guards"] = guards(trainer, batch)
@@ -144,6 +145,7 @@ def larger(rank, world, folders, out, megatron):
     )  # fmt: skip
     metrics, arrays, batch = learn(trainer, folders | {"reference": folders["reference_dist"]}, stage_of)
     found = {"metrics": metrics, "verify": call(trainer, "verify", batch)}
+    found["rounding"] = rounding(trainer, batch)
     found["unchanged"] = same(trainer, batch, arrays["last.policy"])
     worker, everything = trainer._worker, {"parameters", "optimizer", "gradients"}
     states = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
@@ -159,6 +161,13 @@ def same(trainer, batch, before):
     """Whether the policy gives the very same log-probs as before."""
     found = call(trainer, "score", batch, frozenset({"policy"}))["policy"]["log_probs"]
     return bool(np.array_equal(found, before))
+
+
+def rounding(trainer, batch):
+    """How far log-probs in both dtypes are from the policy's."""
+    scores = call(trainer, "score", batch, frozenset({"policy", "float32", "bfloat16"}))
+    own = scores.pop("policy")["log_probs"]
+    return {dtype: float(abs(columns["log_probs"] - own).max()) for dtype, columns in scores.items()}
 
 
 def parked(trainer, stage_of, batch, arrays):

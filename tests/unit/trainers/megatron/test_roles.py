@@ -197,6 +197,7 @@ def test_verification_finds_the_gradient_of_the_slow_way_and_changes_nothing(ran
     assert errors["loss_error"] < 1e-4
     assert "gradient_error/model.embed_tokens.weight" in errors
     assert "gradient_error/model.layers.1.self_attn.k_proj.weight" in errors
+    assert found["rounding"]["float32"] == 0 < found["rounding"]["bfloat16"] < 0.1
     assert found["unchanged"]
 
 
@@ -247,6 +248,7 @@ def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(
     found, columns = run("larger", layout, folders, *LARGER[layout])
     agree(found, columns, *fsdp)
     assert 0 < found["verify"]["gradient_error"] < found["verify"]["limit"]
+    assert found["rounding"]["float32"] == 0 < found["rounding"]["bfloat16"] < 0.1
     assert found["unchanged"]
     assert found["states"]
 

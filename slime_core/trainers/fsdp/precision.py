@@ -1,0 +1,64 @@
+"""The policy computed in another dtype than it trains in, from the same shards.
+
+Parameters are gathered as they are needed: those of a layer for the time of its pass, the others for all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime_core.trainers.fsdp.policy import Policy, layers
+from slime_core.trainers.fsdp.sharding import full, reshard
+
+
+def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
+    """A model without shards of its own; its passes are collectives, and nothing of ``policy`` changes."""
+    reshard(policy)
+    own: dict[str, torch.Tensor] = dict(policy.hf.named_parameters(remove_duplicate=False))
+    with torch.device("meta"):
+        hf = type(policy.hf)(policy.hf.config)
+    for name, buffer in policy.hf.named_buffers():
+        module, leaf = _place(hf, name)
+        module._buffers[leaf] = buffer
+    other = Policy(hf.eval().requires_grad_(False), chunk=policy.chunk)
+    other.packs, other.linear_head, other.fused = policy.packs, policy.linear_head, policy.fused
+    names = {module: name for name, module in hf.named_modules()}
+    inside: set[str] = set()
+    for layer in layers(hf):
+        of_layer = [f"{names[layer]}.{name}" for name, _ in layer.named_parameters(remove_duplicate=False)]
+        inside.update(of_layer)
+        _gather_during(layer, hf, {name: own[name] for name in of_layer}, dtype)
+    _fill(hf, {name: tensor for name, tensor in own.items() if name not in inside}, dtype)
+    return other
+
+
+def _gather_during(layer: nn.Module, hf: nn.Module, shards: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Have a layer hold whole parameters while it computes."""
+    empty = {name: _place(hf, name)[0]._parameters[name.rpartition(".")[2]] for name in shards}
+
+    def drop(*_: Any) -> None:
+        for name, parameter in empty.items():
+            module, leaf = _place(hf, name)
+            module._parameters[leaf] = parameter
+
+    layer.register_forward_pre_hook(lambda *_: _fill(hf, shards, dtype))
+    layer.register_forward_hook(drop)
+
+
+def _fill(hf: nn.Module, shards: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Give modules their whole parameters; those that are tied are gathered once. A collective."""
+    whole: dict[int, nn.Parameter] = {}
+    for name, shard in shards.items():
+        if id(shard) not in whole:
+            whole[id(shard)] = nn.Parameter(full(shard.detach()).to(dtype), requires_grad=False)
+        module, leaf = _place(hf, name)
+        module._parameters[leaf] = whole[id(shard)]
+
+
+def _place(hf: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module of a parameter or buffer, and its name there."""
+    owner, _, leaf = name.rpartition(".")
+    return hf.get_submodule(owner), leaf
