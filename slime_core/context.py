@@ -64,7 +64,11 @@ class Context:
             raise RuntimeError("this context has no engine; generation belongs in slime_generate")
         seed = seed_of(self.config.seed, "eval" if self.evaluation else "sample", sample.id, sample.attempt)
         request = GenerateRequest(
-            id=request_id or sample.id, tokens=sample.tokens, params=params, seed=seed, session_id=sample.session_id
+            id=request_id or sample.id,
+            tokens=list(sample.tokens),
+            params=params,
+            seed=seed,
+            session_id=sample.session_id,
         )
         done = await self.engine.generate(request)
         sample.append_response(done.tokens, done.log_probs, text=done.text, version=done.versions)

@@ -139,22 +139,22 @@ class Sample:
             ValueError: trainable tokens without log-probs, or lists that differ in length.
         """
         count = len(tokens)
-        masks = [int(mask)] * count if isinstance(mask, int) else list(map(int, mask))
-        versions = [int(version)] * count if isinstance(version, int) else list(map(int, version))
-        if log_probs is None:
-            if any(masks):
-                raise ValueError(f"sample {self.id}: {count} trainable tokens came without log-probs; pass mask=0")
-            log_probs = [0.0] * count
+        masks, versions = ([one] * count if isinstance(one, int) else one for one in (mask, version))
+        if log_probs is None and any(masks):
+            raise ValueError(f"sample {self.id}: {count} trainable tokens came without log-probs; pass mask=0")
+        log_probs = [0.0] * count if log_probs is None else log_probs
         lengths = {"tokens": count, "log_probs": len(log_probs), "mask": len(masks), "version": len(versions)}
         if set(lengths.values()) != {count}:
             raise ValueError(f"sample {self.id}: lengths differ in append_response: {lengths}")
         before = self.response_length
-        self.loss_mask = [*(self.loss_mask if self.loss_mask is not None else [1] * before), *masks]
-        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *map(float, log_probs)]
-        self.weight_versions = [*(self.weight_versions or [-1] * before), *versions]
-        self.tokens = [*self.tokens, *map(int, tokens)]
-        self.response_length = before + count
-        self.response += text
+        self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+        self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+        self.weight_versions += [-1] * (before - len(self.weight_versions))
+        self.tokens += map(int, tokens)  # lists grow in place, as in slime: a function may hold one
+        self.loss_mask += map(int, masks)
+        self.weight_versions += map(int, versions)
+        self.rollout_log_probs += map(float, log_probs)
+        self.response_length, self.response = before + count, self.response + text
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; an ArrayRef becomes a dict of its own fields."""

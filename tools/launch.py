@@ -194,9 +194,11 @@ def _top_k(words: list[str]) -> list[str]:
 
 
 def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
-    """What slime has without a flag, and we have otherwise."""
+    """What slime has without a flag, and we have otherwise; rm_math brings the reward types of its names."""
+    asks_type = any(word.partition("=")[0] in ("--rm-type", "--rm-url") for word in argv)
+    plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if asks_type else [])]
     if any(word.endswith(".toml") and not word.startswith("--") for word in argv):
-        return ["--plugin", "models"]
+        return plugins
     given = {word.partition("=")[0] for word in argv if word.startswith("--")}
     found = [word for flag, value in SLIMES.items() if flag not in given for word in (flag, value)]
     if not given & {"--colocate", "--no-colocate"}:
@@ -208,7 +210,7 @@ def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
     found += _evaluation(argv, given)
     if ahead and "--max-staleness" not in given:
         found += ["--max-staleness", str(ahead)]
-    return [*found, "--plugin", "models"]
+    return [*found, *plugins]
 
 
 def _evaluation(argv: Sequence[str], given: set[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -104,9 +105,7 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "rollout_seed": config.seed,
         **_servers(config),
         "rollout_skip_special_tokens": False,
-        "context_parallel_size": 1,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
+        **_megatron(config),
         "rm_url": None,
         "eval_reward_key": found["reward_key"],
         "calculate_per_token_loss": config.train.loss_aggregation == "token_mean",
@@ -117,6 +116,13 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "fully_async": config.rollout.max_staleness > 0,
         "ci_test": False,
     }
+
+
+def _megatron(config: Config) -> dict[str, Any]:
+    """Sizes of the layout, and every key of [megatron] where Megatron trains."""
+    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model", "context", "expert_model")}
+    written = config.megatron if config.train.train_backend == "megatron" else {}
+    return {**sizes, **{name.replace("-", "_"): value for name, value in written.items()}}
 
 
 def _servers(config: Config) -> dict[str, Any]:
@@ -181,9 +187,17 @@ class Args:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
-    def __copy__(self) -> SimpleNamespace:
+    def __copy__(self) -> Changeable:
         address = {"sglang_router_ip": LOOPBACK, "sglang_router_port": self._session.port(self._ctx)}
-        return SimpleNamespace(**self._values, **address, _session=self._session, _ctx=self._ctx)
+        return Changeable(**self._values, **address, _session=self._session, _ctx=self._ctx)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SimpleNamespace:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Changeable:
         return self.__copy__()
+
+
+class Changeable(SimpleNamespace):
+    """A copy of `Args` that a function may change, and copy again; all copies lead to the same run."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Changeable:
+        shared = {id(one): one for one in (self._session, self._ctx)}
+        return Changeable(**copy.deepcopy(vars(self), shared))

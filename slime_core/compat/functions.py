@@ -44,6 +44,12 @@ LOSSES = {
 }
 
 
+def source_file(fn: Function) -> Path | None:
+    """The file that defines ``fn``; None where there is none, as of a module frozen into Python."""
+    file = inspect.getsourcefile(inspect.unwrap(fn))
+    return Path(file) if file and Path(file).is_file() else None
+
+
 class Functions:
     """See `slime_core.plugins.router.Functions`."""
 
@@ -211,8 +217,7 @@ class Functions:
             refuse_real(key, path, self._finder)
             self._check(fn, key, path, hook)
             self._located[key, path] = fn
-            file = inspect.getsourcefile(inspect.unwrap(fn))
-            self._files |= {Path(file)} if file else set()
+            self._files |= {file} if (file := source_file(fn)) else set()
         return self._located[key, path]
 
     def _guarded(self, key: str, path: str, hook: str = "slime_advantage") -> Function:
@@ -243,9 +248,7 @@ class Functions:
 
     def _provider(self, key: str, path: str) -> Provider:
         fn = self._located[key, path]
-        file = inspect.getsourcefile(inspect.unwrap(fn))
-        home = Path(file) if file else None
-        return Provider(name=key.rpartition(".")[2], origin=path, source="path", home=home)
+        return Provider(name=key.rpartition(".")[2], origin=path, source="path", home=source_file(fn))
 
     def _answer(self, hook: str, key: str, path: str, config: Config) -> Answer:
         variant = (hook, path, str(config.reward.group_rm) if hook == "slime_reward" else "")

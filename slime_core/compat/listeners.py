@@ -33,9 +33,11 @@ def dynamic_filter(fn: Function, session: Session) -> Function:
 
 
 def _drop(verdict: Any) -> Drop | None:
-    keep = getattr(verdict, "keep", verdict)
+    found = getattr(verdict, "keep", verdict)
+    keep = found.item() if hasattr(found, "item") else found  # a numpy or torch bool
     if not isinstance(keep, (bool, int)):
-        raise TypeError(f"returned {type(verdict).__name__}; return a bool or a DynamicFilterOutput")
+        name = "a DynamicFilterOutput whose keep is " if found is not verdict else ""
+        raise TypeError(f"returned {name}a {type(found).__name__}; return a bool or a DynamicFilterOutput")
     return None if keep else Drop(reason=str(getattr(verdict, "reason", None) or "dynamic_filter"))
 
 

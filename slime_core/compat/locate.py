@@ -16,6 +16,7 @@ from typing import Any
 from slime_core.errors import PluginError, nearest
 
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+FOLDERS = ("examples", "tests", "scripts", "tools")  # of a repository; packages of these names are others
 MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::|\.)(?P<name>[A-Za-z_]\w*)")
 
 
@@ -44,7 +45,7 @@ def locate(path: str, key: str) -> Any:
         raise PluginError(
             f"{key} = '{path}': there is no function '{found['name']}'",
             code="PLG51",
-            where=str(module.__file__),
+            where=str(getattr(module, "__file__", None) or module.__name__),
             why=f"it defines: {', '.join(names) or 'no function'}",
             fix=nearest(found["name"], tuple(names)) or f"define {found['name']} there, or set {key}",
         )
@@ -113,6 +114,15 @@ def _reachable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
+def _missing_fix(module: str) -> str:
+    top = module.partition(".")[0]
+    if top == "slime":
+        return "import only what is served (docs/compat.md lists it), or copy what is missing into the function's file"
+    if top in FOLDERS:
+        return f"put the folder that holds {top}/ on PYTHONPATH: export PYTHONPATH=FOLDER"
+    return f"install what brings the module {top}"
+
+
 def _broken(error: BaseException, path: str, key: str) -> PluginError:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     what = f"module '{missing}' is missing" if missing else f"{type(error).__name__}: {error}"
@@ -122,5 +132,5 @@ def _broken(error: BaseException, path: str, key: str) -> PluginError:
         f"{key} = '{path}' could not be imported: {what}",
         code="PLG50",
         where=where or (f"{frames[-1].filename}:{frames[-1].lineno}" if frames else key),
-        fix=f"pip install {missing.split('.')[0]}" if missing else "mend the file",
+        fix=_missing_fix(missing) if missing else "correct the file",
     )

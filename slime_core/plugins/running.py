@@ -135,6 +135,7 @@ class _Work:
     def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.fn, self.loop = fn, loop
         self.future: asyncio.Future[Any] = loop.create_future()
+        self.future.add_done_callback(_retrieve)
         self._lock = threading.Lock()
         self._over = False
 
@@ -160,6 +161,12 @@ class _Work:
         with self._lock:
             if not self._over and thread.ident is not None:
                 interrupt(thread.ident)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at the exception of a hook whose caller was cancelled, so that asyncio does not report it as unseen."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

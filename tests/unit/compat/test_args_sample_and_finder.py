@@ -73,6 +73,23 @@ def test_args_cannot_be_changed_and_a_copy_can():
     assert args.lr == TrainSection().lr
 
 
+def test_a_copy_of_args_can_be_changed_and_copied_again():
+    first = copy.copy(args_of(rollout=RolloutSection(rollout_stop=("a",))))
+    first.sampling_params = {"temperature": 1.0}
+    second = copy.deepcopy(first)
+    second.sampling_params["temperature"] = 0.5
+    assert first.sampling_params == {"temperature": 1.0}
+    assert second._session is first._session
+
+
+def test_under_megatron_args_have_its_layout_and_keys():
+    keys = {"tensor-model-parallel-size": 2, "pipeline_model_parallel_size": 4, "num_layers": 28}
+    args = args_of(train=TrainSection(train_backend="megatron"), megatron=keys)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    assert (*sizes, args.num_layers) == (2, 4, 1, 28)
+    assert args_of(megatron=keys).tensor_model_parallel_size == 1, "FSDP splits no tensor"
+
+
 def test_an_unknown_name_is_an_attribute_error_with_the_nearest():
     args = args_of()
     assert getattr(args, "my_own_flag", 3) == 3
@@ -134,6 +151,14 @@ def test_a_slime_sample_is_a_sample_with_room_for_more():
     assert CoreSample.from_dict(sample.to_dict()).prompt == "1+1="
     assert Sample.from_dict({**sample.to_dict(), "anything": 3}).anything == 3
     assert copy.deepcopy(sample).anything == [1]
+
+
+def test_lists_that_a_function_holds_grow_with_the_response():
+    sample = Sample(prompt="a", tokens=[5], loss_mask=[], rollout_log_probs=[])
+    tokens, mask, log_probs = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(None, tokens=[7, 8], log_probs=[-0.5, -0.25])
+    sample.append_response_tokens(None, tokens=[9], trainable=False)
+    assert (tokens, mask, log_probs) == ([5, 7, 8, 9], [1, 1, 0], [-0.5, -0.25, 0.0])
 
 
 def test_response_tokens_are_appended_as_slime_does():

@@ -69,6 +69,40 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(write, source, wha
 
 
 @pytest.mark.parametrize(
+    ("source", "fix"),
+    [
+        ("from slime.backends.megatron_utils import loss\n", "docs/compat.md"),
+        ("from examples.geo3k import x\n", "PYTHONPATH"),
+        ("import no_such_package.part\n", "install what brings the module no_such_package"),
+    ],
+)
+def test_the_fix_of_a_missing_module_names_no_strangers_package(by, connect, source, fix):
+    with pytest.raises(PluginError) as caught:
+        connect(by(source + "def fn(args, sample):\n    return 1.0\n", custom_rm_path=True))
+    assert fix in caught.value.fix
+    assert "pip install" not in caught.value.fix
+
+
+def test_modules_without_a_file_are_no_failure_of_ours(connect):
+    """A served module, which lacks the name; and a function of one that is frozen into Python."""
+    with pytest.raises(PluginError) as caught:
+        connect(Config(reward={"custom_rm_path": "slime.rollout.sglang_rollout.nobody"}))
+    assert (caught.value.code, caught.value.where) == ("PLG51", "slime.rollout.sglang_rollout")
+    plugins, _ = connect(Config(reward={"custom_rm_path": "os.path.exists"}))
+    assert "custom_rm_path" in str(plugins.routing())
+    plugins.fingerprint()
+
+
+def test_slimes_default_paths_mean_the_cores_own_way():
+    rollout = {
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+        "data_source_path": "slime.rollout.data_source:RolloutDataSourceWithBuffer",
+        "buffer_filter_path": "slime.rollout.data_source.pop_first",
+    }
+    assert Config(rollout=rollout, eval={"eval_function_path": rollout["rollout_function_path"]}) == Config()
+
+
+@pytest.mark.parametrize(
     ("key", "signature", "expected"),
     [
         ("custom_rm_path", "(args, sample, tokenizer)", "def fn(args, sample)"),

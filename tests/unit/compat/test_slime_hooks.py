@@ -32,8 +32,15 @@ OUTPUT = "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
             Drop(reason="short"),
         ),
         (OUTPUT + "async def fn(args, samples, **kw):\n    return DynamicFilterOutput(keep=True)\n", None),
+        ("import numpy as np\ndef fn(args, samples, **kw):\n    return np.std([1, 0]) > 0\n", None),
+        (
+            OUTPUT + "import torch\ndef fn(args, samples, **kw):\n"
+            "    rewards = torch.tensor([s.reward for s in samples])\n"
+            "    return DynamicFilterOutput(keep=rewards.std() > 9, reason='zero_std')\n",
+            Drop(reason="zero_std"),
+        ),
     ],
-    ids=["kept", "dropped", "with a reason", "async"],
+    ids=["kept", "dropped", "with a reason", "async", "a bool of numpy", "a tensor, as slime's own"],
 )
 def test_a_dynamic_filter_answers_with_a_bool_or_slimes_output(by, connect, make_group, source, verdict):
     plugins, ctx = connect(by(source, dynamic_sampling_filter_path=True))

@@ -1,6 +1,7 @@
 """Threads that hooks run on: one after the other where they end, none that is held by one that hangs."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -54,6 +55,26 @@ def test_the_thread_of_a_hook_that_hangs_serves_no_other_until_it_has_ended():
     others = asyncio.run(run())
     assert held
     assert held[0] not in others
+
+
+def test_an_error_of_a_hook_whose_caller_has_gone_is_not_reported_as_unseen():
+    """Another sample of the group failed in the same moment, and this one's caller was cancelled."""
+    unseen = []
+
+    def fail():
+        raise ValueError("late")
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+        work = running._Work(fail, asyncio.get_running_loop())
+        work.run()
+        await asyncio.sleep(0)
+        assert work.future.done()
+        del work
+        gc.collect()
+
+    asyncio.run(run())
+    assert unseen == []
 
 
 def test_a_thread_without_work_ends(monkeypatch):

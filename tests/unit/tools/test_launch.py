@@ -129,6 +129,11 @@ def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks(launch):
     assert launch.words_of(["mine.toml"], ahead=0)[0] == ["run", "mine.toml", "--plugin", "models"]
 
 
+def test_reward_types_of_slimes_names_come_with_their_plugin(launch):
+    words, _ = launch.words_of(["--rm-type", "math"], ahead=0)
+    assert words[-4:] == ["--plugin", "models", "--plugin", "rm_math"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
