@@ -33,8 +33,21 @@ def closed(text: str, *read: str) -> str:
         "def f(x):\r\n    y = x\r\n    return y\r\n",
         "def größe(x): ö = x; return ö\ndef f(x): ä = 'ß'; return größe(ä)",
         "def f(x):\n    def g(y):\n        return y\n    return g(x)\n",
+        "def f(x):\n    @d  # what g is\n    @d\n    def g(y):\n        return y\n    return g(x)\n",
+        "def f(x):\n    @(  # @d\n      d)\n    class G:\n        y = x\n    return G\n",
     ],
-    ids=["one line", "comment", "docstring", "brackets", "tabs", "crlf", "letters", "nested"],
+    ids=[
+        "one line",
+        "comment",
+        "docstring",
+        "brackets",
+        "tabs",
+        "crlf",
+        "letters",
+        "nested",
+        "decorated",
+        "decorated class",
+    ],
 )
 def test_an_unread_function_raises_and_what_follows_stays_in_its_line(text: str) -> None:
     found = closed(text + "\nlast = 1\n")

@@ -24,13 +24,22 @@ def without_unread(source: str, tree: ast.Module, read: Collection[int]) -> str:
     data = source.encode()
     begins = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
     for node in reversed(list(_outermost(tree, read))):
-        first, last = node.body[0], node.body[-1]
-        begin = begins[first.lineno - 1] + first.col_offset
+        last, line, column = node.body[-1], *_beginning(node.body[0], data, begins)
+        begin = begins[line - 1] + column
         end = begins[(last.end_lineno or 0) - 1] + (last.end_col_offset or 0)
-        rest = "\n" * ((last.end_lineno or 0) - first.lineno) + ")"  # in brackets, where lines may end
+        rest = "\n" * ((last.end_lineno or 0) - line) + ")"  # in brackets, where lines may end
         told = f"raise RuntimeError({f'{node.name} {WHY}'!r}" + rest
         data = data[:begin] + told.encode() + data[end:]
     return data.decode()
+
+
+def _beginning(first: ast.stmt, data: bytes, begins: list[int]) -> tuple[int, int]:
+    """Line and column where a statement begins, its decorators with it: the tree has these behind their ``@``."""
+    decorators = getattr(first, "decorator_list", [])
+    line = decorators[0].lineno if decorators else first.lineno
+    while decorators and data[begins[line - 1] + first.col_offset :][:1] != b"@":
+        line -= 1
+    return line, first.col_offset
 
 
 def _outermost(node: ast.AST, read: Collection[int]) -> Iterator[ast.FunctionDef]:
