@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime_kernelbench.judge.reference import REGIMES, examination
+from slime_kernelbench.judge.reference import BOUNDS, REGIMES, examination
 from slime_kernelbench.judge.wire import leaves_of
 
 PROBLEM = """
@@ -67,3 +67,12 @@ def test_rows_are_as_long_as_on_a_gpu_where_no_weights_are() -> None:
     assert 1 not in weighed["long"][1][0]
     many = asked("torch.softmax(x, dim=1)", swap=True)  # rows are many, and not long
     assert 1 not in many["long"][1][0]
+
+
+@pytest.mark.parametrize(
+    "attention",
+    ["torch.softmax(x @ x.T, dim=1) @ x", "torch.nn.functional.scaled_dot_product_attention(x, x, value=x)"],
+)
+def test_a_long_case_is_no_longer_than_a_kernel_of_small_blocks_has_time_for(attention: str) -> None:
+    (rows, _), *_ = asked(attention, swap=True)["long"][1]
+    assert 100**2 < rows * rows <= 4 * BOUNDS["long"][1]  # elements of its scores

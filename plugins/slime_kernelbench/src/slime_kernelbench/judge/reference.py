@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shrink
+from slime_kernelbench.judge.bounded import Bounded
 from slime_kernelbench.judge.module import executed
 from slime_kernelbench.judge.tensors import leaf_of, tensors_of, to_wire
 from slime_kernelbench.judge.wire import Tree, leaves_of, pack, unpack
@@ -80,6 +82,7 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
             if style == "long" and 1 in mapping.values() and (drawn.parameters or drawn.rows != {shrink.LONGEST}):
                 raise Unusable("with a size of 1 it is not one long row without weights")
             woken = drawn.wake(weights_seed) if style in WOKEN else {}
+            drawn.most = 4 * high if style == "long" else None
             cases = list(drawn.cases(seed))
             if not cases:
                 raise Unusable("the reference gives NaN, or nothing that float32 can be judged by")
@@ -122,6 +125,7 @@ class Drawn:
     def __init__(self, source: str, seed: int, weights_seed: int) -> None:
         self.module = executed(source, "<problem>", {"__name__": "problem"})
         self.model: Any
+        self.most: int | None = None  # elements of what the model makes on its way
         torch.manual_seed(weights_seed)
         init = self.module["get_init_inputs"]()
         self.init = to_wire(list(init))
@@ -191,7 +195,7 @@ class Drawn:
             inputs = [_doubled(value) for value in inputs]
             torch.set_default_dtype(torch.float64)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if self.most is None else Bounded(self.most):
                 return model(*inputs)
         finally:
             torch.set_default_dtype(before)
