@@ -99,6 +99,7 @@ async def run(
         if config.report.export_final and not config.rollout.debug_rollout_only:
             await export(parts, report)
         report.note(await progress.conserve())
+        report.settle()
     return progress.version
 
 

@@ -59,8 +59,9 @@ class Progress:
 
         Raises:
             Preempted: the run was asked to stop, and can go on from here.
-            StorageError: a checkpoint could not be written; the one before it is whole.
+            StorageError: a checkpoint could not be written, the one before it is whole; or the run directory is gone.
         """
+        self.report.check()
         self.checkpoints.raise_failed()
         evaluating = self.evaluations.seconds if self.evaluations is not None else 0.0
         self.stop.checkpoint_seconds = self.checkpoints.seconds + evaluating  # it may have to wait for one
@@ -79,6 +80,7 @@ class Progress:
         """
         start = time.monotonic()
         under_way = await self._evaluated()
+        self.report.settle()
         self.report.log(await self.conserve())
         state = {
             "stage": self.stage,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+END_NOW = os._exit
+"""The system's own: plugin code meets another one (`plugins.guard`)."""
 
 
 class Stop:

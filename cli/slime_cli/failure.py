@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_core.errors import ConfigError, Preempted, SlimeError, remade
+from slime_core.errors import ConfigError, PluginError, Preempted, SlimeError, remade
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,18 @@ def report_failure(error: BaseException, session: Session) -> int:
     if isinstance(error, SlimeError):
         return _told(placed(error, session.run_dir), error, session)
     return _told(_ours(error), error, session, always_saved=True)
+
+
+def ended_by_code(error: SystemExit) -> SlimeError:
+    """PLG62 for code that ends the process outside of a hook's call: a run that is not done may not exit with 0."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return PluginError(
+        f"code that is not the run's own tried to end the process: SystemExit: {error}",
+        code="PLG62",
+        where=f"{frame.filename}:{frame.lineno} in {frame.name}",
+        why="the run was not done",
+        fix="correct the code there, then slime run --resume RUN_DIR",
+    )
 
 
 def placed(error: SlimeError, run_dir: RunDir | None) -> SlimeError:

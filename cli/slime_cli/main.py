@@ -8,8 +8,10 @@ stdout is the answer, stderr the talk.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -106,7 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: Any = cli.main(args=words, prog_name="slime", standalone_mode=False, obj=session)
     except BaseException as error:
         return report_failure(error, session)
+    finally:
+        let_go_of_streams()
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
+
+
+def let_go_of_streams() -> None:
+    """Flush both; one that takes nothing would make Python end with a code of its own when it tries again."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 if __name__ == "__main__":

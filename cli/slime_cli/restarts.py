@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slime_cli.failure import Session, Terminated, placed, report_failure, say
 from slime_cli.signals import kill_descendants
 from slime_core.errors import Hung, Preempted, SlimeError, remade
+from slime_core.stopping import END_NOW
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings
@@ -155,7 +156,7 @@ class Restarts:
             time.sleep(LEAVE + LONGEST)
         code = report_failure(error, self._session)
         kill_descendants()
-        os._exit(code)
+        END_NOW(code)
 
     def after(self, error: SlimeError, run_dir: RunDir) -> None:
         """Start the run again; where that is of no use, return or raise what the command ends with.

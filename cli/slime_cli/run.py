@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, Terminated, say
+from slime_cli.failure import Session, Terminated, ended_by_code, say
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
-from slime_cli.summary import Seen, say_end
+from slime_cli.summary import Seen, say_answer, say_end
 from slime_cli.watched import watched
 from slime_cli.words import PASSING
 
@@ -108,12 +108,6 @@ def command(
         finally:
             settings.plugins.close()
     say_answer(answer, as_json)
-
-
-def say_answer(answer: dict[str, Any], as_json: bool) -> None:
-    """The answer on stdout."""
-    with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads
-        click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
 
 
 def check_flags(resume: str | None, forced: tuple[str, ...], dry_run: bool) -> None:
@@ -268,6 +262,8 @@ class Run:
             except Preempted as error:
                 self.session.interrupted = stop.reason == "SIGINT"
                 raise _way_on(error, stop, run_dir) from None
+            except SystemExit as error:
+                raise ended_by_code(error) from error
             seconds = time.monotonic() - started
         run_dir.end("finished", {"version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slime_cli.failure import Terminated
 from slime_core.pulse import PULSE
+from slime_core.stopping import END_NOW
 
 if TYPE_CHECKING:
     from slime_core.stopping import Stop
@@ -109,7 +110,7 @@ class Signals:
             last = threading.Thread(target=self._on_leave, args=(status,), daemon=True)
             last.start()
             last.join(LAST_WORD)
-        os._exit(128 + number)
+        END_NOW(128 + number)
 
 
 def _tell(text: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from slime_cli.failure import say
 
@@ -47,3 +50,13 @@ def say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Pa
     if final is not None:
         say(f"model {final}")
     say(f"look  slime show {run_dir.path}")
+
+
+def say_answer(answer: dict[str, Any], as_json: bool) -> None:
+    """The answer on stdout; the run is done, whoever reads."""
+    try:
+        click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        say(f"stdout takes no answer ({error.strerror or error}); the run is done: {answer['run_dir']}")

@@ -28,6 +28,7 @@ from types import FrameType
 from slime_core.notices import NOTICES
 from slime_core.plugins.provider import Answer
 from slime_core.pulse import NONE, PULSE, Work
+from slime_core.stopping import END_NOW
 
 TICK = 0.25  # seconds
 LAG = 5.0
@@ -226,7 +227,7 @@ def _end_process(error: Exception) -> None:
     talker = threading.Thread(target=last_words, daemon=True)
     talker.start()
     talker.join(2.0)
-    os._exit(getattr(error, "exit_code", 1))
+    END_NOW(getattr(error, "exit_code", 1))
 
 
 WATCH = Watch()

@@ -1,4 +1,4 @@
-"""What belongs to the whole process and no hook may leave changed: the working folder, signal handlers, the locale.
+"""What is the whole process's and no hook may leave changed: the working folder, signal handlers, the locale, its end.
 
 Each is looked at when the first call of plugin code begins, compared when one ends, put back and told. Generators of
 random numbers are compared too while ``report.check_hooks`` is on, and told: the core draws nothing from them, so
@@ -20,6 +20,7 @@ from typing import Any
 
 from slime_core.notices import NOTICES
 from slime_core.plugins.calls import WATCH, Call
+from slime_core.stopping import END_NOW
 
 SIGNALS = tuple(
     getattr(signal, name)
@@ -56,6 +57,7 @@ class Guard:
     """Begins with the first call in progress and lasts until none is."""
 
     def __init__(self) -> None:
+        self.may_end = False  # whether a hook may end this process, which is there for it alone
         self._before: State | None = None
         self._draws: dict[str, Any] = {}
         self._open = 0
@@ -67,6 +69,7 @@ class Guard:
         with self._lock:
             if not self._open:
                 self._before, self._draws = State.now(), {}
+                os._exit = END_NOW if self.may_end else _refuse_to_end  # type: ignore[assignment]
             if draws and not self._draws:
                 self._draws = _generators()
             self._open += 1
@@ -78,9 +81,12 @@ class Guard:
         with self._lock:
             self._open -= 1
             self._compare(call)
+            if not self._open:
+                os._exit = END_NOW
 
     def _forget(self) -> None:
         self._lock, self._open, self._draws = threading.RLock(), 0, {}
+        os._exit = END_NOW
 
     def _compare(self, call: Call) -> None:
         before, now = self._before, State.now()
@@ -128,11 +134,16 @@ def _generators() -> dict[str, Any]:
     return found
 
 
+def _refuse_to_end(status: int) -> None:
+    """In place of `os._exit` while plugin code runs: a run that is not done may not end as if it were."""
+    raise SystemExit(f"os._exit({status})")
+
+
 def end_if_forked(process: int) -> None:
     """End this process where it is not ``process``: a hook has forked, and its child came back into our code."""
     if os.getpid() != process:
         os.write(2, b"a hook forked and its child returned; it ends here (use subprocess, or os._exit in the child)\n")
-        os._exit(70)
+        END_NOW(70)
 
 
 GUARD = Guard()

@@ -3,17 +3,22 @@
     step ----> metrics.jsonl, trackers, live line          evaluation -> metrics.jsonl, trackers, live line
     samples -> samples.jsonl (best and worst)              note -------> log/run.log, terminal
 
-A sink that raises is named once in the log and then left out; training goes on.
+A sink that raises is named once in the log and then left out; training goes on. Figures that ``metrics.jsonl`` does
+not take are kept and tried again: without them no checkpoint is made, so that a resumed run has every version once.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from os.path import samestat
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.dump import redacted, to_toml
+from slime_core.durable import storage_error
+from slime_core.errors import StorageError
 from slime_core.report.alarms import Alarms
 from slime_core.report.live import Live, PlainLines
 from slime_core.report.samples import SampleLog
@@ -56,6 +61,7 @@ class Report:
         self._sinks: list[Sink] = [self._jsonl, *sinks]
         self._samples = SampleLog(run_dir.samples, config.report.save_samples)
         self._last: StepReport | None = None
+        self._folder: int | None = None  # the run directory, open
         self._alarms = Alarms()
         self._mark = time.monotonic()
         self.doing: tuple[str, float] = ("", self._mark)  # the phase that is under way, and since when (monotonic)
@@ -79,6 +85,7 @@ class Report:
 
     def start(self) -> None:
         """Write ``config.toml``, start the trackers and the live line."""
+        self._folder = os.open(self.run_dir.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         config = redacted(self.config, self.secrets)
         self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
@@ -146,10 +153,44 @@ class Report:
         """Add a tracker before :meth:`start`."""
         self._sinks.append(sink)
 
+    def check(self) -> None:
+        """See that the run directory is still there.
+
+        Raises:
+            StorageError: STO111 it was removed or moved.
+        """
+        try:
+            there = self._folder is None or samestat(os.fstat(self._folder), self.run_dir.path.stat())
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise StorageError(
+                "the run directory was removed or moved while the run was going on",
+                code="STO111",
+                where=str(self.run_dir.path),
+                why="what this process writes would not be found again",
+                fix="after a move: slime run --resume NEW_PATH\nafter a removal: start the run again",
+            )
+
+    def settle(self) -> None:
+        """See that the run directory is there, and has every figure.
+
+        Raises:
+            StorageError: STO111 as :meth:`check`; STO109, STO110, STO121 or STO00 ``metrics.jsonl`` takes no line.
+        """
+        self.check()
+        try:
+            self._jsonl.flush()
+        except OSError as error:
+            raise storage_error(error, self.run_dir.metrics, "metrics.jsonl cannot be written") from error
+
     def finish(self) -> None:
         """Flush and close everything."""
         self._each(lambda sink: sink.close())
         self._guard("live", self._live.close)
+        if self._folder is not None:
+            folder, self._folder = self._folder, None
+            os.close(folder)
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):

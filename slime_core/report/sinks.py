@@ -16,21 +16,25 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from slime_core.types import StepReport
 
 
 class JsonlSink:
-    """Appends to ``metrics.jsonl``, flushed after every line."""
+    """Appends to ``metrics.jsonl``, line by line; what cannot be written stays here and is tried again."""
 
     def __init__(self) -> None:
-        self._file: IO[str] | None = None
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._unwritten: list[bytes] = []
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         """Open the file."""
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = run_dir / "metrics.jsonl"
+        self.flush()
 
     def write(self, report: StepReport) -> None:
         """One step."""
@@ -67,14 +71,33 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            os.close(file)
+
+    def flush(self) -> None:
+        """Write all lines that are not in the file yet.
+
+        Raises:
+            OSError: none of them is then.
+        """
+        if self._path is None:
+            raise RuntimeError("metrics.jsonl is not open")
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        size, rest = os.fstat(self._file).st_size, b"".join(self._unwritten)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            self.close()  # the next try opens it anew
+            raise
+        self._unwritten.clear()
 
     def _line(self, row: dict[str, Any]) -> None:
-        if self._file is None:
-            raise RuntimeError("metrics.jsonl is not open")
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        self._unwritten.append(f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n".encode())
+        self.flush()
 
 
 class WandbSink:

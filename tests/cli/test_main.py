@@ -218,3 +218,15 @@ def test_words_come_from_the_command_line_when_none_are_given(monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["slime", "--version"])
     assert main() == 0
     assert capsys.readouterr().out.startswith("slime-rl")
+
+
+@pytest.mark.parametrize("streams", ["> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"])
+def test_a_run_that_is_done_has_succeeded_whatever_takes_its_answer(streams):
+    source = (
+        "from slime_cli.main import let_go_of_streams; from slime_cli.summary import say_answer\n"
+        "say_answer({'run_dir': 'runs/demo-0'}, as_json=False)\n"
+        "let_go_of_streams()"
+    )
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {streams}', sys.executable, source], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (b"stdout takes no answer" in done.stderr) == (streams == "> /dev/full")

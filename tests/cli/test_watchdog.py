@@ -81,7 +81,9 @@ def driver(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("way", ["thread", "now", "awaited", "asleep"])
+@pytest.mark.parametrize(
+    "way", ["thread", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("now", "awaited", "asleep"))]
+)
 def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_its_line(driver, tmp_path, way):
     process, run_dir = driver(way, 0.5, 0)
     _, said = process.communicate(timeout=60)
@@ -107,7 +109,11 @@ def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=["SIGINT", "SIGTERM"]
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, "interrupted", id="SIGINT"),
+        pytest.param(signal.SIGTERM, "terminated", id="SIGTERM", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says_by_whom(
     driver, tmp_path, number, status

@@ -1,4 +1,4 @@
-"""Real runs whose reward hangs or ends the process, or whose data goes away: exit codes, and resumes."""
+"""Real runs whose reward hangs or ends the process, or whose data or folder goes away: exit codes, and resumes."""
 
 import hashlib
 import json
@@ -16,10 +16,22 @@ pytestmark = pytest.mark.system
 
 REWARD = '''
 import os
+import shutil
+import sys
 from pathlib import Path
+
+from slime_core.plugins.running import HOOK_LOOP
 
 HERE = Path(__file__).parent
 count = 0
+
+def full(figures):
+    """Let no line be written to the file any more, through its open descriptor or by its name."""
+    opened = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath("/proc/self/fd/" + fd) == str(figures)]
+    figures.rename(HERE / "away")
+    figures.symlink_to("/dev/full")
+    for fd in opened:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), int(fd))
 
 def reward(args, sample, **kwargs):
     """Digits in the response; the {nth}th call does harm, in the first process alone."""
@@ -32,7 +44,10 @@ def reward(args, sample, **kwargs):
 '''
 HARM = {
     "none": "pass",
-    "ends": "os._exit(9)",
+    "ends": "os._exit(0)",
+    "leaves": "HOOK_LOOP.get().call_soon_threadsafe(sys.exit, 0)",
+    "fills": "full(HERE / 'run' / 'metrics.jsonl')",
+    "wipes": "shutil.rmtree(HERE / 'run')",
     "removes": "(HERE / 'my.jsonl').rename(HERE / 'away')",
     "cuts": "(HERE / 'away').write_bytes((HERE / 'my.jsonl').read_bytes()); os.truncate(HERE / 'my.jsonl', 100)",
 }
@@ -90,6 +105,11 @@ def weights(cwd):
     return hashlib.sha256((cwd / "run" / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
+def figures(cwd):
+    rows = map(json.loads, (cwd / "run" / "metrics.jsonl").read_text().splitlines())
+    return [row["version"] for row in rows if row["kind"] == "step"]
+
+
 def states(cwd):
     with sqlite3.connect(cwd / "run" / "ledger.sqlite") as db:
         return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
@@ -106,24 +126,33 @@ def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_pr
 
 
 @pytest.mark.parametrize(
-    ("harm", "code", "told"),
+    ("harm", "code", "told", "place"),
     [
-        ("removes", 3, "my.jsonl is gone"),
-        pytest.param("cuts", 3, "my.jsonl was cut short", marks=pytest.mark.nightly),
-        pytest.param("ends", 9, "", marks=pytest.mark.nightly),
+        ("removes", 3, "error DAT37  my.jsonl is gone", "my.jsonl"),
+        pytest.param("cuts", 3, "error DAT37  my.jsonl was cut short", "my.jsonl", marks=pytest.mark.nightly),
+        pytest.param("ends", 4, "error PLG62  custom_rm_path.slime_reward failed", "", marks=pytest.mark.nightly),
+        pytest.param("leaves", 4, "error PLG62  code that is not the run's own", "", marks=pytest.mark.nightly),
+        ("fills", 7, "error STO109  metrics.jsonl cannot be written", "run/metrics.jsonl"),
     ],
 )
 def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
-    forked_slime, train, whole, harm, code, told
+    forked_slime, train, whole, harm, code, told, place
 ):
     """Cases 37 and 62: nothing is lost or done twice."""
     cwd, done = train(REWARD.format(harm=HARM[harm], nth=6))
     assert done.returncode == code, done.stderr
     assert told in done.stderr
-    if told:
-        assert "error DAT37" in done.stderr
-        (cwd / "away").rename(cwd / "my.jsonl")
+    if place:
+        (cwd / "away").rename(cwd / place)
     again = forked_slime("run", "--resume", "run", cwd=cwd)
     assert again.returncode == 0, again.stderr
     assert weights(cwd) == weights(whole)
     assert states(cwd) == states(whole)
+    assert figures(cwd) == figures(whole) == [1, 2, 3]
+
+
+def test_a_run_whose_folder_is_removed_ends_with_an_error(train):
+    _, done = train(REWARD.format(harm=HARM["wipes"], nth=6))
+    assert done.returncode == 7, done.stderr
+    assert "error STO111  the run directory was removed or moved" in done.stderr
+    assert "done" not in done.stdout

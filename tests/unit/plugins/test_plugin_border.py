@@ -124,7 +124,9 @@ def test_an_exception_is_told_with_plugin_hook_prompt_and_line(load, ask, kind):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
-@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import sys; sys.exit(1)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "ending", ["raise SystemExit(3)", "import sys; sys.exit(1)", "raise KeyboardInterrupt", "import os; os._exit(0)"]
+)
 def test_a_hook_cannot_end_the_process(load, ask, kind, ending):
     plugins = load(geo=REWARD.format(body=ending).replace("def slime", f"{kind} slime"))
     with pytest.raises(PluginError) as caught:
