@@ -74,7 +74,7 @@ def look(name: str) -> dict[str, Any]:
         "hooks": sorted(loaded.answers),
         "options": [
             {
-                "key": f"plugin.{name}.{key}",
+                "key": f"plugin.{loaded.provider.name}.{key}",
                 "type": getattr(info.annotation, "__name__", str(info.annotation)),
                 "default": None if info.is_required() else repr(info.get_default(call_default_factory=True)),
                 "description": info.description or "",

@@ -20,6 +20,16 @@ def write_plugin(name: str, parent: Path) -> dict[str, Any]:
     Raises:
         ConfigError: CFG03 an unusable name, CFG12 the folder is there already.
     """
+    from slime_cli.main import COMMANDS
+
+    if name in COMMANDS:
+        raise ConfigError(
+            f"a plugin cannot be called '{name}'",
+            code="CFG03",
+            where="command line: NAME",
+            why=f"`slime {name}` is a command of slime, so the plugin's own could not be called",
+            fix=f"take another name, such as my_{name}",
+        )
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in ("core", "cli", "main"):
         raise ConfigError(
             f"a plugin cannot be called '{name}'",

@@ -103,7 +103,9 @@ def check(name: str, as_json: bool) -> None:
     else:
         heading(f"{info.name} {info.requirement}")
         print_pairs({f"{finding['status']:<4}  {finding['name']}": _told(finding) for finding in findings})
-        click.echo(f"  {len(broken)} broken" if broken else "  all promises kept")
+        warned = sum(finding["status"] == "warn" for finding in findings)
+        more = f", {warned} warning{'s' * (warned > 1)}" if warned else ""
+        click.echo((f"  {len(broken)} broken" if broken else "  all promises kept") + more)
     if broken:
         click.get_current_context().exit(BROKEN)
 

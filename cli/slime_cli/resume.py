@@ -299,10 +299,8 @@ def _plugin_lines(info: Mapping[str, Any], plugins: Plugins) -> Iterator[str]:
 
 
 def plugin_versions(plugins: Plugins) -> dict[str, str]:
-    """``NAME: DISTRIBUTION==VERSION`` of the loaded plugins."""
-    from slime_core.plugins import find
-
-    return {name: find(name).requirement for name in plugins.names}
+    """``NAME: DISTRIBUTION==VERSION`` of the loaded plugins; of a plugin in one file its path."""
+    return {name: plugins.origin(name) for name in plugins.names}
 
 
 def kind_of(config: Config, plugins: Plugins) -> str:

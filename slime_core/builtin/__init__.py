@@ -100,8 +100,8 @@ def no_reward(task: str) -> ConfigError:
         code="CFG04",
         where="reward",
         why="no plugin, function or rm_type answers slime_reward",
-        fix="--custom-rm-path my_reward.py:reward\n"
-        "--plugin NAME --rm-type TYPE   (types of an installed plugin: slime plugins show NAME)\n"
+        fix="reward.custom_rm_path=my_reward.py:reward\n"
+        "reward.rm_type=TYPE   (with the plugin that brings the type: --plugin NAME)\n"
         "--plugin NAME   (a plugin that implements slime_reward)",
     )
 

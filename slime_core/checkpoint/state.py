@@ -10,8 +10,8 @@ from slime_core.checkpoint.manifest import Found
 from slime_core.errors import PluginError, TrainerError
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """Refuse plugin state that cannot be stored and come back equal; ``state`` is by plugin name.
+def check_state(state: Mapping[str, Any], holder: str = "slime_state") -> None:
+    """Refuse plugin state that cannot be stored and come back equal; ``state`` of ``holder`` is by plugin name.
 
     Called before the first step, so that it does not fail at the first checkpoint.
 
@@ -24,7 +24,7 @@ def check_state(state: Mapping[str, Any]) -> None:
             raise PluginError(
                 f"the state of plugin '{plugin}' cannot be saved",
                 code="PLG64",
-                where=f"slime_state of {plugin}" + (f", key {key}" if key else ""),
+                where=f"{holder} of {plugin}" + (f", key {key}" if key else ""),
                 why=why,
                 fix="return JSON: dicts with str keys, lists, str, int, finite float, bool, None",
             )

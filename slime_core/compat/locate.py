@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slime_core.errors import PluginError, nearest
+from slime_core.plugins.files import add_to_path, import_file
 
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 FOLDERS = ("examples", "tests", "scripts", "tools")  # of a repository; packages of these names are others
@@ -74,25 +72,14 @@ def _from_file(text: str, path: str, key: str) -> ModuleType:
             why=f"Python files in that folder: {', '.join(here) or 'none'}; the current folder is {Path.cwd()}",
             fix=nearest(file.name, tuple(here)) or f"set {key}",
         )
-    name = f"_slime_file_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise PluginError(f"{key} = '{path}' cannot be imported", code="PLG50", where=str(file))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    _reachable(file.parent)
     try:
-        spec.loader.exec_module(module)
+        return import_file(file)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        del sys.modules[name]
         raise _broken(error, path, key) from error
-    return module
 
 
 def _from_module(name: str, path: str, key: str) -> ModuleType:
-    _reachable(Path.cwd())
+    add_to_path(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -107,11 +94,6 @@ def _from_module(name: str, path: str, key: str) -> ModuleType:
         raise _broken(error, path, key) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise _broken(error, path, key) from error
-
-
-def _reachable(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def _missing_fix(module: str) -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from slime_core.config import evaluation_file, rules
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.options import ModelsOf, check_options, plain_options
-from slime_core.config.paths import absolute_paths, missing_files
+from slime_core.config.paths import absolute_paths, missing_files, plugin_path
 from slime_core.config.problems import KeyPath, Origins, Problem, error_of, raise_all
 from slime_core.config.recipe import Recipe, not_finite, read_recipe
 from slime_core.config.redact import secrets_in
@@ -95,7 +95,8 @@ def read(
             where=f"command line: {words.recipe}",
             fix="write keys as --key VALUE or section.key=VALUE",
         )
-    options = models(plugin_names(file.data, words)) if models is not None else {}
+    base = file.path.parent if file.path is not None else Path.cwd()
+    options = models(plugin_names(file.data, words, base)) if models is not None else {}
     data, origins = _merge(file, words, options, megatron or {})
     config = _validate(data, origins, options)
     parts = _stages(config, origins, options)
@@ -112,11 +113,11 @@ def read(
     )
 
 
-def plugin_names(data: Mapping[str, Any], words: Words) -> list[str]:
-    """Plugins that a recipe and flags name, in order, before anything is validated."""
+def plugin_names(data: Mapping[str, Any], words: Words, base: Path) -> list[str]:
+    """Plugins that a recipe in ``base`` and flags name, in order, before anything is validated."""
     listed = data.get("plugins", [])
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    return list(dict.fromkeys([*names, *words.plugins]))
+    names = [plugin_path(name, base) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return list(dict.fromkeys([*names, *(plugin_path(name, Path.cwd()) for name in words.plugins)]))
 
 
 def _merge(file: Recipe, words: Words, options: Models, megatron: Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
@@ -136,7 +137,7 @@ def _merge(file: Recipe, words: Words, options: Models, megatron: Mapping[str, A
 def _apply(data: dict[str, Any], override: Override, origins: Origins, options: Models) -> list[Problem]:
     path, value = override.path, override.value
     if path == ("plugins", "+"):
-        names = data.setdefault("plugins", [])
+        names, value = data.setdefault("plugins", []), plugin_path(value, Path.cwd())
         if isinstance(names, list) and value not in names:
             names.append(value)
         return []

@@ -58,6 +58,16 @@ def folder_of_set(text: str) -> tuple[Path, str, str] | None:
     return None
 
 
+def plugin_name(entry: str) -> str:
+    """The name of a plugin that ``plugins`` lists: itself, or the stem of its file."""
+    return Path(entry).stem if entry.endswith(".py") else entry
+
+
+def plugin_path(entry: str, base: Path) -> str:
+    """An entry of ``plugins`` whose file, if it is one, is absolute."""
+    return _join(base, entry) if entry.endswith(".py") else entry
+
+
 def _walk(value: Any, path: KeyPath, change: Callable[[KeyPath, str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _walk(item, (*path, key), change) for key, item in value.items()}
@@ -72,12 +82,14 @@ def _key_of(path: KeyPath) -> str:
 
 
 def _kind(path: KeyPath) -> str:
-    """``data``, ``model``, ``folder``, ``file``, ``program``, ``function`` or nothing."""
+    """``data``, ``model``, ``folder``, ``file``, ``program``, ``plugin``, ``function`` or nothing."""
     if path == ("sglang", "python"):
         return "program"
     if not path or {"plugin", "megatron", "sglang"} & set(path):
         return ""
     key = _key_of(path)
+    if path[0] == "plugins":
+        return "plugin"
     if key == "prompt_data" or (key == "eval_prompt_data" and isinstance(path[-1], int) and path[-1] % 2):
         return "data"
     if key in ("hf_checkpoint", "ref_load", "teacher_load", "critic_load"):
@@ -103,6 +115,8 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
         plain, part = _without_slice(text)
         local = _is_local(plain, base, _FILES) or folder_of_set(str(base / plain))
         return f"{_join(base, plain)}{part}" if local else text
+    if kind == "plugin":
+        return plugin_path(text, base)
     if kind in ("folder", "file"):
         return _join(base, text)
     if kind == "program":

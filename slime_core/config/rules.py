@@ -16,6 +16,7 @@ from slime_core.config import (
     megatron_rules,
     sampling_rules,
 )
+from slime_core.config.paths import plugin_name
 from slime_core.config.problems import Problem, conflict as _conflict
 from slime_core.extras import UPDATE, install_line
 
@@ -236,7 +237,7 @@ def _tasks(config: Config) -> Iterator[Problem]:
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield _conflict(f"two {section}.{key} are named '{name}'", [f"{section}.{key}"], fix="rename one of them")
         for task in tasks:
-            if task.plugin and task.plugin not in config.plugins:
+            if task.plugin and task.plugin not in map(plugin_name, config.plugins):
                 yield _conflict(
                     f"task '{task.name}' belongs to plugin '{task.plugin}', which the run does not load",
                     [f"{section}.{key}", "plugins"],

@@ -347,7 +347,9 @@ class Config(Section):
     schema_version: int = Field(SCHEMA_VERSION, description="Of the recipe format.")
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="The run directory is runs/NAME-N.")
     seed: int = Field(0, ge=0, lt=2**63, description="Every draw of the run derives from it.")
-    plugins: tuple[str, ...] = Field((), description="Plugins to load, in order. Flag: --plugin, repeatable.")
+    plugins: tuple[str, ...] = Field(
+        (), description="Plugins to load, in order: names, or paths of Python files. Flag: --plugin, repeatable."
+    )
     cluster: ClusterSection = ClusterSection()
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.stages import stages
-from slime_core.errors import ConfigError, nearest
+from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.facade import Plugins
 from slime_core.plugins.load import Loaded, core_plugin, load_options, load_plugin, options_model, recipe_of
 from slime_core.plugins.router import Functions
@@ -30,7 +30,16 @@ def load_plugins(config: Config) -> Plugins:
         PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two answers of equal rank.
         ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss.
     """
-    loaded = {name: load_plugin(name) for name in dict.fromkeys(config.plugins)}
+    loaded: dict[str, Loaded] = {}
+    for entry in dict.fromkeys(config.plugins):
+        plugin = load_plugin(entry)
+        if (other := loaded.setdefault(plugin.provider.name, plugin)) is not plugin:
+            raise PluginError(
+                f"two plugins are called '{plugin.provider.name}': {other.provider.origin}, {plugin.provider.origin}",
+                code="PLG52",
+                where="plugins",
+                fix="rename the file, or load one of the two",
+            )
     strangers = [name for name in config.plugin if name not in loaded]
     if strangers:
         raise ConfigError(
@@ -73,9 +82,9 @@ def recipe_path(plugin_name: str, recipe: str = "default") -> Path:
 
 
 def option_models(names: Sequence[str]) -> Mapping[str, type[BaseModel] | None]:
-    """The options model of each installed plugin; None where it has no options.
+    """The options model of each plugin by its name; None where it has no options.
 
     Raises:
         PluginError: PLG50-55 as :func:`load_plugins`.
     """
-    return {name: options_model(load_plugin(name)) for name in names}
+    return {plugin.provider.name: options_model(plugin) for plugin in map(load_plugin, names)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 from slime_core.errors import PluginError, nearest
 from slime_core.hookspecs import GROUP
@@ -12,7 +14,7 @@ from slime_core.hookspecs import GROUP
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PluginInfo:
-    """One entry point of the group ``slime.plugins``.
+    """One entry point of the group ``slime.plugins``, or a plugin in one file, whose target is that file.
 
     Example:
         PluginInfo(name="rm_math", version="0.1.0", distribution="slime-rm-math", target="slime_rm_math.plugin")
@@ -26,8 +28,8 @@ class PluginInfo:
 
     @property
     def requirement(self) -> str:
-        """``distribution==version``."""
-        return f"{self.distribution}=={self.version}"
+        """``distribution==version``; of a file its path."""
+        return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def as_dict(self) -> dict[str, object]:
         """Stable keys, as `slime plugins list --json` prints them."""
@@ -94,11 +96,13 @@ def _is_shadowed(name: str, text: str) -> bool:
 
 
 def find(name: str) -> PluginInfo:
-    """The one installed plugin of that name.
+    """The one installed plugin of that name, or the one in the file that ``name`` is the path of.
 
     Raises:
-        PluginError: PLG51 none is installed, PLG52 several distributions declare it.
+        PluginError: PLG51 none is installed or there is no such file, PLG52 several distributions declare it.
     """
+    if name.endswith(".py") or "/" in name:
+        return _in_file(Path(os.path.normpath(Path(name).expanduser().absolute())))
     installed = available()
     named = [info for info in installed if info.name == name]
     if not named:
@@ -122,3 +126,22 @@ def find(name: str) -> PluginInfo:
             fix="\n".join(f"pip uninstall {info.distribution}" for info in named),
         )
     return named[0]
+
+
+def _in_file(path: Path) -> PluginInfo:
+    if path.is_file() and path.suffix == ".py" and path.stem.isidentifier():
+        return PluginInfo(name=path.stem, version="", distribution=str(path), target=str(path))
+    here = sorted(file.name for file in path.parent.glob("*.py"))
+    if path.is_dir():
+        what, fix = f"{path} is a folder", f"pip install -e {path}   (then: slime plugins list)"
+    elif path.is_file():
+        what, fix = f"{path.name} is no name of a Python module", "give the file a name of a to z, 0 to 9 and _, .py"
+    else:
+        what, fix = f"there is no file {path}", nearest(path.name, here) or "correct the path"
+    raise PluginError(
+        f"no plugin is at this path: {what}",
+        code="PLG51",
+        where=f"plugin '{path}'",
+        why="a plugin is a Python file, or the name of an installed one",
+        fix=fix,
+    )

@@ -55,6 +55,10 @@ class Plugins:
         """The loaded plugins, in the order of the config."""
         return tuple(self._loaded)
 
+    def origin(self, name: str) -> str:
+        """``distribution==version`` of a loaded plugin, or its file."""
+        return self._loaded[name].provider.origin
+
     def options(self, name: str, config: Config | None = None) -> BaseModel | None:
         """The filled ``[plugin.NAME]`` model of a loaded plugin, of the run or of a stage's config."""
         if config is None:

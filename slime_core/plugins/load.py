@@ -20,6 +20,7 @@ from slime_core.extras import UPDATE
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find
+from slime_core.plugins.files import import_file
 from slime_core.plugins.provider import CORE, Answer, Provider, answer, line_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Loaded:
 
 
 def load_plugin(name: str) -> Loaded:
-    """Import one installed plugin and check its hooks.
+    """Import one plugin, by its name or by the path of its file, and check its hooks.
 
     Raises:
         PluginError: PLG50 the import failed, PLG51 not installed, PLG52 ambiguous, PLG53 a signature, PLG54 a hook
@@ -48,13 +49,15 @@ def load_plugin(name: str) -> Loaded:
     info = find(name)
     target = _import(info)
     home = _home(target)
-    provider = Provider(name=name, origin=info.requirement, source="plugin", home=home)
+    provider = Provider(name=info.name, origin=info.requirement, source="plugin", home=home)
     _check_api(target, provider)
     return Loaded(provider=provider, target=target, answers=answers_of(provider, target))
 
 
 def _import(info: PluginInfo) -> Any:
     try:
+        if info.target.endswith(".py"):
+            return import_file(Path(info.target))
         target = metadata.EntryPoint(info.name, info.target, GROUP).load()
         return target() if inspect.isclass(target) else target
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -62,7 +65,7 @@ def _import(info: PluginInfo) -> Any:
             f"plugin '{info.name}' ({info.requirement}) could not be imported: {_import_text(error)}",
             code="PLG50",
             where=_import_place(error, info),
-            why=f"its entry point is {info.target}",
+            why="" if info.target.endswith(".py") else f"its entry point is {info.target}",
             fix=_import_fix(error, info),
         ) from error
 
@@ -86,6 +89,10 @@ def _is_code_of_plugin(filename: str) -> bool:
 
 
 def _import_fix(error: BaseException, info: PluginInfo) -> str:
+    if info.target.endswith(".py"):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        first = f"pip install {missing.split('.')[0]}" if missing else "correct the file"
+        return f"{first}   (then: slime plugins check {info.target})"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(info.target.split(".")[0]):
         return f"pip install {error.name.split('.')[0]}   (or: pip install --upgrade {info.distribution})"
     return f"pip install --force-reinstall {info.distribution}   (then: slime plugins check {info.name})"

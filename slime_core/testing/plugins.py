@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_core.checkpoint.state import check_state
 from slime_core.config.load import load_config, stages
+from slime_core.config.paths import plugin_path
 from slime_core.config.schema import Config, Task
 from slime_core.context import Context
 from slime_core.errors import SlimeError
+from slime_core.hookspecs import API_VERSION
 from slime_core.plugins.assemble import connect, load_plugins, option_models
 from slime_core.plugins.boundary import call_now
 from slime_core.plugins.load import Loaded, load_plugin, options_model
@@ -64,7 +67,7 @@ class Broken(Exception):
 
 
 def check_plugin(name: str) -> list[Finding]:
-    """Load one installed plugin and try every hook that it implements, against fakes.
+    """Load one plugin, by name or by the path of its file, and try every hook that it implements, against fakes.
 
     A promise is a line: import, options, recipes, checks, command, prompts, generation, rewards, filter, names,
     state. The first that fails at import ends the list. Hooks may be called with garbage on purpose: a wrong answer
@@ -80,6 +83,9 @@ def check_plugin(name: str) -> list[Finding]:
     if not had_torch and TORCH_FREE in sys.modules:
         fix = "import torch inside the functions that need it"
         findings.append(Finding(name="light import", status="warn", found="importing it imports torch", fix=fix))
+    if getattr(loaded.target, "slime_api", None) is None:
+        fix = f"write slime_api = {API_VERSION} in its module: a later slime then says what to change"
+        findings.append(Finding(name="API", status="warn", found="slime_api is not set", fix=fix))
     suite = _Suite(name, loaded)
     return [*findings, *(_tried(promise, fn) for promise, fn in suite.promises())]
 
@@ -102,8 +108,8 @@ def _failed(promise: str, error: SlimeError) -> Finding:
 
 
 class _Suite:
-    def __init__(self, name: str, loaded: Loaded) -> None:
-        self.name, self.loaded = name, loaded
+    def __init__(self, entry: str, loaded: Loaded) -> None:
+        self.entry, self.name, self.loaded = plugin_path(entry, Path.cwd()), loaded.provider.name, loaded
         self._made: tuple[Plugins, Config] | None = None
 
     def promises(self) -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -144,8 +150,10 @@ class _Suite:
         recipes = dict(call_now(declared, {}, about="its recipes"))
         for name, path in recipes.items():
             config = load_config(Path(path), models=option_models)
-            if self.name not in config.plugins:
-                raise Broken(f"recipe '{name}' does not name the plugin", f'write plugins = ["{self.name}"] in {path}')
+            if self.entry not in config.plugins:
+                raise Broken(
+                    f"recipe '{name}' does not name the plugin", f'write plugins = ["{self.entry}"] in {path}'
+                )
             load_plugins(config).close()
         return ", ".join(recipes) or "none"
 
@@ -188,7 +196,7 @@ class _Suite:
                 raise Broken(
                     f"row 0 of task '{task.name}' differs when asked for twice", "rows are a function of position"
                 )
-            json.dumps(source.state())
+            check_state({self.name: source.state()}, f"the source of task '{task.name}'")
             told.append(f"{task.name}: {_count(source)}")
         return "; ".join(told) or None
 
@@ -272,6 +280,7 @@ class _Suite:
         if "slime_state" not in self.loaded.answers:
             return None
         plugins, _ = self._run()
+        check_state(plugins.state())
         state = json.loads(json.dumps(plugins.state()))
         plugins.load_state(state)
         if json.loads(json.dumps(plugins.state())) != state:
@@ -287,8 +296,8 @@ class _Suite:
                 config = stages(load_config(Path(recipes["default"]), models=option_models))[-1]
                 self._made = load_plugins(config), config
             else:
-                config = Config(plugins=(self.name,))
-                self._made = connect({self.name: load_plugin(self.name)}, [config]), config
+                config = Config(plugins=(self.entry,))
+                self._made = connect({self.name: load_plugin(self.entry)}, [config]), config
         return self._made
 
     def _tasks(self, config: Config) -> list[tuple[Task, bool]]:

@@ -25,6 +25,18 @@ def slime_reward(group, ctx):
     return [1.0 for sample in group.samples]
 """
 
+STATE = """
+class Holder:
+    def state(self):
+        return {}
+    def load(self, state):
+        pass
+
+@slime_core.hookimpl
+def slime_state():
+    return Holder()
+"""
+
 
 def test_list_is_a_table_of_metadata(cli, install_plugin):
     install_plugin("geo", "raise RuntimeError('never imported')", distribution="slime-geo", version="0.3.1")
@@ -117,8 +129,11 @@ def test_check_keeps_a_record_of_every_promise(cli, install_plugin):
     assert answer["ok"] is True
     status = {finding["name"]: finding["status"] for finding in answer["findings"]}
     assert status["import"] == status["options"] == status["rewards"] == "ok"
-    assert status["state"] == "skip"
-    assert "all promises kept" in cli("plugins", "check", "geo").out
+    assert (status["state"], status["API"]) == ("skip", "warn")
+    assert "all promises kept, 1 warning\n" in cli("plugins", "check", "geo").out
+    install_plugin("new", "slime_api = 1\n" + GOOD)
+    done = cli("plugins", "check", "new")
+    assert ("API" in done.out, done.out.endswith("all promises kept\n")) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +146,22 @@ def test_check_keeps_a_record_of_every_promise(cli, install_plugin):
         (GOOD.replace("[1.0 for sample in group.samples]", "[1.0]"), "PLG59"),
         (GOOD.replace("1.0 for", "float('nan') for"), "PLG58"),
         (GOOD.replace("1.0 for", "sample.response[0] for"), "IndexError"),
+        (GOOD + STATE.replace("{}", "{'seen': object()}"), "PLG64 the state of plugin 'geo' cannot be saved"),
         ("import os\nos._exit(9)\n", "code 9"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "code -9"),
     ],
-    ids=["import", "hook name", "signature", "API", "length", "nan", "raises on an empty answer", "exits", "dies"],
+    ids=[
+        "import",
+        "hook name",
+        "signature",
+        "API",
+        "length",
+        "nan",
+        "raises on an empty answer",
+        "state",
+        "exits",
+        "dies",
+    ],
 )
 def test_check_of_a_broken_plugin_exits_with_4_and_says_why(cli, install_plugin, source, told):
     install_plugin("geo", source)

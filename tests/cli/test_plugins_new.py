@@ -31,7 +31,7 @@ def test_the_package_is_written_whole_with_its_own_names(cli, tmp_path):
     assert tomllib.loads((folder / "src/slime_geo_3k/recipes/default.toml").read_text())["plugins"] == ["geo_3k"]
 
 
-@pytest.mark.parametrize("name", ["Geo", "geo-3k", "3geo", "class", "../x", "core", ""])
+@pytest.mark.parametrize("name", ["Geo", "geo-3k", "3geo", "class", "../x", "core", "", "run", "attach"])
 def test_a_name_that_cannot_be_a_package_is_refused(cli, tmp_path, name):
     done = cli("plugins", "new", name)
     assert done.code == 2

@@ -6,7 +6,7 @@ from slime_core.testing.plugins import check_plugin
 
 pytestmark = pytest.mark.unit
 
-HEAD = "import itertools\nimport slime_core\nfrom slime_core.types import Prompt\n"
+HEAD = "slime_api = 1\nimport itertools\nimport slime_core\nfrom slime_core.types import Prompt\n"
 ROWS = """
 class Rows:
     def __len__(self):
@@ -82,12 +82,12 @@ def test_a_plugin_that_keeps_everything_has_no_complaint(install_plugin):
     ("source", "promise", "told"),
     [
         (ROWS.replace('label="2"', "label=str(next(COUNT))") + "COUNT = itertools.count()\n", "prompts", "differs"),
-        (ROWS.replace('"version": 1', '"version": {1}'), "prompts", "not JSON serializable"),
+        (ROWS.replace('"version": 1', '"version": {1}'), "prompts", "cannot be saved"),
         (ROWS.replace("return Prompt(", "return dict("), "prompts", "is a dict"),
         (ROWS.replace("return Rows()", "return []"), "prompts", "PLG57"),
         (REWARD.replace("float(", "s.response[0] and float("), "rewards", "IndexError"),
         (REWARD.replace("float(s.response == s.label)", "float('nan')"), "rewards", "PLG58"),
-        (STATE.replace('"level": self.level', '"level": {self.level}'), "state", "not JSON serializable"),
+        (STATE.replace('"level": self.level', '"level": {self.level}'), "state", "cannot be saved"),
         (STATE.replace('self.level = state["level"]', "self.level += 1"), "state", "differs after load"),
         (ESTIMATOR.replace("np.ones(len(batch.loss_mask))", "np.ones(len(batch))"), "names", "PLG59"),
         (
