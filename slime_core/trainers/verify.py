@@ -6,12 +6,17 @@ slow: transformers' own model and eager attention, one sample at a time, the ful
 
 The chain rule is cut at log-prob and entropy, so that the graph of one sample is alive at a time. Every optimizer step
 of the batch is compared at the weights before the first. Nothing is changed.
+
+In bfloat16 rounding alone moves the gradient of some tensors by half of their norm and more. So the slow way is gone a
+second time, in bfloat16, and a tensor may differ by a few times what that rounding does to it. What it differs along
+the true gradient is bounded apart: rounding hardly changes a gradient's size, and most mistakes do.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
 FLOAT64_UP_TO = 10**8  # parameters on a CPU; above, and elsewhere, the slow way computes in float32
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the errors, by the trainer's dtype of compute
+ROUNDINGS = 3.0  # times what rounding does to a tensor's gradient, which always pass
 FLOOR = 1e-3  # of the gradient's norm: a parameter with less (a bias whose true gradient is 0) is measured by this
 Tensors = dict[str, torch.Tensor]
 Fast = Callable[["list[MicroBatch]"], tuple[float, Tensors]]
@@ -42,7 +48,7 @@ def compared(
 ) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective.
 
-    ``gradient_error`` is the largest ``gradient_error/PARAMETER``: |fast - slow| / |slow|, Euclidean.
+    ``gradient_error`` is the largest ``gradient_error/PARAMETER``, see :func:`compare`.
     ``loss_error`` is |fast - slow| over the sum of the absolute losses of all tokens. Of several optimizer steps the
     worst counts. ``limit`` is what both should stay below, ``float64`` whether the slow way computes in it.
 
@@ -51,7 +57,8 @@ def compared(
         micros: of each optimizer step, this rank's
         rename: gradients by the names of the slow model's modules to the names that ``fast`` gives
     """
-    train = slow.stage.train
+    train, limit = slow.stage.train, LIMITS[slow.computed]
+    again = slow.rounded() if slow.computed != torch.float32 else None
     steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
     errors: dict[str, float] = {}
     losses, loss_error = [], 0.0
@@ -63,23 +70,40 @@ def compared(
         want, scale, grads = slow.gradient(batch, rollouts, tokens)
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))
-        for name, error in compare(found, rename(grads)).items():
+        rounded = rename(again.gradient(batch, rollouts, tokens)[2]) if again is not None else None
+        for name, error in compare(found, rename(grads), limit, rounded).items():
             errors[name] = max(errors.get(name, 0.0), error)
     return {
         "loss": sum(losses) / max(len(losses), 1),
         "loss_error": loss_error,
         "gradient_error": max(errors.values(), default=0.0),
-        "limit": LIMITS[slow.computed],
+        "limit": limit,
         "float64": float(slow.dtype == torch.float64),
         **{f"gradient_error/{name}": error for name, error in errors.items()},
     }
 
 
-def compare(fast: Tensors, slow: Tensors) -> dict[str, float]:
-    """Relative error of each parameter's gradient, largest first; NaN counts as infinite."""
+def compare(fast: Tensors, slow: Tensors, limit: float, rounded: Tensors | None = None) -> dict[str, float]:
+    """Error of each parameter's gradient, largest first; NaN counts as infinite.
+
+    It is the larger of |fast - slow| and of what that is along slow, both over |slow| and Euclidean. Where ``rounded``
+    is given, a difference of ROUNDINGS times its own passes: it has an error of ``limit``.
+    """
     least = FLOOR * float(torch.stack([grad.norm() for grad in slow.values()]).norm())
-    found = {name: _ratio(float((fast[name] - g).norm()), max(float(g.norm()), least)) for name, g in slow.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    errors = {}
+    for name, grad in slow.items():
+        size = float(grad.norm())
+        apart = _apart(fast[name], grad, size)
+        bounds = _apart(rounded[name], grad, size) if rounded is not None else (0.0, 0.0)
+        scales = [max(size, least, ROUNDINGS * bound / limit) for bound in bounds]
+        errors[name] = max(map(_ratio, apart, scales))
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def _apart(one: torch.Tensor, grad: torch.Tensor, size: float) -> tuple[float, float]:
+    """How far a gradient is from ``grad``, and how far along it."""
+    difference = one - grad
+    return float(difference.norm()), abs(float((difference * grad).sum())) / size if size else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -113,6 +137,15 @@ class Slow:
         return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
 
     @property
+    def exact(self) -> torch.dtype:
+        """Of log-probs and of the loss, which are never rounded to bfloat16."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def rounded(self) -> Slow:
+        """The same, computing in the trainer's dtype."""
+        return replace(self, model=copy.deepcopy(self.model).to(self.computed))
+
+    @property
     def device(self) -> torch.device:
         """Where."""
         return next(self.model.parameters()).device  # type: ignore[no-any-return]
@@ -129,7 +162,7 @@ class Slow:
         chosen = np.isin(batch.rollout, rollouts) & (batch.response_lengths > 0)
         samples: list[int] = np.flatnonzero(chosen).tolist()
         mine = samples[self.rank :: self.world]
-        both = torch.zeros(2, len(tokens), dtype=self.dtype, device=self.device)
+        both = torch.zeros(2, len(tokens), dtype=self.exact, device=self.device)
         with torch.no_grad():
             for i in mine:
                 both[:, _place(batch, i)] = self.rows(batch, i)
@@ -137,21 +170,32 @@ class Slow:
             dist.all_reduce(both)
         total, scale, slopes = self._loss(batch, rollouts, tokens, both)
         self.model.zero_grad()
+        sums: Tensors = {}
         for i in mine:
             (self.rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
+            self._add(sums)
         grads = {}
         for name, parameter in self.model.named_parameters():
-            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            grad = sums[name] if name in sums else torch.zeros_like(parameter, dtype=self.exact)
             if self.world > 1:
                 dist.all_reduce(grad)
             grads[name] = grad.double().cpu()
         return total, scale, grads
 
+    def _add(self, sums: Tensors) -> None:
+        """Add a sample's gradients, each rounded once in bfloat16; elsewhere autograd adds them."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and self.dtype == self.exact:
+                sums[name] = parameter.grad
+            elif parameter.grad is not None:
+                sums[name] = parameter.grad.to(self.exact) + sums.get(name, 0)
+                parameter.grad = None
+
     def rows(self, batch: Batch, i: int) -> torch.Tensor:
         """Log-prob and entropy of each response token of sample i, [2, its response tokens]."""
         ids = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64)).to(self.device)
         count = int(batch.response_lengths[i])
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1]
+        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1].to(self.exact)
         if batch.temperature is not None:
             logits = logits / float(batch.temperature[i])
         table = torch.log_softmax(logits, dim=-1)
@@ -171,9 +215,9 @@ class Slow:
         )
         columns = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
         given = {name: torch.from_numpy(values[tokens]).to(self.device) for name, values in columns.items()}
-        given = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in given.items()}
+        given = {name: v.to(self.exact) if v.is_floating_point() else v for name, v in given.items()}
         where = torch.from_numpy(tokens).to(self.device)
-        weight = torch.from_numpy(weights).to(self.device, self.dtype)
+        weight = torch.from_numpy(weights).to(self.device, self.exact)
         log_probs, entropy = (row[where].requires_grad_() for row in both)
         if "policy" in given and self.computed != torch.float32:
             given["policy"] = (

@@ -22,7 +22,6 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
     batch = dealer.ready(batch)
     portion = dealer.portions(batch)[worker.rank]
     check_portion(worker, portion)
-    assert worker.stage is not None
 
     def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
         sums = Sums(portion, worker.device)
@@ -32,8 +31,13 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
         worker._forget()
         return loss, grads
 
-    slow = Slow(_model(worker), worker.stage, worker.loss, worker.dtype, worker.rank, worker.world)
-    return compared(batch, worker._pack(portion), fast, slow)
+    return compared(batch, worker._pack(portion), fast, slow_way(worker))
+
+
+def slow_way(worker: Worker) -> Slow:
+    """With the weights that the ranks hold now; a collective."""
+    assert worker.stage is not None
+    return Slow(_model(worker), worker.stage, worker.loss, worker.dtype, worker.rank, worker.world)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
