@@ -15,10 +15,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from slime_core.notices import NOTICES
+
 log = logging.getLogger(__name__)
 
 Choice = Literal["auto", "on", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
+COMPILING = (
+    "compiling functions of the trainer's model (torch.compile): the first scoring and the first training step wait "
+    "for it, some ten seconds each; without it: --compile off"
+)
 LARGE = 50_000_000  # parameters from which a step takes longer than what compiling could save in a short run
 
 
@@ -50,6 +56,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._made is None:
             return self.plain(*args, **kwargs)
+        NOTICES.say("compile", COMPILING)
         try:
             return self._made(*args, **kwargs)
         except TorchDynamoException as error:

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from slime_core.trainers.compiling import LARGE, Compiled, pays
+from slime_core.notices import NOTICES
+from slime_core.trainers.compiling import COMPILING, LARGE, Compiled, pays
 
 pytestmark = pytest.mark.unit
 
@@ -33,9 +34,26 @@ def test_a_compiler_that_fails_is_told_once_and_the_plain_function_goes_on(caplo
         assert [float(one(torch.tensor(float(n)))) for n in (1, 2)] == [2.0, 4.0]
     assert not one.works
     assert len(calls) == 1
-    (told,) = [record.message for record in caplog.records if record.name.startswith("slime")]
+    (told,) = [record.message for record in caplog.records if record.name.startswith("slime_core.trainers")]
     assert "twice is not compiled" in told
     assert "no compiler here" in told
+
+
+def test_that_the_first_call_waits_for_the_compiler_is_said_once_before_it_does():
+    said = []
+
+    def backend(graph, inputs):
+        said.append("compiles")
+        return graph.forward
+
+    NOTICES.to(said.append)
+    try:
+        for function in (torch.sin, torch.cos):
+            one = Compiled(lambda x, function=function: function(x) + 1, backend=backend)
+            assert float(one(torch.tensor(0.0))) == float(function(torch.tensor(0.0))) + 1
+    finally:
+        NOTICES.to(None)
+    assert said == [COMPILING, "compiles", "compiles"]
 
 
 def test_what_the_function_itself_raises_passes_through():
