@@ -146,14 +146,15 @@ class Sample:
         lengths = {"tokens": count, "log_probs": len(log_probs), "mask": len(masks), "version": len(versions)}
         if set(lengths.values()) != {count}:
             raise ValueError(f"sample {self.id}: lengths differ in append_response: {lengths}")
-        before = self.response_length
-        self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
-        self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
-        self.weight_versions += [-1] * (before - len(self.weight_versions))
-        self.tokens += map(int, tokens)  # lists grow in place, as in slime: a function may hold one
-        self.loss_mask += map(int, masks)
-        self.weight_versions += map(int, versions)
-        self.rollout_log_probs += map(float, log_probs)
+        before, grown = self.response_length, []
+        fills = {"tokens": 0, "loss_mask": 1, "weight_versions": -1, "rollout_log_probs": 0.0}
+        for (name, fill), more in zip(fills.items(), (tokens, masks, versions, log_probs), strict=True):
+            held = getattr(self, name)
+            held = held if isinstance(held, list) else [type(fill)(one) for one in (() if held is None else held)]
+            grown.append((name, held, [fill] * (before - len(held)) + [type(fill)(one) for one in more]))
+        for name, held, new in grown:  # in place, as in slime: a function may hold one of these lists
+            held += new
+            setattr(self, name, held)
         self.response_length, self.response = before + count, self.response + text
 
     def to_dict(self) -> dict[str, Any]:
@@ -396,5 +397,4 @@ class StepReport:
 
     def items(self) -> Iterator[tuple[str, float]]:
         """Metric names and values, times included as ``time/NAME``."""
-        yield from self.metrics.items()
-        yield from ((f"time/{name}", value) for name, value in self.seconds.items())
+        yield from {**self.metrics, **{f"time/{name}": value for name, value in self.seconds.items()}}.items()

@@ -190,7 +190,8 @@ def words_of(argv: Sequence[str], *, ahead: int) -> tuple[list[str], list[str]]:
 def _top_k(words: list[str]) -> list[str]:
     """-1 is slime's way to say that a key is off."""
     keys = ("--rollout-top-k", "--eval-top-k")
-    return ["0" if word == "-1" and words[at - 1] in keys else word for at, word in enumerate(words)]
+    off = {f"{key}=-1": f"{key}=0" for key in keys}
+    return ["0" if word == "-1" and words[at - 1] in keys else off.get(word, word) for at, word in enumerate(words)]
 
 
 def _defaults(argv: Sequence[str], ahead: int) -> list[str]:
@@ -223,12 +224,13 @@ def _evaluation(argv: Sequence[str], given: set[str]) -> list[str]:
 
 
 def _value_of(argv: Sequence[str], flag: str) -> str:
-    """The value that follows ``flag``, or stands behind its equals sign; empty where it is not given."""
+    """The last value given to ``flag`` or to its key; empty where there is none."""
+    key, last = flag[2:].replace("-", "_"), ""
     for at, word in enumerate(argv):
         name, equals, value = word.partition("=")
-        if name == flag:
-            return value if equals else argv[at + 1] if at + 1 < len(argv) else ""
-    return ""
+        if name == flag or (equals and name.rpartition(".")[2] == key):
+            last = value if equals else argv[at + 1] if at + 1 < len(argv) else ""
+    return last
 
 
 def main(argv: Sequence[str] | None = None, *, ahead: int) -> int:

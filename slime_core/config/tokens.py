@@ -57,7 +57,7 @@ class Words:
         pairs = []
         for word in self.overrides:
             head, _, rest = word.name.partition(".")
-            name = rest if head in SECTIONS else word.name
+            name = rest if head in (*SECTIONS, "megatron") else word.name
             earlier = last.get(name, word)
             if name != "plugins" and written(earlier) != written(word):
                 pairs.append((earlier, word))

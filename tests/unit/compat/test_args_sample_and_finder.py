@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from slime_core.compat.args import flat
@@ -159,6 +160,17 @@ def test_lists_that_a_function_holds_grow_with_the_response():
     sample.append_response_tokens(None, tokens=[7, 8], log_probs=[-0.5, -0.25])
     sample.append_response_tokens(None, tokens=[9], trainable=False)
     assert (tokens, mask, log_probs) == ([5, 7, 8, 9], [1, 1, 0], [-0.5, -0.25, 0.0])
+
+
+def test_an_append_takes_any_sequence_fills_what_is_short_and_changes_nothing_where_it_fails():
+    sample = Sample(tokens=(5, 1, 2), response_length=2, rollout_log_probs=[], loss_mask=np.array([1, 0]))
+    sample.append_response([7], [-0.5])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([5, 1, 2, 7], [1, 0, 1], [0.0, 0.0, -0.5])
+    with pytest.raises(ValueError, match="invalid literal"):
+        sample.append_response([8, "x"], [-0.5, -0.5])
+    assert len(sample.tokens) == 4
+    sample.append_response(sample.tokens, mask=0)
+    assert sample.tokens == [5, 1, 2, 7] * 2
 
 
 def test_response_tokens_are_appended_as_slime_does():

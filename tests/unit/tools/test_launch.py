@@ -205,7 +205,9 @@ def test_on_policy_distillation_keeps_slimes_weight_and_names_where_the_teacher_
 
 
 def test_evaluation_samples_as_training_does_unless_a_flag_says_otherwise(launch):
-    words, _ = launch.words_of(["--rollout-temperature", "0.8", "--rollout-top-k=-1", "--eval-top-p", "0.7"], ahead=0)
+    given = ["--rollout-temperature", "1.2", "rollout.rollout_temperature=0.8", "--rollout-top-k=-1"]
+    words, _ = launch.words_of([*given, "--eval-top-p", "0.7"], ahead=0)
+    assert "--rollout-top-k=0" in words
     known = dict(pairwise(words))
     assert (known["--eval-temperature"], known["--eval-top-p"], known["--eval-top-k"]) == ("0.8", "0.7", "0")
     assert words.count("--eval-top-p") == 1
