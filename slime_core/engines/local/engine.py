@@ -15,7 +15,7 @@ import numpy as np
 from slime_core.engines.admission import check_vocabulary
 from slime_core.engines.local.jobs import Job, make_job
 from slime_core.errors import EngineError
-from slime_core.memory import first_line, is_out_of_memory
+from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.protocols import Ability, PauseMode
 from slime_core.types import Completion
 
@@ -297,6 +297,8 @@ class LocalEngine:
 
     def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
         assert self._scheduler is not None
+        assert self._served is not None
+        self._served.wake()
         gone = {id(job) for job in leavers}
         self._scheduler.end(leavers)
         return self._scheduler.run([job for job in incoming if id(job) not in gone], HOP_SECONDS)
@@ -304,6 +306,7 @@ class LocalEngine:
     def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
         if self._scheduler is None or self._served is None or not self._served.ready:
             raise EngineError("score was called while memory is released", code="ENG06", fix="reacquire first")
+        self._served.wake()
         return self._scheduler.score(ids, start)
 
     def _end_running(self, chosen: Any) -> list[Job]:
@@ -312,8 +315,15 @@ class LocalEngine:
         return self._scheduler.end([job for job in self._scheduler.jobs() if chosen(job)])
 
     def _hold(self, mode: PauseMode) -> None:
-        if mode == "retract" and self._scheduler is not None:
+        if self._scheduler is None or self._served is None:
+            return
+        if mode == "retract":
             self._scheduler.retract()
+        if self._device == "cpu":  # a trainer may be about to need the memory
+            self._served.rest()
+            if not self._scheduler.busy:
+                self._scheduler.drop()
+            trim()
 
     def _release(self, what: set[str]) -> None:
         if self._served is None or self._scheduler is None:

@@ -121,6 +121,7 @@ class Scheduler:
     def drop(self) -> None:
         """Give the cache back, in which nothing is seated; the next sequences choose its size anew."""
         self._served.drop()
+        self._slots.forget()
         self.seats, self.tokens = self._wished, 0
 
     @torch.inference_mode()

@@ -46,6 +46,7 @@ class Served:
         self._twin: Twin | None = None
         self._plan: Any = None
         self._cache: KVCache | None = None
+        self._resting = False  # copies of weights are dropped until they are used again
         self.holds_cache = True  # False while its memory is given back
 
     @property
@@ -80,6 +81,7 @@ class Served:
             self._twin = Twin(self._folder.config, self._dtype, self.device, self._folder.trust_remote_code)
         self._twin.load(update)
         self.version = update.version
+        self._resting = False
         if self._plan is not None:
             self._plan.refresh()
             return
@@ -108,6 +110,18 @@ class Served:
         self._cache = None
         if self.device != "cpu":
             torch.cuda.empty_cache()
+
+    def rest(self) -> None:
+        """Drop the plan's copies of weights until :meth:`wake` or the next load, which makes them again anyway."""
+        if self._plan is not None:
+            self._plan.release()
+            self._resting = True
+
+    def wake(self) -> None:
+        """Make the copies again that :meth:`rest` dropped."""
+        if self._resting:
+            self._plan.refresh()
+            self._resting = False
 
     def release(self, what: set[str]) -> None:
         """Give back memory."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slime_core.config.algorithms import settle
 from slime_core.errors import TrainerError
+from slime_core.memory import trim
 from slime_core.trainers import checks, critic
 from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.fsdp import files, saving
@@ -191,7 +192,11 @@ class Worker:
         portion = given if isinstance(given, Portion) else dealer.step(given)[self.rank]
         check_portion(self, portion)
         with told_of_memory(self._passes(), portion, "training on"):
-            return self._step(portion)
+            try:
+                return self._step(portion)
+            finally:
+                if self.device.type == "cpu":
+                    trim()  # activations, before an engine generates
 
     def _step(self, portion: Portion) -> dict[str, float]:
         alone = self.steps < self._critic_only_steps

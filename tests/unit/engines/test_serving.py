@@ -63,6 +63,30 @@ def test_a_pause_holds_requests_and_changes_no_bit(bench, ask, mode):
     bench().run(go)
 
 
+def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
+    """The lean plan's copies of weights, and a cache in which nothing is seated; the first use makes both again."""
+
+    async def go(b):
+        async with b.engine() as engine:
+            one = await engine.generate(ask())
+            served = engine._served
+            await engine.pause("keep")
+            assert served._cache is None
+            assert served._plan._head._weight.numel() == 0
+            scored = await engine.score([*ask().tokens, *one.tokens], 3)
+            assert scored.tolist() == one.plain_log_probs
+            await engine.pause("keep")
+            await engine.resume()
+            again = await engine.generate(ask())
+            assert (again.tokens, again.log_probs) == (one.tokens, one.log_probs)
+            await engine.pause("keep")
+            await engine.load(b.update(1))
+            assert served._plan._head._weight.numel() > 0
+            await engine.resume()
+
+    bench().run(go)
+
+
 def test_a_pause_that_aborts_ends_seated_waiting_and_new_requests_alike(bench, ask):
     async def go(b):
         async with b.engine(slots=2) as engine:

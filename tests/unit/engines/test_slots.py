@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from slime_core.engines.local.capacity import check_size, fitting
 from slime_core.engines.local.jobs import make_job
 from slime_core.engines.local.slots import Slots
 from slime_core.errors import EngineError
+from slime_core.memory import resident_memory
 
 pytestmark = pytest.mark.unit
 
@@ -126,14 +125,10 @@ def test_a_longer_cache_holds_what_it_held_and_zeros():
 def test_memory_is_taken_by_positions_that_are_written_not_by_whole_slots():
     """Rows of 2 MiB, which a huge page would take whole: 256 of them, a position written in each."""
 
-    def resident():
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
     cache = KVCache([LayerShape(8, 64, 64)], 15, 8191, torch.float32, "cpu")
-    before = resident()
+    before = resident_memory()
     cache.joint[0][:, :, :, 5] = 1.0
-    assert resident() - before < 16 << 20
+    assert resident_memory() - before < 16 << 20
 
 
 def test_the_cache_is_aligned_zero_and_copied_by_positions():

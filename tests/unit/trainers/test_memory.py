@@ -145,3 +145,24 @@ def test_an_engine_takes_as_many_slots_as_memory_holds(tmp_path):
     found = in_process(ENGINE, tiny_model(tmp_path / "model"), 512, 2048, 256 << 20)
     assert found["tokens"] == 24 * 4
     assert found["seats"] < 512
+
+
+FREED = """
+import gc
+from slime_core import memory
+torch.ones(4 << 20)  # 16 MiB, mapped and unmapped: glibc takes smaller blocks from its heap from here on
+blocks = [torch.ones(1 << 18) for _ in range(96)]
+del blocks[::2]  # 48 MiB between others
+gc.collect()
+sizes = [memory.resident_memory()]
+for memory.LARGE in (1 << 40, 0):
+    memory.trim()
+    sizes.append(memory.resident_memory())
+print(json.dumps(sizes))
+"""
+
+
+def test_a_large_process_gives_freed_memory_back():
+    before, small, large = in_process(FREED)
+    assert before - small < 8 << 20
+    assert small - large > 32 << 20
