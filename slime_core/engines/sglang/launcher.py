@@ -29,6 +29,7 @@ import subprocess
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 
 GRACE = 10.0  # seconds that a server has to end by itself after SIGTERM
@@ -183,7 +184,7 @@ class Supervisor:
         again, self.news, self.listed = self.news, bool(listed - self.listed), listed
         if not (always or again or self.news):
             return
-        found = {path for pid in self.others() for path in _mapped(pid)} - self.shared
+        found = _mapped(self.others()) - self.shared
         if found:
             self.shared |= found
             with suppress(OSError), open(os.path.join(self.folder, "shared-memory"), "w") as file:
@@ -208,22 +209,24 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
-        used = {path for name in os.listdir("/proc") if name.isdigit() for path in _mapped(int(name))}
-        for path in self.shared - used:
+        for path in self.shared - _mapped(int(name) for name in os.listdir("/proc") if name.isdigit()):
             with suppress(OSError):
                 os.unlink(path)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _mapped(pid: int) -> set[str]:
-    """Files of shared memory that a process has mapped; folders there are a person's, as a model may be."""
-    try:
-        with open(f"/proc/{pid}/maps") as file:
-            paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in file if SHARED in line}
-    except OSError:
-        return set()
-    return {path for path in paths if os.path.dirname(path) == SHARED.rstrip("/") and not path.endswith("(deleted)")}
+def _mapped(pids: Iterable[int]) -> set[str]:
+    """Files of shared memory that processes have mapped; folders there are a person's, as a model may be.
+
+    They are found by their inodes: a semaphore was mapped before its file got the name that it has.
+    """
+    mapped = set()
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            mapped |= {line.split(maxsplit=5)[4] for line in file if SHARED in line}
+    with os.scandir(SHARED) as entries:
+        return {entry.path for entry in entries if str(entry.inode()) in mapped and not entry.is_dir()}
 
 
 def _line(source: int) -> bytes:

@@ -20,15 +20,18 @@ def remove(folder: Path) -> None:
         return  # the launcher has done it
     with suppress(OSError):
         wanted = {line for line in (folder / LIST).read_text().splitlines() if os.path.dirname(line) == "/dev/shm"}
-        for path in wanted - (_used() if wanted else set()):
+        used = _used() if wanted else set()
+        for path in wanted:
             with suppress(OSError):
-                os.unlink(path)
+                if str(os.stat(path).st_ino) not in used:
+                    os.unlink(path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _used() -> set[str]:
+    """Inodes of what processes have mapped of it: a semaphore's file has another name by then."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            found |= {line[line.index("/dev/shm/") :] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+            found |= {line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
     return found

@@ -34,7 +34,7 @@ def shared_memory(monkeypatch):
     """What lies in shared memory by the hand of a stand-in that this test has started: its mark is in the name."""
     mark = uuid.uuid4().hex[:8]
     monkeypatch.setenv("STAND_IN_MARK", mark)
-    return lambda: {name for name in os.listdir("/dev/shm") if name.startswith(f"sglang_loads_standin_{mark}_")}
+    return lambda: {name for name in os.listdir("/dev/shm") if f"sglang_loads_standin_{mark}_" in name}
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_a_server_starts_serves_and_leaves_nothing_behind(stand_in, shared_memor
             session, port = server.pid, int(server.address.url.rpartition(":")[2])
             pids = ports.members(session)
             assert len(pids) >= 4  # launcher, server, resource tracker, scheduler
-            assert len(shared_memory()) == 1
+            assert len(shared_memory()) == 2
             folder = next(filter(None, map(temporary, pids)))
             assert os.listdir(folder)
             await server.stop()

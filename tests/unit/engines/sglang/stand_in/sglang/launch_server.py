@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import json
 import mmap
 import multiprocessing
@@ -37,6 +38,7 @@ def run_server(args: ServerArgs) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "children" in behave:
         shared = _share()  # noqa: F841  mapped as long as we live
+        semaphore = _semaphore()  # noqa: F841
         model = _model()  # noqa: F841  this too
         tempfile.NamedTemporaryFile(delete=False).close()
         scheduler = multiprocessing.get_context("spawn").Process(target=schedule, args=(args,), daemon=True)
@@ -82,6 +84,12 @@ def _share() -> mmap.mmap:
     with open(path, "w+b") as file:
         file.truncate(4096)
         return mmap.mmap(file.fileno(), 4096)
+
+
+def _semaphore() -> object:
+    """As those of multiprocessing, whose file is mapped by another name before it gets its own."""
+    name = f"/sglang_loads_standin_{os.environ.get('STAND_IN_MARK', '')}_{os.getpid()}"
+    return _multiprocessing.SemLock(1, 1, 1, name, False)
 
 
 def _model() -> mmap.mmap | None:
