@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.buffer.conservation import conservation
+from slime_core.buffer.recovery import Standing
 from slime_core.checkpoint import About, Checkpoints, Found, check_state
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
@@ -199,6 +200,16 @@ async def begin(
         progress._saved = found.version
         set_generators(found.random)
     return progress
+
+
+def standing(found: Found | None, stages: int) -> Standing:
+    """What the ledger must still hold for a run of so many stages that goes on from ``found``."""
+    if found is None:
+        return Standing()
+    collector, issued = found.state["collector"], found.ledger.get("issued", 0)
+    in_last = collector is not None and found.state["stage"] == stages - 1
+    first = min(collector.get("open", ()), default=collector.get("issued", 0)) if collector and in_last else 0
+    return Standing(version=found.version, copy=found.ledger_copy, issued=issued, first=first)
 
 
 def evaluations_kept(found: Found | None) -> int:

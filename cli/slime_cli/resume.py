@@ -19,7 +19,7 @@ from slime_cli.failure import Session, say
 from slime_core.config.load import Words, stages
 from slime_core.config.redact import REDACTED, texts_in
 from slime_core.config.tokens import Word
-from slime_core.errors import ConfigError, PluginError, StorageError
+from slime_core.errors import ConfigError, PluginError
 from slime_core.report.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         ConfigError: CFG13 changed keys, CFG14 nothing to go on from, CFG16 another process runs there.
         PluginError: PLG65 other plugins than the run had.
         TrainerError: TRN108 another dtype than the run had.
-        StorageError: the run directory cannot be written, STO113 a checkpoint of another slime.
+        StorageError: the run directory cannot be written, STO113 a checkpoint of another slime, STO117 a damaged
+            ledger of which there is no copy.
     """
     from slime_core.checkpoint import Checkpoints, check_dtype
     from slime_core.config.changes import check_forced
@@ -164,15 +165,15 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         found = Checkpoints(run_dir.checkpoints, keep=config.report.save_keep, note=say).latest()
         if found is not None and found.epoch >= run_dir.epoch:
             run_dir.raise_epoch(found.epoch)
-        if found is None:
-            say_no_checkpoint(run_dir)
-        else:
-            check_ledger(run_dir, found, config.report.ledger_dir)
-            say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
         changes = check_config(run_dir, found, config, settings, forced)
         check_plugins(run_dir, found, settings.plugins, forced)
         if found is not None:
             check_dtype(found, config.train.dtype, forced)
+        recover_ledger(run_dir, found, config)
+        if found is None:
+            say_no_checkpoint(run_dir)
+        else:
+            say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
         same = kind_of(config, settings.plugins)
         kinds = {start.get("kind") or same for start in run_dir.starts()}
         exact = kinds <= {same} and all(change.verdict == "safe" for change in changes)
@@ -212,26 +213,19 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     )
 
 
-def check_ledger(run_dir: RunDir, found: Found, ledger_dir: str) -> None:
-    """Refuse to go on without the samples that the checkpoint was made from.
+def recover_ledger(run_dir: RunDir, found: Found | None, config: Config) -> None:
+    """Put the checkpoint's copy in the place of a damaged ledger, and forget samples that cannot be read; say so.
 
     Raises:
-        StorageError: STO117 the ledger is gone, cannot be read, or holds less than it did.
+        StorageError: STO117 the ledger is damaged or gone, and there is no copy.
     """
-    from slime_core.report import history
+    from slime_core.buffer.recovery import recover
+    from slime_core.resume import standing
 
-    known, wanted = history.states(run_dir).get("issued", 0), found.ledger.get("issued", 0)
-    if known >= wanted:
-        return
-    copy = f"python -m slime_core.buffer.repair {run_dir.path}"
-    raise StorageError(
-        f"the ledger holds {known} samples, the checkpoint of version {found.version} was made with {wanted}",
-        code="STO117",
-        where=ledger_dir or str(run_dir.ledger),
-        why="it is gone, damaged, or an older one; going on would lose what it says",
-        fix="put it back"
-        + (f", or take the checkpoint's copy: {copy} --ledger-dir {ledger_dir}" if found.ledger_copy else ""),
-    )
+    thorough = run_dir.read_info().get("error") == "STO117"
+    where = standing(found, len(stages(config)))
+    for line in recover(run_dir.path, where, config.report.ledger_dir, thorough=thorough):
+        say(line)
 
 
 def check_config(

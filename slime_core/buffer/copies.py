@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from slime_core import durable
-from slime_core.buffer.schema import sqlite_error
+from slime_core.buffer.schema import damaged, sqlite_error
 from slime_core.durable import FileMark
 from slime_core.errors import StorageError
 
@@ -42,6 +42,12 @@ def copy_database(source: Path, target: Path) -> FileMark:
             left.unlink(missing_ok=True)
 
 
+def sweep_copies(source: Path) -> None:
+    """Remove the halves of copies that were being made when an owner of ``source`` was killed."""
+    for left in source.parent.glob(f".{source.name}.*.copy*"):
+        left.unlink(missing_ok=True)
+
+
 def _copy(source: Path, aside: Path) -> None:
     old = sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)
     try:
@@ -49,6 +55,9 @@ def _copy(source: Path, aside: Path) -> None:
         try:
             old.backup(new)
             new.execute("PRAGMA journal_mode = DELETE")
+            (sound,) = new.execute("PRAGMA quick_check(1)").fetchone()
+            if sound != "ok":  # pages are copied as they are
+                raise damaged(source, "the ledger is damaged", str(sound))
         finally:
             new.close()
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slime_core.buffer.audit import audit_payloads, audit_tables
 from slime_core.buffer.commits import Commits, Points
-from slime_core.buffer.copies import copy_database
+from slime_core.buffer.copies import copy_database, sweep_copies
 from slime_core.buffer.filesystem import database_path
 from slime_core.buffer.forget import forget_payloads, living, remove_segments
 from slime_core.buffer.reads import Reads
@@ -63,6 +63,7 @@ class SqliteLedger:
             raise damaged(self.path, "the ledger is gone", f"{self.segments.folder} has payloads that it named")
         self._message: tuple[str, int, int] | None = None
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
+        sweep_copies(self.path)
         self.rows = Rows(self.commits.db, self.segments, self.path)
         self.reads = Reads(self.commits.db, self.segments, self.path)
 

@@ -245,15 +245,14 @@ class Rows:
     def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
         values = (position, *_measures(sample, order), *_stored(place), sample.id, sample.attempt)
         self._db.execute(FINISH, values)
-        refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
-        others = self._other_segments([*refs, *(sample.multimodal_train_inputs or {}).values()], place)
+        others = self._other_segments(array_refs(sample), place)
         if others:
             (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             rows = [(segment, serial) for segment in others]
             self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
 
-    def _other_segments(self, refs: Iterable[ArrayRef | None], place: Place) -> set[int]:
-        named = {int(ref.segment[:-4]) for ref in refs if ref is not None and ref.segment[:-4].isdecimal()}
+    def _other_segments(self, refs: Iterable[ArrayRef], place: Place) -> set[int]:
+        named = {int(ref.segment[:-4]) for ref in refs if ref.segment[:-4].isdecimal()}
         return named - {place.segment}
 
     def _forget_turns(self, row: Sequence[int] | None) -> None:
@@ -271,6 +270,12 @@ class Rows:
         self._db.execute(
             f"UPDATE samples SET state = {DROPPED}, reason = ? WHERE serial = ?", (self._reason(reason), serial)
         )
+
+
+def array_refs(sample: Sample) -> list[ArrayRef]:
+    """The arrays that a sample names and that lie in records of their own."""
+    refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
+    return [ref for ref in [*refs, *(sample.multimodal_train_inputs or {}).values()] if ref is not None]
 
 
 def _measures(sample: Sample, place: int) -> tuple[object, ...]:

@@ -18,7 +18,6 @@ SCHEMA_VERSION = 2
 BUSY_MS = 10_000
 CACHE_KIB = 2000  # of the file in memory, a connection; SQLite's own default
 CHECKED_BYTES = 8 << 20  # a file up to this size is checked whole when it is opened
-REPAIR = "python -m slime_core.buffer.repair RUN_DIR puts the newest checkpoint's copy in its place"
 
 PENDING, FINISHED, TRAINED, DROPPED = range(4)
 STATES = ("pending", "finished", "trained", "dropped")
@@ -96,10 +95,11 @@ END;
 """
 
 
-def connect(path: Path, marks: tuple[int, int] = (0, 0)) -> sqlite3.Connection:
+def connect(path: Path, marks: tuple[int, int] = (0, 0), *, thorough: bool = False) -> sqlite3.Connection:
     """Open or create a ledger file: WAL, durable commits, transactions begun by hand.
 
-    ``marks`` are the last serial and step that are known to have been committed.
+    ``marks`` are the last serial and step that are known to have been committed. A large file is checked if
+    ``thorough``.
 
     Raises:
         StorageError: STO109 disk full, STO110 not writable, STO113 made by another version, STO116 in use, STO117
@@ -109,7 +109,7 @@ def connect(path: Path, marks: tuple[int, int] = (0, 0)) -> sqlite3.Connection:
         db = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
         try:
             _prepare(db, path)
-            _check(db, path, marks)
+            _check(db, path, marks, thorough)
         except BaseException:
             db.close()
             raise
@@ -119,18 +119,23 @@ def connect(path: Path, marks: tuple[int, int] = (0, 0)) -> sqlite3.Connection:
 
 
 def damaged(path: Path, what: str, why: str) -> StorageError:
-    """STO117, with the command that mends it."""
-    return StorageError(what, code="STO117", where=str(path), why=why, fix=REPAIR)
+    """STO117, with the command that makes the ledger whole."""
+    return StorageError(what, code="STO117", where=str(path), why=why, fix=_way_back(path))
 
 
-def _check(db: sqlite3.Connection, path: Path, marks: tuple[int, int]) -> None:
+def _way_back(path: Path) -> str:
+    run_dir = path.parent if (path.parent / "config.toml").exists() else "RUN_DIR"  # else it is in report.ledger_dir
+    return f"slime run --resume {run_dir}   takes the newest checkpoint's copy"
+
+
+def _check(db: sqlite3.Connection, path: Path, marks: tuple[int, int], thorough: bool) -> None:
     serial, step = db.execute(
         "SELECT coalesce((SELECT max(serial) FROM samples), 0), coalesce((SELECT max(version) FROM steps), 0)"
     ).fetchone()
     if serial < marks[0] or step < marks[1]:
         lost = f"it has {serial} samples and {step} steps, and {marks[0]} and {marks[1]} were committed"
         raise damaged(path, "the ledger has lost commits", f"{lost}: its -wal file was removed, or the file is older")
-    if path.stat().st_size <= CHECKED_BYTES:
+    if thorough or path.stat().st_size <= CHECKED_BYTES:
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise damaged(path, "the ledger is damaged", str(found))
@@ -171,8 +176,8 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
         "SQLITE_PERM": ("STO110", "permission was denied", "make it writable, or choose another --run-dir"),
         "SQLITE_BUSY": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
         "SQLITE_LOCKED": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
-        "SQLITE_CORRUPT": ("STO117", "the file is damaged", REPAIR),
-        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", REPAIR),
+        "SQLITE_CORRUPT": ("STO117", "the file is damaged", _way_back(path)),
+        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", _way_back(path)),
     }
     for prefix, (code, why, fix) in kinds.items():
         if name.startswith(prefix):

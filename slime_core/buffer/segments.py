@@ -294,10 +294,12 @@ def _open_reader(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise storage_error(error, path, "a segment cannot be read") from error
+        failure = storage_error(error, path, "a segment cannot be read")
+        failure.fix = failure.fix or _way_back(path)
+        raise failure from error
     if _read_at(fd, 0, len(FILE_MAGIC), path) != FILE_MAGIC:
         os.close(fd)
-        raise StorageError(f"{path.name} is no segment file", code="STO112", where=str(path))
+        raise StorageError(f"{path.name} is no segment file", code="STO112", where=str(path), fix=_way_back(path))
     return fd
 
 
@@ -322,5 +324,9 @@ def _corrupt(path: Path, offset: int, length: int) -> StorageError:
         code="STO112",
         where=f"{path}: bytes {offset} to {offset + length}",
         why="the checksum differs: the file was cut short, changed, or the disk failed",
-        fix="restore the file, or go on from a checkpoint: slime run --resume RUN_DIR",
+        fix=_way_back(path),
     )
+
+
+def _way_back(path: Path) -> str:
+    return f"restore the file, or make what it held again from a checkpoint: slime run --resume {path.parent.parent}"

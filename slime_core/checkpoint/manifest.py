@@ -60,7 +60,7 @@ class Found:
 
     @property
     def ledger_copy(self) -> Path | None:
-        """The ledger's database as it was, where the run keeps it outside the run directory."""
+        """The ledger's database as it was; None in a checkpoint of an earlier slime."""
         path = self.path / LEDGER
         return path if path.is_file() else None
 

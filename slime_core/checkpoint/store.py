@@ -106,7 +106,7 @@ class Checkpoints:
             marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
             failpoint("checkpoint.files")
             backup: Any = getattr(ledger, "backup", None)
-            if backup is not None and self._is_outside(ledger):
+            if backup is not None:
                 marks[manifest.LEDGER] = await backup(aside / manifest.LEDGER)
             await asyncio.to_thread(self._publish, aside, made, marks)
             self.seconds = max(self.seconds, time.monotonic() - began)
@@ -135,10 +135,6 @@ class Checkpoints:
         self._aside = None
         failpoint("checkpoint.published")
         self._retire(made.version)
-
-    def _is_outside(self, ledger: Any) -> bool:
-        """Whether the run directory does not hold the ledger, which then goes with each checkpoint."""
-        return not Path(ledger.path).resolve().is_relative_to(self.folder.parent.resolve())
 
     def _is_there(self, version: int) -> bool:
         """Whether this version is published and whole; one that is not is set aside."""

@@ -160,17 +160,6 @@ def test_without_checkpoint_and_samples_there_is_nothing_to_resume(cli, halted):
     assert again.code == 2, "figures say that steps were made"
 
 
-def test_a_checkpoint_without_its_ledger_is_refused(cli, halted):
-    """Nothing is lost in silence: the samples that trained are part of the run."""
-    for path in halted.glob("ledger.*"):
-        path.unlink()
-    done = cli("run", "--resume", halted)
-    assert done.code == 7
-    assert "error STO117" in done.err
-    assert "the ledger holds 0 samples" in done.err
-    assert not list(halted.glob("ledger.*"))
-
-
 def test_what_is_no_run_cannot_be_resumed(cli, tmp_path):
     done = cli("run", "--resume", tmp_path)
     assert done.code == 2

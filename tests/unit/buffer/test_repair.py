@@ -81,7 +81,7 @@ def test_117_a_corrupt_page_is_refused_and_the_newest_copy_takes_its_place(tmp_p
     with pytest.raises(StorageError) as caught:
         SqliteLedger(tmp_path)
     assert caught.value.code == "STO117"
-    assert "slime_core.buffer.repair" in caught.value.fix
+    assert "slime run --resume" in caught.value.fix
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "16 samples" in told

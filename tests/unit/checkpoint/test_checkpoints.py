@@ -281,19 +281,14 @@ class FarLedger(MemoryLedger):
         return durable.write_file(path, [b"rows"])
 
 
-def test_a_ledger_outside_the_run_directory_goes_with_each_checkpoint(saves, tmp_path):
-    saves.ledger = FarLedger(tmp_path / "local" / "ledger.sqlite")
+@pytest.mark.parametrize("folder", ["local", "run"])
+def test_a_copy_of_the_ledger_goes_with_each_checkpoint(saves, tmp_path, folder):
+    saves.ledger = FarLedger(tmp_path / folder / "ledger.sqlite")
     saves(4)
     found = saves.reopened().latest()
     assert found.ledger_copy.read_bytes() == b"rows"
     damage(found.ledger_copy, "bit")
     assert saves.reopened().latest() is None
-
-
-def test_a_ledger_inside_the_run_directory_does_not(saves, tmp_path):
-    saves.ledger = FarLedger(tmp_path / "run" / "ledger.sqlite")
-    saves(4)
-    assert saves.reopened().latest().ledger_copy is None
 
 
 def test_the_drivers_generators_go_on_where_they_were(saves):
