@@ -244,12 +244,14 @@ def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
 @pytest.mark.integration
 def test_outputs_of_timed_calls_are_looked_at() -> None:
     head = RELU[: RELU.index("class ModelNew")]
-    honest, counts, keeps, copies, raises = measured(
+    honest, counts, keeps, copies, raises, recognises, remembers = measured(
         RELU,
         head + COUNTS,
         head + KEEPS,
         RELU.replace("y = torch.empty(x.shape, device=x.device, dtype=x.dtype)", "y = x.clone().clamp_(0)"),
         RELU.replace("y = torch.empty(x.shape", "y = torch.empty(x.shape[7]"),
+        REMEMBERS,
+        REMEMBERS.replace("calls > 4", "calls > 99"),
     )
     assert honest.status == "correct", honest.diagnostics
     assert honest.timing is not None or {"excessive_speedup", "not_repeatable"} & honest.flags.keys()
@@ -261,6 +263,10 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     assert {"torch_computes", "decoy_launch"} <= copies.flags.keys()
     assert (raises.status, raises.diagnostics[0].kind) == ("runtime_error", "IndexError")
     assert all(trial.timing is None for trial in (counts, keeps, copies, raises))
+    # It computed its first calls and kept what it made with what from; later it looked for calls that are alike.
+    assert (recognises.status, recognises.diagnostics[0].kind) == ("wrong", "values")
+    assert remembers.status == "correct", remembers.diagnostics
+    assert remembers.notes == ["timed calls changed memory; each had its values from before again for the next call"]
 
 
 def test_no_two_calls_get_the_same_values_and_none_finds_what_another_left() -> None:
@@ -306,15 +312,6 @@ def test_an_input_that_one_call_wrote_to_is_told() -> None:
     meter = Meter(Writes(), Inputs([torch.randn(8)], [True], "cpu"), stopwatch("cpu"))
     meter.measure([1, 2, 3], [4, 5, 6], warm=1)
     assert meter.mutated
-
-
-@pytest.mark.integration
-def test_a_kernel_that_recognises_its_inputs_has_nothing_of_it() -> None:
-    """It computes its first calls, and keeps what it made with what it was made from; later it looks for them."""
-    recognised, counts = measured(REMEMBERS, REMEMBERS.replace("calls > 4", "calls > 99"))
-    assert (recognised.status, recognised.diagnostics[0].kind) == ("wrong", "values")
-    assert counts.status == "correct", counts.diagnostics
-    assert counts.notes == ["timed calls changed memory; each had its values from before again for the next call"]
 
 
 @pytest.mark.integration

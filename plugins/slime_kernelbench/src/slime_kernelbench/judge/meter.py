@@ -103,7 +103,7 @@ class Inputs:
         for number, value in enumerate(base):
             if which[number]:  # in every process in the same order, whatever lies in memory how
                 self._then[number] = value.clone(memory_format=torch.contiguous_format)
-        self._generator = torch.Generator(device)
+        self._generator, self._same = torch.Generator(device), _Same(self._then)
 
     def renew(self, seed: int) -> list[Any]:
         """Other values: each element times one factor, and all but symmetric matrices times one more each.
@@ -125,7 +125,7 @@ class Inputs:
 
     def changed(self) -> bool:
         """Whether a model wrote to them since."""
-        return not _same(self.now, self._then)
+        return not all(map(self._same, self.now, self._then))
 
 
 class State:
@@ -133,15 +133,34 @@ class State:
 
     def __init__(self, model: Any) -> None:
         self._held = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors(model)]
+        self._same = _Same([then for _, _, then in self._held])
 
     def restore(self) -> list[str]:
         """Names of those with other bits than they had, which they have again afterwards."""
         changed: list[str] = []
         for name, now, then in self._held:
-            if not torch.equal(_bits(now), _bits(then)):
+            if not self._same(now, then):
                 now.detach().copy_(then)
                 changed.append(name)
         return changed
+
+
+class _Same:
+    """Whether two tensors have the same bits; found out in memory of its own, so that what answers are made in stays
+    NaN."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        most = {one.device: max(_bits(two).numel() for two in tensors if two.device == one.device) for one in tensors}
+        self._room = [torch.empty(count, dtype=torch.bool, device=device) for device, count in most.items()]
+
+    def __call__(self, now: Any, then: Any) -> bool:
+        """Values that are no tensors are taken to be the same."""
+        if not isinstance(now, torch.Tensor):
+            return True
+        one, two = _bits(now), _bits(then)
+        room = next(room for room in self._room if room.device == one.device)[: one.numel()]
+        return bool(torch.eq(one, two, out=room).all())
 
 
 class Meter:
@@ -233,11 +252,3 @@ def _symmetric(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _same(now: Any, then: Any) -> bool:
-    if isinstance(now, torch.Tensor):
-        return bool(torch.equal(now, then))
-    if isinstance(now, list | tuple):
-        return all(map(_same, now, then))
-    return True
