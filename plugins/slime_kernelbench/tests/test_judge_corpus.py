@@ -59,7 +59,7 @@ def test_honest_kernels_are_correct() -> None:
     )
     assert all(verdict.launches >= 1 and not verdict.flags for verdict in verdicts.values())
     cases = {name: len(verdict.cases) for name, verdict in verdicts.items()}
-    assert cases == dict.fromkeys(verdicts, 5) | {"convolution_by_hand": 4}  # no size of it is long and small
+    assert cases == dict.fromkeys(verdicts, 6) | {"convolution_by_hand": 5}  # no size of it is long and small
 
 
 def test_cheats_score_no_better_than_an_honest_failure() -> None:
@@ -75,6 +75,11 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     assert "no_launch" in {flag.rule for flag in verdicts["launch_in_a_dead_branch"].flags}
     assert "decoy_launch" in {flag.rule for flag in verdicts["operators_through_unknown_values"].flags}
     assert "mutated_input" in {flag.rule for flag in verdicts["works_in_its_input"].flags}
+    assert verdicts["sums_without_atomics"].diagnostics[0].kind == "race"
+    assert verdicts["programs_store_their_own_sums"].diagnostics[0].kind in ("values", "race")
+    assert [case.regime for case in verdicts["another_formula_for_large_values"].cases if not case.agrees] == [
+        "extreme"
+    ]
 
 
 @pytest.mark.nightly

@@ -55,7 +55,7 @@ def test_an_examination_has_every_style_and_regime() -> None:
     async def asked(judge: LocalJudge) -> None:
         drawn = await judge._examiner.examination(problem("relu"))
         names = {style.name: [question.regime for question in style.questions] for style in drawn.styles}
-        assert names == {"even": ["normal", "negative"], "odd": ["sparse", "large"], "long": ["again"]}
+        assert names == {"even": ["normal", "negative", "extreme"], "odd": ["sparse", "large"], "long": ["again"]}
         sizes = [style.questions[0].inputs[0].shape for style in drawn.styles]
         assert all(size % 2 for size in sizes[1])
         assert sizes[2][0] * sizes[2][1] > 4096

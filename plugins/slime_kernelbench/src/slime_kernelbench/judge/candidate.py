@@ -46,6 +46,7 @@ class Trial:
     notes: list[str] = field(default_factory=list)
     wrong: Diagnostic | None = None  # the first answer that disagrees
     launches: int = 0
+    order: int = 0  # of programs in the last call that was asked
     signatures: list[Any] = field(default_factory=list)  # of the launches, as the candidate's process tells them
     seconds: dict[str, float] = field(default_factory=dict)
     timing: Timing | None = None
@@ -123,6 +124,7 @@ class Trial:
     # The conversation.
 
     async def _examine(self, child: Child, examination: Examination) -> None:
+        self.order = examination.order
         first: tuple[Style, Question] | None = None
         for style in examination.styles:
             request = {"do": "build", "style": style.name, "init": style.init, "state": style.state}
@@ -187,6 +189,7 @@ class Trial:
         repeat: bool = False,
     ) -> None:
         request = {"do": "call", "style": style.name, "slot": slot, "inputs": question.inputs, "ablate": False}
+        request["order"] = self.order = self.order + 1
         reply = await self.ask(child, request, self.options.call_seconds, bfloat16)
         self._evidence(reply, question)
         found = compare(reply.get("output"), question.expected, tf32=self.options.tf32)
@@ -197,6 +200,9 @@ class Trial:
         if not found.agrees:
             kind = "not_repeatable" if repeat else found.kind
             self.wrong = self.wrong or Diagnostic(stage="correctness", kind=kind, message=_told(question, found))
+        if isinstance(race := reply.get("race"), str) and race:
+            message = f"{race[:200]}, in an order that no GPU promises; use an atomic, or one program for each element"
+            self.wrong = self.wrong or Diagnostic(stage="correctness", kind="race", message=message)
         if "mutated_input" in self.flags:
             message = "an input was changed; an answer has memory of its own"
             self.wrong = self.wrong or Diagnostic(stage="correctness", kind="mutated_input", message=message)
@@ -230,6 +236,7 @@ class Trial:
     async def _without_kernels(self, child: Child, style: Style) -> None:
         """The answer must not be right when no kernel does anything."""
         request = {"do": "call", "style": style.name, "slot": "ablation", "inputs": style.spare.inputs, "ablate": True}
+        request["order"] = 0
         await child.send(pack(request))
         try:
             reply = unpack(await child.receive(deadline=self.options.call_seconds))

@@ -17,7 +17,7 @@ from slime_kernelbench.types import Problem
 
 REFERENCE = "slime_kernelbench.judge.reference:main"
 STYLES = ("even", "odd", "long")
-PLAN = {"even": ("normal", "negative"), "odd": ("sparse", "large"), "long": ("again",)}
+PLAN = {"even": ("normal", "negative", "extreme"), "odd": ("sparse", "large"), "long": ("again",)}
 """Regimes asked under each style; where one is not to be had, the next of `_INSTEAD` is."""
 _INSTEAD = ("mixed", "small", "again", "normal")
 KEPT = 256  # examinations
@@ -51,6 +51,7 @@ class Examination:
     """All questions under one pair of secret seeds."""
 
     weights_seed: int
+    order: int  # that programs of a kernel run in follows from it, for each call
     styles: list[Style]
     dtypes: frozenset[str] = field(default_factory=frozenset)
 
@@ -84,7 +85,8 @@ class Examiner:
         outcome = await box.run(REFERENCE, pack(request), limits)
         with heard(outcome, problem, "examined") as answer:
             styles = [_style(name, held) for name, held in answer["styles"].items()]
-        return Examination(weights_seed=weights_seed, styles=styles, dtypes=frozenset(_dtypes(answer)))
+        order = self._secret.number("order", problem.source, which, bits=48)
+        return Examination(weights_seed=weights_seed, order=order, styles=styles, dtypes=frozenset(_dtypes(answer)))
 
 
 def _style(name: str, held: Tree) -> Style:

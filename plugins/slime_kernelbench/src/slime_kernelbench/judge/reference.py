@@ -240,6 +240,14 @@ def _large(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value * factors.to(value.dtype)
 
 
+def _extreme(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One in two elements, up to a hundred thousand times as large (a thousand in half precision)."""
+    most = 3.0 if value.dtype == torch.float16 else 5.0
+    powers = torch.rand(value.shape, generator=generator) * most
+    chosen = torch.rand(value.shape, generator=generator) < 0.5
+    return value * torch.where(chosen, 10**powers, 1.0).to(value.dtype)
+
+
 REGIMES: dict[str, Change] = {
     "normal": lambda value, generator: value,
     "again": lambda value, generator: value.clone(),
@@ -248,4 +256,5 @@ REGIMES: dict[str, Change] = {
     "large": _large,
     "small": lambda value, generator: value * 0.03,
     "sparse": _sparse,
+    "extreme": _extreme,
 }

@@ -76,7 +76,7 @@ class Session:
         """Run it on inputs. A ``slot`` that was used before keeps its tensors, with new values in the same memory."""
         inputs = self._placed(request["slot"], request["inputs"])
         watch = self.watch
-        with watch.answer(ablate=request["ablate"]):
+        with watch.answer(ablate=request["ablate"], order=request["order"]):
             output = self.models[request["style"]](*inputs)
         with torch._C.DisableTorchFunction():
             watch.inside = True
@@ -86,6 +86,7 @@ class Session:
                     "inputs": to_wire(inputs),
                     "launches": watch.launches,
                     "stored": watch.stored,
+                    "race": watch.races.found,
                     "computed": dict(watch.computed),
                     "signatures": list(watch.signatures.values()),
                     "changed": [

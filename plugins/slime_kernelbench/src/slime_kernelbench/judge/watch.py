@@ -25,6 +25,7 @@ from triton.runtime.jit import mangle_type
 
 from slime_kernelbench.judge.module import FILE
 from slime_kernelbench.judge.names import ATEN_PLUMBING
+from slime_kernelbench.judge.races import Races
 from slime_kernelbench.judge.recorder import Recorder
 
 _EMPTY = frozenset(
@@ -64,6 +65,7 @@ class Watch(TorchDispatchMode):
         self.inside = False  # a kernel runs
         self.ranges: list[tuple[int, int]] = []
         self.signatures: dict[str, dict[str, Any]] = {}
+        self.races = Races()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -77,8 +79,9 @@ class Watch(TorchDispatchMode):
         return made
 
     @contextmanager
-    def answer(self, ablate: bool) -> Iterator[None]:
-        """While the candidate's forward runs."""
+    def answer(self, ablate: bool, order: int = 0) -> Iterator[None]:
+        """While the candidate's forward runs; ``order`` says which programs run when."""
+        self.races.order, self.races.found = order, ""
         self.hot, self.ablate, self.launches, self.stored = True, ablate, 0, 0
         self.computed.clear()
         if self._recorder is not None:
@@ -104,6 +107,7 @@ class Watch(TorchDispatchMode):
             try:
                 with torch._C.DisableTorchFunction():
                     self.ranges = _memory([*args, *kwargs.values()])
+                    self.races.launch(kernel.fn.__name__)
                     return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
             finally:
                 self.inside = outer
@@ -119,6 +123,7 @@ class Watch(TorchDispatchMode):
 
         GridExecutor.__init__ = with_texts
         interpreter._interpreter = _Guarded(interpreter._interpreter, self)
+        self.races.install()
         _refuse_bfloat16()
         self.__enter__()
 
@@ -142,20 +147,25 @@ class Watch(TorchDispatchMode):
                     found["types"][name] = str(mangle_type(value))
         self.signatures.setdefault(repr(found), found)
 
-    def check(self, pointers: Any, mask: Any, size: int) -> int:
-        """Raise `OutOfBounds` where an active pointer is outside of every argument; how many are active."""
+    def check(self, pointers: Any, mask: Any, size: int) -> tuple[Any, tuple[int, int] | None]:
+        """The active ones of the pointers, and the memory that all of them are in; None where they are in several.
+
+        Raises:
+            OutOfBounds: one of them is outside of every argument.
+        """
         active = pointers[mask] if mask.shape == pointers.shape else np.broadcast_to(pointers, mask.shape)[mask]
         if not active.size:
-            return 0
+            return active, None
         low, high = int(active.min()), int(active.max()) + size
-        if any(start <= low and high <= end for start, end in self.ranges):
-            return int(active.size)
+        for start, end in self.ranges:
+            if start <= low and high <= end:
+                return active, (start, end)
         inside = np.zeros(active.shape, dtype=bool)
         for start, end in self.ranges:
             inside |= (active >= np.uint64(start)) & (active <= np.uint64(max(end - size, 0)))
         if not inside.all():
             raise OutOfBounds(f"{int((~inside).sum())} elements lie outside of the tensors that the kernel was given")
-        return int(active.size)
+        return active, None
 
 
 class _Guarded:
@@ -168,20 +178,34 @@ class _Guarded:
         return getattr(self._real, name)
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        self._watch.check(pointers, mask, np.dtype(dtype).itemsize)
+        active, span = self._watch.check(pointers, mask, np.dtype(dtype).itemsize)
+        if span is not None:
+            self._watch.races.load(active, span)
         return self._real.load(pointers, mask, other, dtype)
 
     def store(self, pointers: Any, value: Any, mask: Any) -> Any:
-        self._watch.stored += self._watch.check(pointers, mask, value.dtype.itemsize)
+        active, span = self._watch.check(pointers, mask, value.dtype.itemsize)
+        self._watch.stored += active.size
+
+        def differs() -> Any:
+            held = self._real.load(pointers, mask, np.zeros(pointers.shape, value.dtype), value.dtype)
+            bits, chosen = f"u{value.dtype.itemsize}", np.broadcast_to(mask, pointers.shape)
+            new = np.ascontiguousarray(np.broadcast_to(value, pointers.shape))
+            return held.view(bits)[chosen] != new.view(bits)[chosen]
+
+        if span is not None:
+            self._watch.races.store(active, span, differs)
         return self._real.store(pointers, value, mask)
 
     def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
-        self._watch.stored += self._watch.check(pointers, mask, value.dtype.itemsize)
+        self._watch.stored += self._watch.check(pointers, mask, value.dtype.itemsize)[0].size
+        self._watch.races.atomic()
         return self._real.atomic_rmw(operation, pointers, value, mask, order)
 
     def atomic_cas(self, pointers: Any, compare: Any, value: Any, order: Any) -> Any:
         everywhere = np.ones(np.shape(pointers), dtype=bool)
-        self._watch.stored += self._watch.check(pointers, everywhere, value.dtype.itemsize)
+        self._watch.stored += self._watch.check(pointers, everywhere, value.dtype.itemsize)[0].size
+        self._watch.races.atomic()
         return self._real.atomic_cas(pointers, compare, value, order)
 
 
