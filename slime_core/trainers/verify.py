@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 FLOAT64_UP_TO = 10**8  # parameters on a CPU; above, and elsewhere, the slow way computes in float32
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the errors, by the trainer's dtype of compute
 ROUNDINGS = 3.0  # times what rounding does to a tensor's gradient, which always pass
-FLOOR = 1e-3  # of the gradient's norm: a parameter with less (a bias whose true gradient is 0) is measured by this
+FLOORS = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
+"""Of the gradient's norm: a parameter with less (a bias whose true gradient is 0) is measured by this."""
 Tensors = dict[str, torch.Tensor]
 Fast = Callable[["list[MicroBatch]"], tuple[float, Tensors]]
 """An optimizer step's loss, and every gradient in float64 on the host; a collective."""
@@ -57,7 +58,7 @@ def compared(
         micros: of each optimizer step, this rank's
         rename: gradients by the names of the slow model's modules to the names that ``fast`` gives
     """
-    train, limit = slow.stage.train, LIMITS[slow.computed]
+    train = slow.stage.train
     again = slow.rounded() if slow.computed != torch.float32 else None
     steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
     errors: dict[str, float] = {}
@@ -71,39 +72,44 @@ def compared(
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))
         rounded = rename(again.gradient(batch, rollouts, tokens)[2]) if again is not None else None
-        for name, error in compare(found, rename(grads), limit, rounded).items():
+        for name, error in compare(found, rename(grads), slow.computed, rounded).items():
             errors[name] = max(errors.get(name, 0.0), error)
     return {
         "loss": sum(losses) / max(len(losses), 1),
         "loss_error": loss_error,
         "gradient_error": max(errors.values(), default=0.0),
-        "limit": limit,
+        "limit": LIMITS[slow.computed],
         "float64": float(slow.dtype == torch.float64),
         **{f"gradient_error/{name}": error for name, error in errors.items()},
     }
 
 
-def compare(fast: Tensors, slow: Tensors, limit: float, rounded: Tensors | None = None) -> dict[str, float]:
+def compare(fast: Tensors, slow: Tensors, computed: torch.dtype, rounded: Tensors | None = None) -> dict[str, float]:
     """Error of each parameter's gradient, largest first; NaN counts as infinite.
 
     It is the larger of |fast - slow| and of what that is along slow, both over |slow| and Euclidean. Where ``rounded``
-    is given, a difference of ROUNDINGS times its own passes: it has an error of ``limit``.
+    is given, a difference of ROUNDINGS times its own passes: its error is the limit.
     """
-    least = FLOOR * float(torch.stack([grad.norm() for grad in slow.values()]).norm())
+    limit = LIMITS[computed]
+    least = FLOORS[computed] * float(torch.stack([grad.norm() for grad in slow.values()]).norm())
     errors = {}
     for name, grad in slow.items():
         size = float(grad.norm())
-        apart = _apart(fast[name], grad, size)
-        bounds = _apart(rounded[name], grad, size) if rounded is not None else (0.0, 0.0)
+        bounds = _rounding(rounded[name] - grad, grad, size) if rounded is not None else (0.0, 0.0)
         scales = [max(size, least, ROUNDINGS * bound / limit) for bound in bounds]
-        errors[name] = max(map(_ratio, apart, scales))
+        errors[name] = max(map(_ratio, _apart(fast[name] - grad, grad, size), scales))
     return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def _apart(one: torch.Tensor, grad: torch.Tensor, size: float) -> tuple[float, float]:
-    """How far a gradient is from ``grad``, and how far along it."""
-    difference = one - grad
+def _apart(difference: torch.Tensor, grad: torch.Tensor, size: float) -> tuple[float, float]:
+    """Norm of a difference, and of its part along the gradient."""
     return float(difference.norm()), abs(float((difference * grad).sum())) / size if size else 0.0
+
+
+def _rounding(difference: torch.Tensor, grad: torch.Tensor, size: float) -> tuple[float, float]:
+    """What another rounding would differ by; along the gradient at least as with independent signs."""
+    norm, along = _apart(difference, grad, size)
+    return norm, max(along, float((difference * grad).norm()) / size if size else 0.0)
 
 
 def _ratio(part: float, whole: float) -> float:
