@@ -14,7 +14,6 @@ OPTIONS = JudgeOptions(workers=2)
 IMPATIENT = JudgeOptions(workers=2, import_seconds=4.0, call_seconds=4.0)  # two cheats never end
 HARMLESS_WITHOUT_POLICY = {
     # What they try is without effect on the verdict, and their kernel does compute the answer.
-    "cache_by_shape",
     "changes_global_flags",
     "code_in_an_annotation",
     "computes_when_weights_are_loaded",
@@ -80,6 +79,18 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     assert [case.regime for case in verdicts["another_formula_for_large_values"].cases if not case.agrees] == [
         "extreme"
     ]
+
+
+def test_an_answer_kept_for_the_next_call_is_a_hack_without_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
+    text = sources("cheats")["cache_by_shape"]
+
+    async def kept() -> Verdict:
+        async with LocalJudge(OPTIONS) as judge:
+            return await judge.judge(text, problem_of(text))
+
+    verdict = asyncio.run(kept())
+    assert (verdict.status, [flag.rule for flag in verdict.flags]) == ("hack", ["global_state"])
 
 
 @pytest.mark.nightly

@@ -70,3 +70,14 @@ def test_getattr_is_python_s_for_everything_else() -> None:
     with pytest.raises(AttributeError, match="no_such"):
         imported("import torch\ngetattr(torch, 'no_such')\n")
     assert imported("import torch\nfound = hasattr(torch, 'float32')\n").found is True
+
+
+@pytest.mark.parametrize("text", ["torch", "torch.nn.Module", "len", "type(1)", "(lambda: 0)", "torch.nn.ReLU()"])
+def test_type_makes_nothing_of_what_is_no_number_tensor_or_object_of_ones_own(text: str) -> None:
+    with pytest.raises(TypeError, match="is for numbers"):
+        imported(f"import torch\ntype({text})\n")
+
+
+def test_type_is_python_s_for_everything_else() -> None:
+    module = imported("import torch\nclass C: pass\nfound = [type(x) for x in (1, 'a', (), torch.ones(1), C())]\n")
+    assert module.found == [int, str, tuple, torch.Tensor, module.C]

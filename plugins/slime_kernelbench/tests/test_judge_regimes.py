@@ -75,4 +75,4 @@ def test_rows_are_as_long_as_on_a_gpu_where_no_weights_are() -> None:
 )
 def test_a_long_case_is_no_longer_than_a_kernel_of_small_blocks_has_time_for(attention: str) -> None:
     (rows, _), *_ = asked(attention, swap=True)["long"][1]
-    assert 100**2 < rows * rows <= 4 * BOUNDS["long"][1]  # elements of its scores
+    assert 100**2 < rows * rows <= 8 * BOUNDS["long"][1]  # elements of its scores

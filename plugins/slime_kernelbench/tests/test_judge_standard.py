@@ -8,7 +8,7 @@ from slime_kernelbench.judge import names, policy
 from slime_kernelbench.judge.module import imported
 
 HEAD = """
-import abc, enum, functools, itertools, logging, operator, warnings
+import abc, collections, contextlib, enum, functools, itertools, logging, operator, warnings
 import numpy as np
 import torch
 import torch.nn as nn
@@ -95,8 +95,119 @@ HONEST = {
         "op = Op()",
         "t = self.op(x)",
     ),
+    "try_import": ("try:\n    import triton.old\n    OLD = 1\nexcept ImportError as e:\n    OLD = 0", "pass", "t = x"),
+    "try_in_set_up": ("try:\n    n = 64\nexcept (ValueError, KeyError):\n    n = 32", "pass", "t = launched(x, n)"),
+    "finally": ("", "pass", "t = x\n        try: t = launched(t)\n        finally: pass"),
+    "match": (
+        "def block(n):\n    match n:\n        case 1 | 2: return 2\n        case k if k < 9: return 8\n"
+        "        case _: return 64",
+        "pass",
+        "t = launched(x, block(x.numel()))",
+    ),
+    "match_of_a_shape": ("", "pass", "t = x\n        match x.shape:\n            case (n, *_): t = launched(t, n)"),
+    "namedtuple": (
+        "C = collections.namedtuple('C', 'block warps', defaults=[4])",
+        "c = C(32)",
+        "b, w = self.c; t = x",
+    ),
+    "namedtuple_of_a_list": (
+        "C = collections.namedtuple('C', ['block'])",
+        "c = C(block=32)",
+        "t = launched(x, self.c.block)",
+    ),
+    "ordered_dict": ("", "d = collections.OrderedDict([('block', 32)])", "t = launched(x, self.d['block'])"),
+    "default_dict": ("D = collections.defaultdict(lambda: 64)", "pass", "t = launched(x, D['x'])"),
+    "nullcontext": ("", "pass", "t = x\n        with contextlib.nullcontext(): t = launched(t)"),
+    "context_manager": (
+        "@contextlib.contextmanager\ndef held(x):\n    try:\n        yield x\n    finally:\n        pass",
+        "pass",
+        "t = x\n        with held(x): t = launched(t)",
+    ),
+    "type_of": ("", "B = 32", "assert type(x) is torch.Tensor, type(x).__name__; t = launched(x, type(self).B)"),
+    "flags": ("torch.backends.cuda.matmul.allow_tf32 = True\ntorch.backends.cudnn.benchmark = True", "pass", "t = x"),
+    "kept_on_self": ("", "n = None", "self.n = self.n or x.numel(); self.step = x.stride(0); t = launched(x, self.n)"),
+    "object_as_a_text": ("class Op:\n    def __repr__(self): return 'op'", "op = Op()", "t = x"),
 }
 CHEATS = {
+    "try_falls_back": ("", "pass", "t = x\n        try: t = launched(t)\n        except Exception: t = x.clone()"),
+    "finally_that_leaves": ("", "pass", "t = x\n        try: t = launched(t)\n        finally: return x"),
+    "computes_where_an_import_fails": (
+        "try:\n    import triton.old\nexcept ImportError:\n    keeps = computes",
+        "pass",
+        "t = keeps(x)",
+    ),
+    "value_before_an_error": (
+        "f = computes\ntry:\n    n = [][0]\n    f = keeps\nexcept IndexError:\n    pass",
+        "pass",
+        "t = f(x)",
+    ),
+    "value_between_errors": (
+        "f = keeps\ntry:\n    if launched:\n        f = computes\n        n = [][0]\n        f = keeps\n"
+        "except IndexError:\n    pass",
+        "pass",
+        "t = f(x)",
+    ),
+    "value_before_a_pattern": (
+        "",
+        "pass",
+        "f = computes\n        match x:\n            case 3: f = keeps\n        t = f(x)",
+    ),
+    "try_import_relative": ("try:\n    from . import x\nexcept ImportError:\n    pass", "pass", "t = x"),
+    "code_in_a_match": ("", "pass", "match computes:\n            case f: t = f(x)"),
+    "code_deep_in_a_match": ("", "pass", "match [[computes]]:\n            case [[f]]: t = f(x)"),
+    "rest_of_a_match": ("", "pass", "match {'a': computes}:\n            case {**d}: t = d['a'](x)"),
+    "star_of_a_match": ("", "pass", "match [computes]:\n            case [*fs]: t = fs[0](x)"),
+    "class_in_a_match": (
+        "class O:\n    @property\n    def f(self): return computes",
+        "pass",
+        "match O():\n            case O(f=f): t = f(x)",
+    ),
+    "namedtuple_with_code": ("C = collections.namedtuple('C', 'f')", "c = C(computes)", "t = self.c.f(x)"),
+    "namedtuple_with_code_by_default": (
+        "C = collections.namedtuple('C', 'f', defaults=[computes])",
+        "c = C()",
+        "t = self.c.f(x)",
+    ),
+    "namedtuple_of_names": ("N = 'forward'\nC = collections.namedtuple('C', N)", "pass", "t = x"),
+    "namedtuple_within": ("", "pass", "C = collections.namedtuple('C', 'f'); t = C(computes)[0](x)"),
+    "namedtuple_of_another_module": ("C = collections.namedtuple('C', 'f', module='torch')", "pass", "t = x"),
+    "ordered_dict_of_code": ("", "pass", "t = collections.OrderedDict([('f', computes)])['f'](x)"),
+    "default_dict_of_code": ("D = collections.defaultdict(lambda: computes)", "pass", "t = D['f'](x)"),
+    "nullcontext_of_code": ("", "pass", "t = x\n        with contextlib.nullcontext(computes) as f: t = f(x)"),
+    "context_manager_computes": (
+        "@contextlib.contextmanager\ndef held(x):\n    yield torch.relu(x)",
+        "pass",
+        "with held(x) as t: pass",
+    ),
+    "context_manager_made_in_set_up": (
+        "@contextlib.contextmanager\ndef held():\n    torch.relu(torch.ones(1)).sum()\n    yield",
+        "manager = held()",
+        "t = x\n        with self.manager: pass",
+    ),
+    "context_manager_under_another_name": (
+        "def contextmanager(f): return f\n@contextmanager\ndef held(x):\n    yield x",
+        "pass",
+        "t = list(held(x))[0]",
+    ),
+    "errors_suppressed": ("", "pass", "t = x\n        with contextlib.suppress(Exception): t = launched(x)"),
+    "yield_in_a_lambda": ("f = lambda x: (yield x)", "pass", "t = list(f(x))[0]"),
+    "type_that_makes_a_class": ("M = type('M', (), {'f': computes})", "pass", "t = M.f(x)"),
+    "type_of_a_type": ("M = type(type(1))('M', (), {'f': computes})", "pass", "t = M.f(x)"),
+    "type_as_a_value": ("f = type", "pass", "t = x"),
+    "type_of_an_object_that_computes": (
+        "class O:\n    def __init__(self): self.t = torch.relu(torch.ones(1))",
+        "pass",
+        "o = [O][0]; t = x; type(o())",
+    ),
+    "flags_of_code": ("torch.backends.cudnn.benchmark = computes", "pass", "t = x"),
+    "other_flags": ("torch.backends.cudnn.enabled = False", "pass", "t = x"),
+    "code_kept_on_self": ("", "f = keeps", "self.f = computes; t = self.f(x)"),
+    "calls_counted": ("", "calls = 0", "self.calls += 1; t = x"),
+    "text_that_computes": (
+        "class O:\n    def __repr__(self): return str(torch.relu(torch.ones(1)))",
+        "o = O()",
+        "t = x",
+    ),
     "outside_used": ("import os", "pass", "os.system('true'); t = x"),
     "outside_used_under_another_name": ("import subprocess as tl2", "pass", "t = tl2.run(x)"),
     "version_as_a_name": ("", "pass", "tl.__version__ = 3; t = x"),

@@ -225,6 +225,28 @@ class ModelNew(nn.Module):
         return y
 """
 
+CACHES = """
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ones = None
+
+    def forward(self, x):
+        if self.ones is None:
+            self.ones = torch.empty_like(x)
+            relu_kernel[(triton.cdiv(x.numel(), 256),)](torch.ones_like(x), self.ones, x.numel(), BLOCK=256)
+        y = torch.empty_like(x)
+        times_kernel[(triton.cdiv(x.numel(), 256),)](x, self.ones, y, x.numel(), BLOCK=256)
+        return y
+
+
+@triton.jit
+def times_kernel(x, ones, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n) * tl.load(ones + at, mask=at < n)
+    tl.store(y + at, tl.maximum(value, 0.0), mask=at < n)
+"""
+
 
 def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
     async def run() -> list[Trial]:
@@ -244,8 +266,9 @@ def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
 @pytest.mark.integration
 def test_outputs_of_timed_calls_are_looked_at() -> None:
     head = RELU[: RELU.index("class ModelNew")]
-    honest, counts, keeps, copies, raises, recognises, remembers = measured(
+    honest, caches, counts, keeps, copies, raises, recognises, remembers = measured(
         RELU,
+        head + CACHES,
         head + COUNTS,
         head + KEEPS,
         RELU.replace("y = torch.empty(x.shape, device=x.device, dtype=x.dtype)", "y = x.clone().clamp_(0)"),
@@ -256,6 +279,7 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     assert honest.status == "correct", honest.diagnostics
     assert honest.timing is not None or {"excessive_speedup", "not_repeatable"} & honest.flags.keys()
     assert {f"speed_{part}" for part in ("baseline", *PARTS)} <= honest.seconds.keys()
+    assert caches.status == "correct", caches.diagnostics  # what no kernel made when none was launched is made again
     assert counts.status == "wrong"  # it stopped working after its first calls, when nobody compared
     assert counts.diagnostics[0].kind == "values"
     assert keeps.status == "wrong"  # every call's answer lies in the same memory

@@ -20,7 +20,7 @@ class Bounded(TorchFunctionMode):
     """Raises `TooLarge` where a tensor of more than ``most`` elements is made, attention's scores among them.
 
     Example:
-        with Bounded(36_000):
+        with Bounded(72_000):
             model(*inputs)
     """
 

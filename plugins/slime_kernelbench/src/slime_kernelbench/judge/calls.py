@@ -24,6 +24,7 @@ _CALLS_NOTHING = frozenset(
     {
         "len",
         "super",
+        "type",
         "isinstance",
         "callable",
         "list",
@@ -38,6 +39,7 @@ _CALLS_NOTHING = frozenset(
 )
 """What is given to these is not called by them; what they make of it holds it."""
 _CONTAINERS = frozenset({"Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict"})
+_OBJECTS = frozenset({"self", "instance"})
 _LOOKED_UP = frozenset({"builtins.getattr", "builtins.hasattr"})
 
 
@@ -341,6 +343,9 @@ class Calls(Expressions):
                 self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, f"{name}()")
         if name == "property":
             self.refuse(node, "dynamic_code", "property is a decorator; it is not called")
+        if name == "type":
+            classes = frozenset(Value("class", fact.name) for fact in given if fact.kind in _OBJECTS)
+            return classes | (only(PLAIN) if len(classes) < len(given) else frozenset())
         if name == "super":
             return self._super(node, arguments, scope)
         if name == "map" and arguments:

@@ -224,6 +224,9 @@ class Trial:
         changed = reply.get("changed")
         if isinstance(changed, list) and changed:
             self.flag("monkeypatch", "process", "replaced: " + ", ".join(map(str, changed[:6])))
+        kept = reply.get("kept")
+        if isinstance(kept, list) and kept:
+            self.flag("global_state", "process", "the answer is kept as self." + str(kept[0])[:60])
         if not _same(reply.get("inputs"), question.inputs):
             self.flag("mutated_input", "process", "an input was changed")
 

@@ -8,17 +8,25 @@ from collections.abc import Sequence
 
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.standard import Standard
+from slime_kernelbench.judge.syntax import class_of_tuple
 from slime_kernelbench.judge.values import PLAIN, UNKNOWN, ClassFacts, Facts, Scope, Value, code_of, is_property, only
 
+_NAMED_TUPLE = only(Value("library", "collections.namedtuple"))
 _FUNCTION = "torch.autograd.Function"
 _ENUMS = frozenset({"enum.Enum", "enum.IntEnum"})
 _BASES = _ENUMS | {"torch.nn.Module", "torch.autograd.Function", "builtins.object", "abc.ABC", "typing.NamedTuple"}
 _OF_ENUMS = frozenset({"builtins.str", "builtins.int"})  # bases beside an enum
-_OWN = frozenset({"__init__", "__call__", "__post_init__"})  # what a class may define, if it is no module of torch
+_OWN = frozenset(
+    {"__init__", "__call__", "__post_init__", "__repr__", "__str__"}
+)  # what a class may define, if it is no module of torch
 
 
 class Classes(Standard):
     """Reads class definitions; bodies of methods are left to `Flow`."""
+
+    def __init__(self, allow: frozenset[str]) -> None:
+        super().__init__(allow)
+        self._written: dict[int, ast.AST] = {}  # classes that calls of namedtuple stand for
 
     @abstractmethod
     def define_function(
@@ -53,6 +61,25 @@ class Classes(Standard):
         if facts.is_module and self.method_of(node.name, "__call__") is not None:
             self.refuse(node, "monkeypatch", "a module of torch may not define __call__: forward is what it calls")
         self.define(node, node.name, only(Value("class", node.name)), scope)
+
+    def named_tuple(self, node: ast.Assign, scope: Scope) -> bool:
+        """Whether it is ``NAME = namedtuple("NAME", fields)``, which is the class that `typing.NamedTuple` makes."""
+        target, call = node.targets[0], node.value
+        if not (isinstance(target, ast.Name) and isinstance(call, ast.Call) and len(node.targets) == 1):
+            return False
+        if "namedtuple" not in ast.unparse(call.func) or self.facts(call.func, scope) != _NAMED_TUPLE:
+            return False
+        made = self._written.setdefault(id(node), class_of_tuple(target.id, call) or ast.Pass())
+        if not isinstance(made, ast.ClassDef) or scope.outer is not None or target.id in self.classes:
+            self.refuse(node, "dynamic_code", "a named tuple stands once, at the top of the file, with literal fields")
+            return True
+        facts = ClassFacts(target.id, made, {}, (target.id,), is_module=False, is_record=True, is_tuple=True)
+        self.classes[target.id] = facts
+        body = Scope(self.table, id(made), outer=scope, inline=True, of_class=True)
+        for statement in made.body:
+            self._class_statement(statement, facts, scope, body)
+        self.define(node, target.id, only(Value("class", target.id)), scope)
+        return True
 
     def _class_decorators(self, node: ast.ClassDef, facts: ClassFacts, scope: Scope) -> None:
         for decorator in node.decorator_list:

@@ -78,6 +78,10 @@ class Expressions(Ground):
     def of_Lambda(self, node: ast.Lambda, scope: Scope) -> Facts:
         return self.define_lambda(node, scope)
 
+    def of_Yield(self, node: ast.Yield, scope: Scope) -> Facts:
+        self.escape([self.value(node.value, scope)], hot=True)
+        return only(UNKNOWN)
+
     # Containers.
 
     def of_Tuple(self, node: ast.Tuple | ast.List | ast.Set, scope: Scope) -> Facts:
@@ -304,14 +308,25 @@ class Expressions(Ground):
         known = name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
         own = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
         known |= name in names.CONFIG and fact.kind in ("plain", "unknown")
-        known |= name == "value" and fact.kind == "plain"  # of an enum
+        known |= name in ("value", "__name__") and fact.kind == "plain"  # of an enum, of type(x)
         if not (known or own or name in self.allow):
             return self._refused(node, name, scope.hot)
         if fact.kind == "layer":
             if name in ("forward",):
                 return self._refused(node, name, scope.hot)
             return only(TENSOR) if name.startswith(("weight", "bias", "running_")) else only(UNKNOWN)
-        if name in ("value", "shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "itemsize", "layout"):
+        if name in (
+            "value",
+            "__name__",
+            "shape",
+            "device",
+            "dtype",
+            "ndim",
+            "is_cuda",
+            "requires_grad",
+            "itemsize",
+            "layout",
+        ):
             return only(PLAIN)
         if name in names.CONFIG:
             return only(UNKNOWN)

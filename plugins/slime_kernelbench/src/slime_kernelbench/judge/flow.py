@@ -8,12 +8,11 @@ Each function is looked at once for every kind of arguments it is called with.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from slime_kernelbench.judge import names
-from slime_kernelbench.judge.classes import Classes
+from slime_kernelbench.judge.control import Control
 from slime_kernelbench.judge.ground import FUEL
-from slime_kernelbench.judge.syntax import called, is_main, loaded, starred
+from slime_kernelbench.judge.syntax import called, is_generator, loaded, starred
 from slime_kernelbench.judge.values import (
     PLAIN,
     TENSOR,
@@ -29,16 +28,17 @@ from slime_kernelbench.judge.values import (
 )
 
 _DEPTH = 20  # calls within calls
-_ROUNDS = 12  # of a loop, and of all: until nothing new is found
+_ROUNDS = 12  # of all: until nothing new is found
 _DECORATORS = frozenset(
     {"builtins.staticmethod", "builtins.classmethod", "builtins.property", "torch.no_grad", "torch.inference_mode"}
 )
 _MAKES = frozenset({"triton.jit", "functools.lru_cache", "functools.cache", "abc.abstractmethod"})
+_TEXTS = frozenset({"extra_repr", "__repr__", "__str__"})
 _DEFAULTS = frozenset({"plain", "kernel"})  # kinds of what a kernel's parameters may be by default
 _STORABLE = frozenset({"tensor", "unknown", "refused", "plain", "layer", "box"})
 
 
-class Flow(Classes):
+class Flow(Control):
     """Follows a module's text; afterwards `findings`, `launched` and `kernels` say what it does.
 
     Raises:
@@ -48,6 +48,7 @@ class Flow(Classes):
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(allow)
         self._made: dict[int, ast.BinOp] = {}  # what augmented assignments read
+        self.counted: set[ast.expr] = set()  # and their targets
         self._begin()
 
     def _begin(self) -> None:
@@ -61,6 +62,7 @@ class Flow(Classes):
         self._functions: dict[int, tuple[ast.FunctionDef | ast.Lambda, Scope, str | None]] = {}
         self._defaults: dict[int, dict[str, Facts]] = {}
         self._done: set[tuple[object, ...]] = set()
+        self.managers: set[int] = set()  # ids of functions that contextlib makes context managers of
         self.followed: set[int] = set()  # ids of the functions that were looked into
         self._returns: list[Facts] = []
         self._depth = 0
@@ -92,7 +94,7 @@ class Flow(Classes):
         self.call_method("ModelNew", "forward", [], {**numbers, "**": only(TENSOR)}, hot=True)
         for name, facts in self.classes.items():
             for method, node in facts.methods.items():
-                if method == "extra_repr" or is_property(node):  # of whatever object is made a text, or asked for it
+                if method in _TEXTS or is_property(node):  # of whatever object is made a text, or asked for it
                     self.escape([self.call_method(name, method, [], {}, hot=True)], hot=True)
 
     def around(self, kernel: ast.FunctionDef) -> Scope:
@@ -109,7 +111,8 @@ class Flow(Classes):
             method = getattr(self, "on_" + type(statement).__name__, None)
             if method is None:
                 self.refuse(statement, "forbidden_syntax", f"{type(statement).__name__} is not allowed in a candidate")
-            else:
+                continue
+            with self.perhaps(scope, unsure=self.trying):
                 method(statement, scope)
 
     def on_Expr(self, node: ast.Expr, scope: Scope) -> None:
@@ -135,6 +138,8 @@ class Flow(Classes):
         self.value(node.cause, scope)
 
     def on_Assign(self, node: ast.Assign, scope: Scope) -> None:
+        if self.named_tuple(node, scope):
+            return
         pairs = node.value.elts if isinstance(node.value, ast.Tuple) else []
         facts = self.value(node.value, scope)
         for target in node.targets:
@@ -159,6 +164,7 @@ class Flow(Classes):
         boxes = self.boxes(before)
         given = self.opened(self.facts(node.value, scope))
         self.grow(node, boxes, given | self.opened(self.boxes(given)), scope)
+        self.counted.add(node.target)  # a count of calls
         self.bind(node.target, facts | boxes, scope)
 
     def on_Delete(self, node: ast.Delete, scope: Scope) -> None:
@@ -166,61 +172,10 @@ class Flow(Classes):
             if not isinstance(target, ast.Name):
                 self.refuse(node, "forbidden_syntax", "only names can be deleted")
 
-    def on_If(self, node: ast.If, scope: Scope) -> None:
-        if is_main(node.test):
-            return self.block(node.orelse, scope)
-        self.value(node.test, scope)
-        self._branches(scope, node.body, node.orelse)
-        return None
-
-    def on_For(self, node: ast.For, scope: Scope) -> None:
-        items = self.value(node.iter, scope)
-        for _ in self._rounds(scope):
-            self.bind(node.target, self.opened(items), scope)
-            self._branches(scope, node.body, [])
-        self.block(node.orelse, scope)
-
-    def on_While(self, node: ast.While, scope: Scope) -> None:
-        for _ in self._rounds(scope):
-            self.value(node.test, scope)
-            self._branches(scope, node.body, node.orelse)
-
-    def _rounds(self, scope: Scope) -> Iterator[None]:
-        """Rounds of a loop: two, and more until its names are what they were before."""
-        for number in range(_ROUNDS):
-            before = dict(scope.names)
-            yield
-            if number and scope.names == before:
-                return
-        raise TooComplex
-
-    def on_With(self, node: ast.With, scope: Scope) -> None:
-        for item in node.items:
-            if any(fact.kind in ("instance", "self") for fact in self.value(item.context_expr, scope)):
-                self.refuse(node, "forbidden_syntax", "own context managers are not allowed")
-            if item.optional_vars is not None:
-                self.bind(item.optional_vars, only(UNKNOWN), scope)
-        self.block(node.body, scope)
-
-    def on_Try(self, node: ast.Try, scope: Scope) -> None:
-        self.refuse(node, "try_fallback", "try and except are not allowed: a kernel that fails must fail")
-        handled = [statement for handler in node.handlers for statement in handler.body]
-        self._branches(scope, node.body, [*handled, *node.orelse, *node.finalbody])
-
     def on_Global(self, node: ast.Global, scope: Scope) -> None:
         self.refuse(node, "global_state", "global and nonlocal are not allowed: an answer depends on its inputs alone")
 
     on_Nonlocal = on_Global
-
-    def _branches(self, scope: Scope, *bodies: list[ast.stmt]) -> None:
-        before = dict(scope.names)
-        merged = dict(before)
-        for body in bodies:
-            scope.names = dict(before)
-            self.block(body, scope)
-            for name, facts in scope.names.items():
-                merged[name] = merged.get(name, frozenset()) | facts if before.get(name) != facts else merged[name]
-        scope.names = merged
 
     # Names and attributes that are given values.
 
@@ -259,10 +214,13 @@ class Flow(Classes):
             self.refuse(target, "monkeypatch", f"attribute {target.attr} may not be given a value")
         for fact in self.facts(target.value, scope):
             if fact.kind in ("self", "instance"):
-                if scope.hot:
+                code = frozenset(one for one in code_of(facts) if not one.name.startswith("value."))
+                if scope.hot and (code or not self.classes[fact.name].is_module or target in self.counted):
                     self.refuse(target, "global_state", f"self.{target.attr} may not change while the answer is made")
                 self.table.grow(facts, "attribute", fact.name, target.attr)
                 self.own_attributes.add(target.attr)
+            elif f"{fact.name}.{target.attr}" in names.FLAGS and not code_of(facts):
+                continue
             elif fact.kind not in _STORABLE or (fact.kind != "unknown" and code_of(facts)):
                 self.refuse(target, "monkeypatch", f"attribute {target.attr} of a {fact.kind} may not be changed")
             elif fact.kind == "unknown":  # it may be an object of any class
@@ -293,7 +251,11 @@ class Flow(Classes):
 
     def _decorated_by(self, decorator: ast.expr, given: Facts, scope: Scope, owner: str | None) -> Facts:
         made: Facts = frozenset()
-        for fact in self.facts(decorator, scope):
+        facts = self.facts(decorator, scope)
+        if facts == only(Value("library", "contextlib.contextmanager")):
+            self.managers |= {fact.node for fact in given}
+            return given
+        for fact in facts:
             if fact.kind == "decorator" or fact.name in _MAKES:
                 call = ast.copy_location(ast.Call(decorator, [], []), decorator)
                 made |= self._decorated(call, Value("decorator", fact.name), [given])
@@ -345,6 +307,11 @@ class Flow(Classes):
     def call_function(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
         """Follow the body with these arguments; the same call is followed once."""
         node, outer, owner = self._functions[callee.node]
+        hot |= callee.node in self.managers  # it runs when it is entered, wherever it was made
+        if callee.node not in self.managers and is_generator(node):
+            self.refuse(
+                node, "forbidden_syntax", "yield is for contextlib.contextmanager: it runs later than it stands"
+            )
         scope = Scope(self.table, callee.node, outer=outer, hot=hot)
         self._bind_arguments(node, arguments, keywords, scope)
         if owner is not None:

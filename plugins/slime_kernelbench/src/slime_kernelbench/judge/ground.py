@@ -22,6 +22,8 @@ class Ground(Libraries, ABC):
         self.own_attributes: set[str] = set()
         self.partials: dict[Value, tuple[int, tuple[str, ...]]] = {}  # how many arguments they hold, and which by name
         self.escaped: set[Value] = set()  # objects and classes that were handed to somebody else's code
+        self.guarded = False  # an import that fails is caught here
+        self.trying = False  # and any statement may not be reached
         self.fuel = FUEL
         self.at: ast.AST = ast.Pass()  # the call that is looked at
 

@@ -38,8 +38,10 @@ class Libraries:
     def library(self, node: ast.AST, path: str, hot: bool) -> Facts:
         """What a dotted name of an imported library is; refused where it is not in the tables."""
         root, _, rest = path.partition(".")
-        if path in names.IMPORTS or path in names.SHELF or path in ("torch.cuda", "triton.runtime", "torch.backends"):
+        if path in names.IMPORTS or path in names.SHELF or path in ("torch.cuda", "triton.runtime"):
             return only(Value("module", path))
+        if path in names.HOLD_FLAGS or path in names.FLAGS:
+            return only(PLAIN if path in names.FLAGS else Value("module", path))
         if rest in names.SHELF.get(root, ()):
             return only(PLAIN if rest in names.SHELF_NUMBERS else Value("library", path))
         if root == "math" or path.rpartition(".")[0] in names.TYPING_MODULES:

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import prepared
+from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
@@ -110,12 +111,13 @@ class Session:
 
     def do_compile(self, request: Mapping[str, Any]) -> Tree:
         """Call it with kernels that are compiled and not launched; the answer must not be right."""
-        self.launches.skip = True
+        self.launches.skip, before = True, Attributes(self.model)
         try:
             with self.watch, self.watch.answer(ablate=False):
                 self.kept["without"] = self.model(*self.inputs.now)
         finally:
             self.launches.skip = False
+            before.restore(None)  # what kernels would have made for later calls is not there
         return {"computed": dict(self.watch.computed)}
 
     def do_ready(self, request: Mapping[str, Any]) -> Tree:

@@ -14,6 +14,8 @@ import traceback
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.shelf import shelf
 from slime_kernelbench.judge.spared import Spared
@@ -55,10 +57,12 @@ def _builtins() -> dict[str, Any]:
         "__import__": _import,
         "getattr": _getattr,
         "hasattr": _hasattr,
+        "type": _type,
     }
 
 
 _NONE = object()
+_TYPES = (bool, int, float, str, tuple, list, dict, set, type(None), torch.Size, torch.dtype, torch.device)
 
 
 def _getattr(owner: Any, name: str, default: Any = _NONE) -> Any:
@@ -78,6 +82,15 @@ def _hasattr(owner: Any, name: str) -> bool:
     return True
 
 
+def _type(value: Any, /) -> Any:
+    """Of numbers, texts, containers, tensors and the candidate's objects: what makes nothing else."""
+    found = type(value)
+    own = found.__module__ == "candidate" and not issubclass(found, type)
+    if not (own or issubclass(found, torch.Tensor) or found in _TYPES):
+        raise TypeError("type(x) is for numbers, texts, containers, tensors and objects of one's own")
+    return found
+
+
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
     """The candidate's import statements; and what torch's own C code imports when the candidate calls it.
 
@@ -88,7 +101,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     if not theirs and not level and name in names.SHELF:
         return shelf(name)
     if not theirs and (level or (name not in names.IMPORTS and name != "triton.runtime")):
-        raise ImportError(f"import of {name} is not allowed")
+        raise ModuleNotFoundError(f"import of {name} is not allowed")
     return __import__(name, globals, locals, fromlist, level)
 
 

@@ -20,6 +20,8 @@ SHELF = {
     "itertools": _words("product chain combinations permutations repeat zip_longest"),
     "operator": _words("add sub mul truediv floordiv mod neg"),
     "abc": _words("ABC abstractmethod"),
+    "collections": _words("OrderedDict defaultdict namedtuple"),
+    "contextlib": _words("contextmanager nullcontext"),
     "logging": _words("DEBUG INFO WARNING ERROR CRITICAL basicConfig getLogger debug info warning error critical"),
     "warnings": _words("warn filterwarnings simplefilter"),
     "numpy": _words("pi e inf nan prod sqrt exp log log2 ceil floor"),
@@ -32,14 +34,15 @@ BUILTINS = _words(
     pow print range repr reversed round set slice sorted staticmethod classmethod str sum super tuple zip object
     getattr hasattr None True False NotImplemented Ellipsis Exception ValueError TypeError RuntimeError
     AssertionError KeyError IndexError NotImplementedError __name__ callable property Warning UserWarning
-    RuntimeWarning DeprecationWarning FutureWarning AttributeError ArithmeticError ZeroDivisionError"""
+    RuntimeWarning DeprecationWarning FutureWarning AttributeError ArithmeticError ZeroDivisionError ImportError
+    ModuleNotFoundError type"""
 )
 # Names whose mere use is refused, wherever it stands: code made at run time, and what opens the judge's own process.
 FORBIDDEN_NAMES = _words(
     """exec eval compile __import__ globals locals vars dir open input breakpoint memoryview setattr delattr id
     type __builtins__ __loader__ __spec__ help exit quit issubclass"""
 )
-HINTS = {"type": "; use isinstance", "open": "; nothing is read or written", "id": "; nothing is kept between calls"}
+HINTS = {"type": " but for type(x)", "open": "; nothing is read or written", "id": "; nothing is kept between calls"}
 DUNDERS = _words("__init__ __name__ __future__ __all__ __version__")
 
 # Attributes of frames, tracebacks, generators and code: the way from an object to whoever runs it.
@@ -67,15 +70,23 @@ SETUP = PLUMBING | _words(
     """rand randn randint randperm rand_like randn_like normal linspace logspace sqrt rsqrt exp log pow cos sin
     cat stack concat hstack vstack outer einsum matmul mul add sub div sum mean prod triu tril abs neg round
     floor ceil clamp where cumsum flip roll repeat_interleave diag reciprocal square sign manual_seed meshgrid
-    mm bmm tanh sigmoid"""
+    mm bmm tanh sigmoid set_float32_matmul_precision"""
 )
+# Flags of torch that change nothing: it computes nothing.
+FLAGS = _words(
+    """torch.backends.cuda.matmul.allow_tf32 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.benchmark torch.backends.cudnn.deterministic"""
+)
+HOLD_FLAGS = _words("torch.backends torch.backends.cuda torch.backends.cuda.matmul torch.backends.cudnn")
 CUDA = _words(
     """current_device device_count is_available synchronize get_device_properties get_device_capability
     get_device_name device empty_cache is_bf16_supported"""
 )
 PLAIN_RESULTS = _words(
     """numel is_tensor broadcast_shapes promote_types finfo iinfo is_floating_point get_default_dtype
-    result_type no_grad inference_mode enable_grad set_grad_enabled is_grad_enabled device"""
+    result_type no_grad inference_mode enable_grad set_grad_enabled is_grad_enabled device
+    set_float32_matmul_precision"""
 )
 TRITON_HOST = _words(
     """cdiv next_power_of_2 jit autotune heuristics Config reinterpret __version__ TRITON_MAX_TENSOR_NUMEL"""

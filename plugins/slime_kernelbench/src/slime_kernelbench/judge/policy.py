@@ -14,6 +14,7 @@ from typing import Literal
 from slime_kernelbench.judge import names
 from slime_kernelbench.judge.flow import Flow
 from slime_kernelbench.judge.kernels import Kernels
+from slime_kernelbench.judge.syntax import is_type_of
 from slime_kernelbench.judge.unread import without_unread
 from slime_kernelbench.judge.values import Finding, TooComplex
 from slime_kernelbench.types import Diagnostic, Flag
@@ -93,14 +94,17 @@ def _everywhere(tree: ast.Module) -> set[Finding]:
     found: set[Finding] = set()
     bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    asked = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and is_type_of(node)}
     forbidden = names.FORBIDDEN_NAMES - bound  # such as a parameter `input`; Python's own is not there at run time
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Name) and node.id in forbidden and isinstance(node.ctx, ast.Load):
+            if id(node) in asked:
+                continue
             found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed{names.HINTS.get(node.id, '')}"))
         elif isinstance(node, ast.Attribute) and names.is_inside(node.attr):
             found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
-        elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom):
+        elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.YieldFrom):
             found.add(Finding(line, "forbidden_syntax", f"{type(node).__name__} is not allowed in a candidate"))
     return found
 

@@ -82,7 +82,7 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
             if style == "long" and 1 in mapping.values() and (drawn.parameters or drawn.rows != {shrink.LONGEST}):
                 raise Unusable("with a size of 1 it is not one long row without weights")
             woken = drawn.wake(weights_seed) if style in WOKEN else {}
-            drawn.most = 4 * high if style == "long" else None
+            drawn.most = 8 * high if style == "long" else None
             cases = list(drawn.cases(seed))
             if not cases:
                 raise Unusable("the reference gives NaN, or nothing that float32 can be judged by")

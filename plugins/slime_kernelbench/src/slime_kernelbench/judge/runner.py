@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shim
+from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
@@ -75,13 +76,15 @@ class Session:
     def do_call(self, request: Mapping[str, Any]) -> Tree:
         """Run it on inputs. A ``slot`` that was used before keeps its tensors, with new values in the same memory."""
         inputs = self._placed(request["slot"], request["inputs"])
-        watch = self.watch
+        watch, model = self.watch, self.models[request["style"]]
+        before = Attributes(model)
         with watch.answer(ablate=request["ablate"], order=request["order"]):
-            output = self.models[request["style"]](*inputs)
+            output = model(*inputs)
         with torch._C.DisableTorchFunction():
             watch.inside = True
             try:
                 return {
+                    "kept": before.restore(output),
                     "output": to_wire(output),
                     "inputs": to_wire(inputs),
                     "launches": watch.launches,

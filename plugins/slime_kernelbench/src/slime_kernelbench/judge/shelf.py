@@ -6,6 +6,8 @@ keeps nothing, `partial` has no attributes, a logger is silent, numpy has number
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -74,6 +76,8 @@ _SOURCES: dict[str, dict[str, Any]] = {
     "enum": vars(enum),
     "itertools": vars(itertools),
     "operator": vars(operator),
+    "collections": vars(collections),
+    "contextlib": vars(contextlib),
     "abc": {"ABC": _Base, "abstractmethod": _same},
     "logging": {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
     | dict.fromkeys(("basicConfig", "debug", "info", "warning", "error", "critical"), _silent)

@@ -34,6 +34,8 @@ class Standard(Calls):
             if is_spared(alias.name):
                 found = Value("outside", alias.name)
             elif alias.name not in names.IMPORTS and alias.name not in names.SHELF:
+                if self.guarded:  # it raises, and is caught
+                    continue
                 self.refuse(node, "forbidden_import", f"import of {alias.name} is not allowed")
             self.define(node, alias.asname or path, only(found), scope)
 
@@ -43,6 +45,8 @@ class Standard(Calls):
             path = f"{root}.{alias.name}"
             known = root in names.IMPORTS or root in names.SHELF or root == "triton.runtime" or is_spared(root)
             if node.level or alias.name == "*" or not known:
+                if self.guarded and not node.level and alias.name != "*":
+                    continue
                 self.refuse(node, "forbidden_import", f"import of {path} is not allowed")
             elif root != "__future__":
                 of_typing = root in names.TYPING_MODULES and alias.name not in names.TYPING
@@ -77,6 +81,8 @@ class Standard(Calls):
                 return keywords.get("default", frozenset()).union(*made) | only(PLAIN)
             case "logging.getLogger":
                 return only(Value("library", "logging.Logger"))
+        if root in ("collections", "contextlib"):
+            return self._collected(node, last, arguments, keywords, scope)
         if root in ("operator", "numpy"):
             return self._operated(node, path, arguments, scope)
         if root == "itertools":
@@ -125,6 +131,20 @@ class Standard(Calls):
             found |= made
         self.escape([found], hot=True)
         return only(UNKNOWN)
+
+    def _collected(
+        self, node: ast.Call, name: str, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
+    ) -> Facts:
+        given = frozenset().union(*arguments, *keywords.values())
+        if name in ("contextmanager", "namedtuple"):
+            self.refuse(
+                node, "dynamic_code", f"{name} stands at the top of the file, as a decorator or NAME = {name}()"
+            )
+        if name not in ("OrderedDict", "defaultdict"):
+            return only(PLAIN) | code_of(given)
+        made = [self._call(node, one, [], {}, scope) for one in arguments[0]] if name == "defaultdict" else []
+        inside = self.opened(given)
+        return self.box(node, inside.union(self.opened(self.boxes(inside)), code_of(given), *made), scope)
 
     def _operated(self, node: ast.Call, path: str, arguments: list[Facts], scope: Scope) -> Facts:
         given = frozenset().union(*arguments)
