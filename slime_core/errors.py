@@ -137,6 +137,22 @@ class Preempted(SlimeError):
     default_code = "RUN75"
 
 
+def text_of(error: BaseException, longest: int = 2000) -> str:
+    """``Kind: message`` of code that is not ours, whose message may be huge, or fail itself."""
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its message cannot be read: {type(failed).__name__})"
+    return f"{type(error).__name__}: {shortened(text, longest)}"
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, without its middle where it is longer."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} ... {len(text) - longest} characters ... {text[-longest // 2 :]}"
+
+
 def nearest(name: str, known: list[str] | set[str] | tuple[str, ...]) -> str:
     """`did you mean 'x'?` for the closest known name, or an empty string."""
     import difflib

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 from pathlib import Path
+
+from slime_core.errors import TrainerError
 
 LARGE = 1 << 30
 """Bytes from which a process gives freed memory back."""
@@ -18,6 +21,7 @@ SENTENCES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
+    "can't start new thread",
 )
 
 
@@ -27,6 +31,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
+    if isinstance(error, ImportError):
+        return "failed to map segment" in str(error)
     return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in SENTENCES)
 
 
@@ -52,6 +58,20 @@ def resident_memory() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def shortage(error: BaseException) -> TrainerError:
+    """TRN132 of an exception that says that memory ran out; limits of this process are named where it has some."""
+    limits = {"address space": resource.RLIMIT_AS, "data": resource.RLIMIT_DATA}
+    found = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    bounded = [f"{name} {size >> 20} MiB" for name, size in found.items() if size != resource.RLIM_INFINITY]
+    return TrainerError(
+        f"memory, or room for a thread, ran out: {first_line(error)}",
+        code="TRN132",
+        where="limits of this process" if bounded else "this machine",
+        why=f"it may have: {', '.join(bounded)}" if bounded else "",
+        fix="ulimit -v unlimited; ulimit -d unlimited" if bounded else "take a smaller model, or free memory",
+    )
 
 
 def available_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_core.errors import ConfigError, PluginError, Preempted, SlimeError, remade
+from slime_core.errors import ConfigError, PluginError, Preempted, SlimeError, remade, shortened, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from slime_core.report.rundir import RunDir
 
 INTERRUPTED, TERMINATED = 130, 143
+TRACE = 200_000  # characters of a traceback
 HELP_ASKED: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """A group of commands without one of them; click before 8.2 prints the help by itself."""
 
@@ -80,6 +82,30 @@ def ended_by_code(error: SystemExit) -> SlimeError:
     )
 
 
+@contextlib.contextmanager
+def loop_kept() -> Iterator[None]:
+    """The block is the run's event loop.
+
+    Raises:
+        PluginError: PLG62 code of a plugin or a user stopped it, or cancelled the run's own task.
+    """
+    try:
+        yield
+    except (asyncio.CancelledError, RuntimeError) as error:
+        stopped = str(error) == "Event loop stopped before Future completed."
+        if not (stopped or isinstance(error, asyncio.CancelledError)):
+            raise
+        from slime_core.plugins.calls import WATCH
+
+        raise PluginError(
+            f"code that is not the run's own {'stopped its event loop' if stopped else 'cancelled its tasks'}",
+            code="PLG62",
+            where=f"the last hook that began is {WATCH.last}, {WATCH.last.answer.provider}" if WATCH.last else "",
+            why="the run was not done",
+            fix="correct the code there: return, or cancel the tasks that it started; then slime run --resume RUN_DIR",
+        ) from error
+
+
 def placed(error: SlimeError, run_dir: RunDir | None) -> SlimeError:
     """With the run directory in place of the word RUN_DIR, so that its fix can be typed as it stands."""
     if run_dir is None or "RUN_DIR" not in error.fix:
@@ -105,7 +131,7 @@ def _told(shown: SlimeError, error: BaseException, session: Session, *, always_s
     from slime_core.config.redact import scrub
     from slime_core.report.text import safe_text
 
-    trace = scrub("".join(traceback.format_exception(error)), session.secrets)
+    trace = scrub(shortened("".join(traceback.format_exception(error)), TRACE), session.secrets)
     text = safe_text(scrub(shown.render(), session.secrets))
     if coloured():
         text = text.replace("error", click.style("error", fg="red", bold=True), 1)
@@ -144,10 +170,14 @@ def _usage(error: click.ClickException) -> SlimeError:
 
 
 def _ours(error: BaseException) -> SlimeError:
+    from slime_core.memory import is_out_of_memory, shortage
+
+    if is_out_of_memory(error):
+        return shortage(error)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f"{frame[0].filename}:{frame[0].lineno}" if frame else ""
     return SlimeError(
-        f"slime failed in a way it should not: {type(error).__name__}: {error}",
+        f"slime failed in a way it should not: {text_of(error)}",
         where=where,
         fix="run again with -v, and send the traceback with a report",
     )

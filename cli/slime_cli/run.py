@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, Terminated, ended_by_code, say
+from slime_cli.failure import Session, Terminated, ended_by_code, loop_kept, say
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
@@ -258,7 +258,8 @@ class Run:
                 exact=going.exact if going else True,
             )
             try:
-                version = asyncio.run(self.signals.drive(_timed(work, clock)))
+                with loop_kept():
+                    version = asyncio.run(self.signals.drive(_timed(work, clock)))
             except Preempted as error:
                 self.session.interrupted = stop.reason == "SIGINT"
                 raise _way_on(error, stop, run_dir) from None

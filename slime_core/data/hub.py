@@ -7,6 +7,7 @@ The split is `train` where none is named. `datasets` maps its Arrow files, so me
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from slime_core.data.parquet import without_nulls
 from slime_core.errors import DataError, nearest
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(#(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
+MOST_FILES = 10_000  # of a folder that is one set
 SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a folder."""
 
@@ -73,6 +75,7 @@ def _load(spec: str) -> Any:
     try:
         if local is not None:
             folder, config, split = local
+            _refuse_crowded(folder, spec)
             saved = any((folder / name).is_file() for name in SAVED)
             found = datasets.load_from_disk(str(folder)) if saved else _of_files(folder, config)
         else:
@@ -104,6 +107,21 @@ def _load(spec: str) -> Any:
             or f"name one: {spec.removesuffix(':' + name)}:{next(iter(found), 'SPLIT')}",
         )
     return found[name]
+
+
+def _refuse_crowded(folder: Path, spec: str) -> None:
+    """DAT30 for a folder that holds no one set: `datasets` would look at each file for minutes, and hear no signal."""
+    count = 0
+    for _, _, names in os.walk(folder):
+        count += len(names)
+        if count > MOST_FILES:
+            raise DataError(
+                f"{folder} holds more than {MOST_FILES} files",
+                code="DAT30",
+                where=f"data.prompt_data = {spec} (working folder {Path.cwd()})",
+                why="a folder is one data set, with all files below it",
+                fix="name the set's own folder, or one of its files",
+            )
 
 
 def _of_files(folder: Path, config: str) -> Any:

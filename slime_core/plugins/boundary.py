@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slime_core.errors import PluginError, SlimeError
+from slime_core.errors import PluginError, SlimeError, text_of
 from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, shown
 from slime_core.plugins.deadline import DEADLINE as DEADLINE, Deadline
 from slime_core.plugins.guard import GUARD, end_if_forked
@@ -213,7 +213,7 @@ def failure(answer: Answer, error: BaseException, about: str) -> PluginError:
     at = _place(traceback.extract_tb(error.__traceback__), answer.provider.home)
     drop = ", or set rollout.on_plugin_error=drop to drop such groups" if answer.hook in OF_GROUPS else ""
     return PluginError(
-        f"{answer.provider.name}.{answer.hook} failed for {about}: {type(error).__name__}: {error}",
+        f"{answer.provider.name}.{answer.hook} failed for {about}: {text_of(error)}",
         code="PLG62" if ending else "PLG56",
         where=_where(answer.provider, at, about),
         why="a hook may not end the process" if ending else "",

@@ -83,6 +83,7 @@ class Watch:
     def __init__(self, *, lag: float = LAG, grace: float = GRACE) -> None:
         self.lag, self.grace = lag, grace
         self.clock = 0.0
+        self.last: Call | None = None  # that began
         self._lock = threading.Lock()
         self._calls: set[Call] = set()
         self._thread: threading.Thread | None = None
@@ -93,6 +94,7 @@ class Watch:
         """Watch ``call`` from now on."""
         with self._lock:
             self._calls.add(call)
+            self.last = call
             if call.loop is not None:
                 self._beats.setdefault(call.loop, (threading.get_ident(), self.clock))
             if self._thread is None:

@@ -1,4 +1,4 @@
-"""What is the whole process's and no hook may leave changed: the working folder, signal handlers, the locale, its end.
+"""What is the process's and no hook may leave changed: working folder, signal handlers, locale, limits, its end.
 
 Each is looked at when the first call of plugin code begins, compared when one ends, put back and told. Generators of
 random numbers are compared too while ``report.check_hooks`` is on, and told: the core draws nothing from them, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import locale
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGQUIT")
     if hasattr(signal, name)
 )
+LIMITS = {name: getattr(resource, name) for name in ("RLIMIT_NOFILE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE")}
 _handler: Callable[[Any], Any] = getattr(getattr(signal, "_signal", signal), "getsignal")  # noqa: B009
 """`signal.getsignal` without the member of an enum that it makes of its answer, which takes ten times longer."""
 DRAWS = (
@@ -42,6 +44,7 @@ class State:
     cwd: str
     locale: str
     handlers: tuple[Any, ...]
+    limits: tuple[tuple[int, int], ...]  # soft and hard
 
     @classmethod
     def now(cls) -> State:
@@ -50,7 +53,8 @@ class State:
             cwd = os.getcwd()
         except OSError:  # the folder is gone
             cwd = ""
-        return cls(cwd, locale.setlocale(locale.LC_ALL), tuple(map(_handler, SIGNALS)))
+        handlers, limits = tuple(map(_handler, SIGNALS)), tuple(map(resource.getrlimit, LIMITS.values()))
+        return cls(cwd, locale.setlocale(locale.LC_ALL), handlers, limits)
 
 
 class Guard:
@@ -108,12 +112,27 @@ def _put_back(before: State, now: State, calls: Sequence[Call]) -> None:
     if now.locale != before.locale:
         locale.setlocale(locale.LC_ALL, before.locale)
         _say(f"changed the locale to {now.locale}", calls, "it was put back")
+    _put_limits_back(before, now, calls)
     changed = [n for n, (a, b) in enumerate(zip(before.handlers, now.handlers, strict=True)) if a is not b and a != b]
     with suppress(ValueError):  # not the main thread, which a handler cannot be set from either
         for number in changed:
             if before.handlers[number] is not None:  # not one of Python
                 signal.signal(SIGNALS[number], before.handlers[number])
             _say(f"changed the handler of {SIGNALS[number].name}", calls, "it was put back; signals are the run's")
+
+
+def _put_limits_back(before: State, now: State, calls: Sequence[Call]) -> None:
+    for name, old, new in zip(LIMITS, before.limits, now.limits, strict=True):
+        if new == old:
+            continue
+        done = "it was put back"
+        try:
+            resource.setrlimit(LIMITS[name], old)
+        except (OSError, ValueError):  # the hard limit was lowered too
+            with suppress(OSError, ValueError):
+                resource.setrlimit(LIMITS[name], (new[1], new[1]))
+            done = "it cannot be put back whole; set limits in a process of your own"
+        _say(f"changed {name} from {old[0]} to {new[0]}", calls, done)
 
 
 def _say(what: str, calls: Sequence[Call], fix: str) -> None:

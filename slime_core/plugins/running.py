@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from slime_core.memory import shortage
 from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, interrupt, spare, stack_of
 from slime_core.plugins.deadline import wait_for_future
 from slime_core.plugins.guard import end_if_forked
@@ -91,7 +92,10 @@ class _Idle:
             found = self._waiting.pop() if self._waiting else _Thread(self)
         found.next.put((context, work))
         if found.ident is None:
-            found.start()
+            try:
+                found.start()
+            except RuntimeError as error:  # the hook has not begun: nothing of it is at fault
+                raise shortage(error) from error
         return found
 
     def wait(self, thread: _Thread) -> None:

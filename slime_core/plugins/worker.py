@@ -22,7 +22,7 @@ from typing import Any
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.errors import PluginError, SlimeError
+from slime_core.errors import PluginError, SlimeError, text_of
 from slime_core.plugins import Plugins, load_plugins
 from slime_core.plugins.guard import GUARD
 from slime_core.plugins.isolated import INSIDE
@@ -99,7 +99,7 @@ def told(work: Callable[[], Any]) -> dict[str, Any]:
     except SlimeError as error:
         return {"error": error.as_dict(), "kind": type(error).__name__}
     except BaseException as error:
-        parts = PluginError(f"{type(error).__name__}: {error}", why=traceback.format_exc(limit=-3)).as_dict()
+        parts = PluginError(text_of(error), why="".join(traceback.format_tb(error.__traceback__, limit=-3))).as_dict()
         return {"error": parts, "kind": "PluginError"}
 
 

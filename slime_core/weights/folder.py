@@ -189,7 +189,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     if not trust_remote_code:
         _refuse_remote_code(path, str(raw.get("model_type", "")))
     _refuse_quantised(path, raw)
-    return _load_config(path, trust_remote_code)
+    config = _load_config(path, trust_remote_code)
+    _refuse_uneven_heads(path, config.get_text_config())
+    return config
 
 
 def resolve(path: str | os.PathLike[str], key: str = "rollout.hf_checkpoint") -> Path:
@@ -292,6 +294,27 @@ def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
         why="only float weights can be trained",
         fix="name the unquantised model",
     )
+
+
+def _refuse_uneven_heads(folder: Path, text: Any) -> None:
+    """TOK00 for heads that cannot share the hidden size or the key-value heads: attention would fail on its shapes."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    hidden, heads, shared = (getattr(text, name, None) for name in names)
+    why = ""
+    if not isinstance(heads, int) or heads < 1:
+        return  # of a class with names of its own, which checks them
+    if not getattr(text, "head_dim", None) and isinstance(hidden, int) and hidden % heads:
+        why = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+    elif isinstance(shared, int) and (shared < 1 or heads % shared):
+        why = f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
+    if why:
+        raise DataError(
+            "config.json states heads that do not fit",
+            code="TOK00",
+            where=str(folder / "config.json"),
+            why=why,
+            fix="correct config.json, or fetch the model again",
+        )
 
 
 def _load_config(folder: Path, trust_remote_code: bool) -> Any:

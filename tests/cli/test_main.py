@@ -1,13 +1,15 @@
 """The command itself: quick to start, helpful when it is mistyped, honest about how it ended."""
 
+import asyncio
 import json
+import resource
 import subprocess
 import sys
 
 import click
 import pytest
 
-from slime_cli.failure import Session, Terminated, report_failure
+from slime_cli.failure import Session, Terminated, loop_kept, report_failure
 from slime_cli.main import COMMANDS, main
 from slime_core.errors import (
     ConfigError,
@@ -230,3 +232,43 @@ def test_a_run_that_is_done_has_succeeded_whatever_takes_its_answer(streams):
     done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {streams}', sys.executable, source], capture_output=True)
     assert done.returncode == 0, done.stderr
     assert (b"stdout takes no answer" in done.stderr) == (streams == "> /dev/full")
+
+
+async def stop_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(3600)
+
+
+async def cancel_every_task():
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"), [(stop_the_loop, "stopped its event loop"), (cancel_every_task, "cancelled its tasks")]
+)
+def test_code_that_ends_the_runs_loop_is_at_fault(harm, told):
+    with pytest.raises(PluginError, match=told) as caught, loop_kept():
+        asyncio.run(harm())
+    assert caught.value.code == "PLG62"
+    with pytest.raises(RuntimeError, match="another"), loop_kept():
+        raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_room_that_runs_out_is_no_failure_of_ours(capsys, monkeypatch, error):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 << 30 if kind == resource.RLIMIT_AS else -1, -1))
+    assert report_failure(error, Session()) == 6
+    told = capsys.readouterr().err
+    assert "error TRN132" in told
+    assert "address space 3072 MiB" in told
+    assert "fix: ulimit -v unlimited" in told

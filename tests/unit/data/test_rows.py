@@ -243,6 +243,17 @@ def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
     assert sorted(rows[i]["q"] for i in range(len(rows))) == ["0", "1"]
 
 
+def test_a_folder_that_holds_much_more_than_a_set_is_refused_at_once(tmp_path, refused, monkeypatch):
+    """A home folder, say: `datasets` would look at every file below it."""
+    monkeypatch.setattr("slime_core.data.hub.MOST_FILES", 3)
+    for part in range(4):
+        (tmp_path / str(part)).mkdir()
+        (tmp_path / str(part) / "x.jsonl").write_text(json.dumps({"q": "1"}) + "\n")
+    error = refused("DAT30", lambda: opened(tmp_path))
+    assert "more than 3 files" in error.what
+    assert "name the set's own folder" in error.fix
+
+
 README = """---
 configs:
 - config_name: easy

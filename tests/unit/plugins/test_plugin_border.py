@@ -123,6 +123,24 @@ def test_an_exception_is_told_with_plugin_hook_prompt_and_line(load, ask, kind):
     assert "rollout.on_plugin_error=drop" in error.fix
 
 
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("raise Odd", "Odd: (its message cannot be read: ZeroDivisionError)"),
+        ("raise ValueError('x' * 5_000_000)", "xx "),
+    ],
+    ids=["no message", "a huge one"],
+)
+def test_an_exception_is_told_whatever_its_message_is(load, ask, body, part):
+    odd = "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\n"
+    plugins = load(geo=odd + REWARD.format(body=body))
+    with pytest.raises(PluginError) as caught:
+        ask(plugins, "reward", plugins=("geo",))
+    assert caught.value.code == "PLG56"
+    assert part in caught.value.what
+    assert len(caught.value.what) < 3000
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "ending", ["raise SystemExit(3)", "import sys; sys.exit(1)", "raise KeyboardInterrupt", "import os; os._exit(0)"]

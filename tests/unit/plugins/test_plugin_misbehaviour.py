@@ -3,6 +3,7 @@
 import locale
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -143,6 +144,15 @@ def test_62_what_belongs_to_the_process_is_put_back_and_told(
     assert len(said) == 1
     assert said[0].startswith(f"geo.slime_reward {told}")
     assert "prompt 'main/3'" in said[0]
+
+
+def test_62_a_limit_is_put_back_and_told(load, generated, ctx, said):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    harm = f"resource.setrlimit(resource.RLIMIT_NOFILE, (8, {before[1]}))"
+    plugins = load(geo="import resource\n" + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", "async def"))
+    ask(plugins, "slime_reward", generated, ctx)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert said[0].startswith(f"geo.slime_reward changed RLIMIT_NOFILE from {before[0]} to 8")
 
 
 @pytest.mark.parametrize("name", ["slime_sampling", "slime_generate"])

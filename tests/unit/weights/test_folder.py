@@ -69,6 +69,21 @@ def test_a_model_that_is_no_causal_language_model_is_refused(folder, edit_json):
     refused(folder, "TOK00")
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "why"),
+    [
+        ("llama", {"num_attention_heads": 3, "head_dim": None}, "3"),
+        ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size 16 is no multiple"),
+        ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(tmp_path, edit_json, family, values, why):
+    """Weights that are drawn have no shape that could contradict."""
+    path = tiny_model(tmp_path / family, family, hidden=16, layers=1, weights=False)
+    edit_json(path / "config.json", **values)
+    assert why in refused(path, "TOK00", init_weights="random").why
+
+
 def test_a_folder_without_tokenizer_is_refused(folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
