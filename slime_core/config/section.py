@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 SLIMES_OWN = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
@@ -21,10 +20,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
-    @model_validator(mode="before")
+    @field_validator(*SLIMES_OWN, mode="before", check_fields=False)
     @classmethod
-    def leave_out_slimes_own(cls, data: Any) -> Any:
-        """Drop values that name slime's defaults (`SLIMES_OWN`)."""
-        if not isinstance(data, Mapping):
-            return data
-        return {key: value for key, value in data.items() if SLIMES_OWN.get(key, ()) != str(value).replace(":", ".")}
+    def leave_out_slimes_own(cls, value: Any, info: ValidationInfo) -> Any:
+        """Empty where a value names slime's default (`SLIMES_OWN`)."""
+        return "" if str(value).replace(":", ".") == SLIMES_OWN[info.field_name or ""] else value

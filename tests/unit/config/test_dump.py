@@ -195,3 +195,10 @@ def test_known_secrets_are_redacted_under_any_key():
 
 def test_no_core_key_is_taken_for_a_secret():
     assert redacted(Config()) == Config()
+
+
+def test_a_config_crosses_to_another_process_as_json():
+    """Ranks, engines and rewards apart get it so, lists and all."""
+    config = Config(plugins=("a",), rollout={"rollout_function_path": "slime.rollout.sglang_rollout:generate_rollout"})
+    assert config.rollout.rollout_function_path == ""
+    assert Config.model_validate_json(config.model_dump_json()) == config
