@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from slime_core.crowding import Crowding
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,6 +25,7 @@ class TorchThread:
         if cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, not {cpu_threads}")
         self.cpu_threads = cpu_threads
+        self._crowding = Crowding(cpu_threads)
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="torch", initializer=_set_threads, initargs=(cpu_threads,)
         )
@@ -42,6 +45,7 @@ class TorchThread:
     def close(self) -> None:
         """Wait for what runs, and end the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._crowding.close()
 
 
 def _set_threads(count: int) -> None:

@@ -28,6 +28,7 @@ LAYERS = {
         "transfer",
         "extras",
         "pulse",
+        "crowding",
     ),
     1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
     2: ("algo", "data", "evaluation", "weights", "report", "buffer", "sandbox"),
