@@ -90,6 +90,7 @@ def keys(
     prefix: str, plugins: tuple[str, ...], of_sglang: bool, of_megatron: bool, as_json: bool, markdown: bool
 ) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
+    from slime_core.config.absent import absent
     from slime_core.errors import ConfigError, nearest
 
     if of_sglang:
@@ -108,6 +109,7 @@ def keys(
             f"no key has '{prefix}' in its name",
             code="CFG01",
             where=f"command line: {prefix}",
+            why=absent(prefix),
             fix="\n".join(
                 filter(None, [nearest(prefix, [r["key"].rpartition(".")[2] for r in rows]), "slime config keys"])
             ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from pydantic import BaseModel
 
 from slime_core.config.fields import sections_of_keys, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
+from slime_core.errors import nearest
 
+MOST_NAMES = 1000  # of a folder that are compared with a wrong one
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 _FILES = (".jsonl", ".json", ".parquet", ".gz", ".zst", ".csv", ".toml", ".arrow")
 _FUNCTION = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
@@ -163,11 +167,21 @@ def _join(base: Path, text: str) -> str:
     return os.path.normpath(base / Path(text).expanduser())
 
 
+def _near(path: Path) -> str:
+    """The name beside a path that leads nowhere which is closest to its first missing part."""
+    while not path.parent.is_dir():
+        path = path.parent
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        return nearest(path.name, {entry.name for entry in islice(entries, MOST_NAMES)})
+    return ""
+
+
 def _missing(path: KeyPath, found: str) -> Problem:
+    near = _near(Path(found))
     return Problem(
         code="CFG05",
         what=f"{dotted(path)}: no such file or folder",
         keys=(path,),
         why=f"it stands for {found}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
-        fix=f"mend the path in {dotted(path)}",
+        fix="\n".join(filter(None, [near, f"correct the path in {dotted(path)}"])),
     )

@@ -23,7 +23,10 @@ from slime_core.extras import UPDATE
 
 MAX_BYTES = 1 << 20
 """A recipe is text that a person writes; anything longer is not one."""
+MAX_PARTS = 64  # of a dotted key: parsing takes their square, and no key of ours has more than a few
 
+_PART = r"""(?>[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_DOTTED = re.compile(rf"(?<![\w\"'-])(?:{_PART}[ \t]*\.[ \t]*)++{_PART}[ \t]*(?P<key>[=\]])?")
 _ENV = re.compile(r"(\$\$\{)|\$\{([^}]*)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
@@ -181,6 +184,10 @@ def _decode(raw: bytes, shown: str) -> str:
 
 
 def _parse(text: str, shown: str) -> dict[str, Any]:
+    dotted_keys = (found for found in _DOTTED.finditer(text) if found["key"])
+    if deep := next((found for found in dotted_keys if found[0].count(".") >= MAX_PARTS), None):
+        line = text.count("\n", 0, deep.start()) + 1
+        raise ConfigError(f"a key has more than {MAX_PARTS} parts", code="CFG08", where=f"{shown}:{line}")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from slime_core.config.absent import absent
 from slime_core.config.fields import SPACES, Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
@@ -282,7 +283,7 @@ def _bare(
     options = {
         key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
     }
-    near = nearest(name, [*keys, *options, *megatron])
+    near = "" if absent(name) else nearest(name, [*keys, *options, *megatron])
     known = near.split("'")[1] if near else ""
     full_name = keys[known].path if known in keys else options.get(known, f"megatron.{known}")
     flag = f"--{known.replace('_', '-')}"
@@ -290,7 +291,7 @@ def _bare(
         code="CFG01",
         what=f"unknown key '{name}'",
         where=place,
-        why="no core key, option of a named plugin or Megatron option has this name",
+        why=absent(name) or "no core key, option of a named plugin or Megatron option has this name",
         fix="\n".join(
             filter(None, [f"did you mean {flag}? ({full_name})" if near else "", "all keys: slime config keys"])
         ),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from slime_core.config.absent import absent
 from slime_core.config.fields import bounds, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import Config
@@ -127,11 +128,11 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
             why="it stands in the wrong table",
             fix=fix,
         )
-    near = nearest(name, list(siblings))
+    near = "" if absent(name) else nearest(name, list(siblings))
     parent = dotted(path[:-1])
     if near:
         near = near.replace("'", f"'{parent}." if parent else "'", 1)
-    elif found := nearest(name, list(keys)):
+    elif not absent(name) and (found := nearest(name, list(keys))):
         near = f"did you mean '{keys[found.split(chr(39))[1]].path}'?"
     section = str(path[0]) if len(path) > 1 else ""
     every = f"all keys: slime config keys {section}".rstrip()
@@ -141,7 +142,7 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
         code="CFG01",
         what=f"unknown key '{dotted(path)}'",
         keys=(path,),
-        why=f"[{parent}] has no such key" if parent else "there is no such key or table",
+        why=absent(name) or (f"[{parent}] has no such key" if parent else "there is no such key or table"),
         fix="\n".join(filter(None, [near, every])),
     )
 

@@ -17,12 +17,12 @@ CASES = {
     "CFG03": ("[train]\nlr = -1.0\n", [], "recipe.toml:2", "set train.lr to a number >= 0"),
     "CFG03 group": ("[rollout]\nrollout_temperature = 0\n", [], "recipe.toml:2", "set rollout_temperature above 0"),
     "CFG04": ("[train]\nglobal_batch_size = 7\n", [], "recipe.toml:2", "such as 4"),
-    "CFG05": ("[data]\nprompt_data = 'gone.jsonl'\n", [], "recipe.toml:2", "mend the path in data.prompt_data"),
+    "CFG05": ("[data]\nprompt_data = 'gone.jsonl'\n", [], "recipe.toml:2", "correct the path in data.prompt_data"),
     "CFG06": ("[train\n", [], "recipe.toml:1:", "tables a header"),
     "CFG07": ("seed = 1\nseed = 2\n", [], "recipe.toml:2:", "keep one of them"),
     "CFG08": ("#" * (1 << 21), [], "recipe.toml", "data.prompt_data"),
     "CFG09": ('name = "${NO_SUCH_VARIABLE_HERE}"\n', [], "recipe.toml:1", "export NO_SUCH_VARIABLE_HERE="),
-    "CFG11": ("schema_version = 9\n", [], "recipe.toml:1", "pip install --upgrade slime-rl"),
+    "CFG11": ("schema_version = 9\n", [], "recipe.toml:1", "update slime"),
     "CFG15": ("[train]\nlr = 1e400\n", [], "recipe.toml:2", "finite"),
 }
 
@@ -131,3 +131,24 @@ def test_a_second_recipe_is_refused(cli):
     done = cli("run", "a.toml", "b.toml")
     assert done.code == 2
     assert "what is 'b.toml'?" in done.err
+
+
+def test_a_wrong_path_gets_the_nearest_name_beside_it(cli, tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    done = cli("config", "check", "--prompt-data", "trian.jsonl", "--hf-checkpoint", "./modle/last")
+    assert "did you mean 'train.jsonl'?" in done.err
+    assert "did you mean 'model'?" in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("config", "keys", "lora"), ("config", "check", "--lora-rank", "8"), ("config", "check", "recipe.toml")],
+    ids=["keys", "flag", "recipe"],
+)
+def test_what_slime_does_not_have_is_said_and_no_other_key_is_named(cli, tmp_path, words):
+    (tmp_path / "recipe.toml").write_text("[train]\nlora = true\n")
+    done = cli(*words)
+    assert done.code == 2
+    assert "LoRA and other adapters are not supported" in done.err
+    assert "did you mean" not in done.err

@@ -153,10 +153,26 @@ def test_a_judges_verdict_is_the_reward(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["right", "VERDICT: MAYBE", "VERDICT: RIGHT\nVERDICT: WRONG", "VERDICT: RIGHT\nor so", "", None, 7, ["x"]],
+    ["right", "VERDICT: MAYBE", "VERDICT: RIGHT\nVERDICT: WRONG", "VERDICT: RIGHT\nor so", "", None],
     ids=str,
 )
-def test_a_judge_without_exactly_one_last_verdict_judges_nothing(text):
+def test_an_answer_that_a_judge_never_gives_one_verdict_of_is_wrong(text):
+    reward, seen = asked("llm_judge", [said(text)] * 3, judge_retries=2)
+    assert (reward.value, reward.kind, len(seen)) == (0.0, "failed", 3)
+
+
+def test_a_judge_that_gives_no_verdict_at_first_is_asked_again():
+    reward, seen = asked("llm_judge", [said("VERDICT: RIGHT\nVERDICT: WRONG"), said("VERDICT: RIGHT")])
+    assert (reward.value, reward.kind, len(seen)) == (1.0, "score", 2)
+
+
+def test_a_judge_that_is_gone_after_a_reply_without_a_verdict_spares_nobody():
+    reward, _ = asked("llm_judge", [said(""), (404, "")])
+    assert (reward.value, reward.kind) == (0.0, "failed")
+
+
+@pytest.mark.parametrize("text", [7, ["x"]], ids=str)
+def test_a_reply_that_is_no_text_judges_nothing(text):
     reward, _ = asked("llm_judge", [said(text)])
     assert (reward.value, reward.kind) == (0.0, "infra_error")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_core.config.load import load_config, read
-from slime_core.config.recipe import MAX_BYTES
+from slime_core.config.recipe import MAX_BYTES, read_recipe
 
 pytestmark = pytest.mark.unit
 
@@ -83,6 +83,21 @@ def test_a_recipe_over_one_mebibyte_is_refused_without_parsing_it(recipe, refuse
 def test_deep_nesting_is_refused_and_does_not_break_the_parser(recipe, refused):
     assert refused(recipe("x = " + "[" * 50_000)).code in ("CFG06", "CFG08")
     assert refused(recipe("x = " + "[" * 20_000 + "]" * 20_000)).code in ("CFG06", "CFG08")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a." * 20_000 + "a = 1", "[" + "a . " * 20_000 + "a]", "x = {" + "'a'." * 20_000 + "a = 1}"],
+    ids=["key", "table", "inline table"],
+)
+def test_a_key_of_thousands_of_parts_is_refused_before_the_parser_takes_their_square(recipe, refused, text):
+    error = refused(recipe("seed = 1\n" + text))
+    assert (error.code, error.where) == ("CFG08", "recipe.toml:2")
+
+
+def test_long_texts_are_no_keys(recipe):
+    for text in ("a" * 500_000, "a." * 250_000, "a . " * 120_000, '"a' * 200_000):
+        assert read_recipe(recipe(f"name = '''{text}'''")).data["name"] == text
 
 
 def test_an_unset_variable_is_named_and_no_other_variable_is_shown(recipe, refused, monkeypatch):

@@ -27,6 +27,24 @@ NAMED = tuple(
     )
 )
 """What says that a letter is the answer, the plainest first: an "option A" that is turned down counts only without."""
+_CAPITAL = r"[(*\[{]{0,3}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{){0,2}\b[A-Z]\b[)*\]}]{0,4}"
+_CAPITALS = (
+    rf"(?:(?:option|choice)s?\s)?{_CAPITAL}"
+    rf"(?:\s{{0,3}}(?:,\s{{0,3}}(?:and|or|nor)?|/|and|or|nor|&)\s{{0,3}}(?:(?:option|choice)\s)?{_CAPITAL}){{0,9}}"
+)
+REFUSED = tuple(
+    re.compile(pattern, re.ASCII)
+    for pattern in (
+        r"(?:\b(?i:not|never|neither|nor|cannot|rather\sthan|instead\sof|except|(?:exclud|eliminat|reject)(?:e|es|s|ed|ing)?"
+        r"|rul(?:e|es|ed|ing)\sout)|n['\u2019]t)"
+        rf"(?:\s{{1,3}}(?:be|is|the|an?|correct|right|answer|letter)\b){{0,4}}:?\s{{0,3}}{_CAPITALS}",
+        rf"{_CAPITALS}\s{{1,3}}(?i:is|are|was|were|can|could|does|do|must|seems?|looks?|would)?"
+        r"(?:\s{0,3}(?i:be|clearly|definitely|also|both|all|therefore|thus)){0,2}"
+        r"(?:\s{0,3}(?i:not|never|cannot|wrong|incorrect|false|excluded|eliminated|rejected|ruled\sout|impossible)\b"
+        r"|n['\u2019]t\b)(?!\s{1,3}(?i:wrong|incorrect|false|excluded|only))",
+    )
+)
+"""Letters that a response turns down: "the answer is not B", "B and C are wrong". They are no choice."""
 ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
 ONLY = re.compile(r"[\s(*\[]{0,4}([A-Za-z])[\s)*\].]{0,4}")
 BRACKETS = "()[]{}.:* "
@@ -41,7 +59,8 @@ def choice(response: str, label: Any, metadata: Mapping[str, Any]) -> Verdict:
     be the answer, else the last capital letter that stands alone. The label is a letter ("B", "(B)"), the number of a
     choice, or its text; the row's metadata may hold ``choices``, ``valid_letters`` and ``correct_letter``. Unlike
     there, of several letters that are said to be the answer the last counts, "option A" does not count beside "the
-    answer is B", and without a letter a choice's text must be the whole response.
+    answer is B", letters that are turned down ("not B", "B is wrong") never count, and
+    without a letter a choice's text must be the whole response.
 
     Example:
         choice("so the answer is (B)", "B", {})    # RIGHT
@@ -105,6 +124,8 @@ def _chosen(text: str, letters: list[str]) -> str | None:
     whole = ONLY.fullmatch(text)
     if whole is not None and whole[1].upper() in letters:
         return whole[1].upper()
+    for pattern in REFUSED:
+        text = pattern.sub(" ; ", text)
     for pattern in NAMED:
         found: list[str] = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if found:

@@ -4,14 +4,15 @@
     reply                                ends with the line  VERDICT: RIGHT  or  VERDICT: WRONG
 
 The response stands between two lines that carry a hash of it, which it cannot contain, and the judge is told that
-what is between them is no instruction. A reply without exactly one verdict, after its own chain of thought, is an
-infrastructure error.
+what is between them is no instruction. A reply without exactly one verdict, after its own chain of thought, is asked
+for again; without one at last the response is wrong: a policy could learn to confuse its judge and so be spared.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import time
 from typing import Any
 
 from slime_core import Reward, Sample
@@ -31,7 +32,7 @@ INSTRUCTION = (
 async def judged(
     sample: Sample, response: str, *, url: str, model: str, token: str, seconds: float, retries: int, instruction: str
 ) -> Reward:
-    """1 where the judge calls the response right, 0 where wrong, ``infra_error`` where it says neither.
+    """1 where the judge says right, 0 where it says wrong or never says either, ``infra_error`` without a reply.
 
     Args:
         sample: prompt and label.
@@ -40,17 +41,23 @@ async def judged(
         model: its name there.
         token: sent as a bearer token, "" for none.
         seconds: for all tries together.
-        retries: after the first try.
+        retries: after the first try, and after a first reply without a verdict.
         instruction: in place of the default; ``{mark}`` in it becomes the lines' mark.
     """
     payload = question(sample, response, model, instruction or INSTRUCTION)
-    try:
-        told = await post_json(
-            f"{url.rstrip('/')}/chat/completions", payload, token=token, seconds=seconds, retries=retries
-        )
-    except Unanswered as error:
-        return infra(f"llm_judge: {error}")
-    return read(told)
+    address, end = f"{url.rstrip('/')}/chat/completions", time.monotonic() + seconds
+    found: Reward | None = None
+    for _ in range(retries + 1):
+        try:
+            left = end - time.monotonic()
+            told = await post_json(address, payload, token=token, seconds=left, retries=retries)
+        except Unanswered as error:
+            return found or infra(f"llm_judge: {error}")
+        found = read(told)
+        if found.kind != "failed":
+            return found
+    assert found is not None
+    return found
 
 
 def question(sample: Sample, response: str, model: str, instruction: str) -> dict[str, Any]:
@@ -75,10 +82,11 @@ def read(told: Any) -> Reward:
         content = told["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         return infra("llm_judge: the reply is no chat completion")
-    if not isinstance(content, str):
+    if not isinstance(content, str | None):
         return infra("llm_judge: the reply has no text")
-    said = after_thought(content).replace("\r\n", "\n").strip()
+    said = after_thought(content or "").replace("\r\n", "\n").strip()
     found, last = VERDICT.findall(said), said.rpartition("\n")[2]
     if len(found) != 1 or not VERDICT.fullmatch(last):
-        return infra(f"llm_judge: {len(found)} verdicts, and the last line is {last!r:.60}")
+        why = f"llm_judge: {len(found)} verdicts, and the last line is {last!r:.60}"
+        return Reward(value=0.0, kind="failed", reason=why)
     return Reward(value=float(found[0] == "RIGHT"))
