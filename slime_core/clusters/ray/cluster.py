@@ -20,7 +20,8 @@ from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.hangs import Watch, watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.ray.joining import Hosts, hosts, joined
+from slime_core.clusters.ray.head import head_kept
+from slime_core.clusters.ray.joining import Hosts, head, hosts, joined
 from slime_core.clusters.ray.placement import Plan, plan
 from slime_core.clusters.ray.servers import RayServers, RaySite
 from slime_core.clusters.ray.travelling import check_travelling
@@ -58,6 +59,7 @@ async def ray_cluster(config: Config, plugins: Plugins, report: Report) -> Async
     placed = plan(config)
     async with watching(config, report) as watch, AsyncExitStack() as stack:
         name = stack.enter_context(joined(config, placed))
+        await stack.enter_async_context(head_kept(head()))
         found = await stack.enter_async_context(hosts(config, placed))
         for text in _told(name, placed, found):
             report.note(text)

@@ -30,6 +30,7 @@ from slime_core.clusters.looking import Look
 from slime_core.clusters.ray import LOCAL, address_of
 from slime_core.clusters.ray.channel import Host, RayChannel
 from slime_core.clusters.ray.domains import selectors
+from slime_core.clusters.ray.head import answers
 from slime_core.clusters.ray.placement import Plan, Resources, Seat, lacking, oversize, table
 from slime_core.clusters.ray.token import address_of_auto, let_in, take_up
 from slime_core.clusters.ray.travelling import not_set_up, travelling
@@ -135,10 +136,15 @@ def entered(address: str, *, env: Mapping[str, Any] | None = None, processors: i
     with _our_signals():
         _init(address, processors, dict(env or {}))
     try:
-        yield str(ray.get_runtime_context().gcs_address)
+        yield head()
     finally:
         with _our_signals():
             ray.shutdown()
+
+
+def head() -> str:
+    """``HOST:PORT`` of the cluster's GCS."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _init(address: str, processors: int, env: dict[str, Any]) -> None:
@@ -237,9 +243,10 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
             raise not_set_up(error) from error
         yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)], driver)
     finally:
-        for actor in actors:
-            ray.kill(actor)
-        remove_placement_group(group)
+        if await answers(head()):  # without it there is nobody to ask, and Ray would wait for it
+            for actor in actors:
+                ray.kill(actor)
+            remove_placement_group(group)
 
 
 async def reserve(bundles: Sequence[Resources], timeout: float, *, ranks: int = 0) -> Any:
