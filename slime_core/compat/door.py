@@ -25,6 +25,7 @@ from slime_core.errors import SlimeError
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
+HEAD_SECONDS = 30.0
 PARTING_SECONDS = 1.0  # how long an answer may take to be read when the door closes
 
 
@@ -72,7 +73,15 @@ class Door:
         door.close()
     """
 
-    def __init__(self, routes: Mapping[str, Handler], loop: asyncio.AbstractEventLoop, admit: Admit) -> None:
+    def __init__(
+        self,
+        routes: Mapping[str, Handler],
+        loop: asyncio.AbstractEventLoop,
+        admit: Admit,
+        *,
+        head_seconds: float = HEAD_SECONDS,
+    ) -> None:
+        self._head_seconds = head_seconds
         self._routes, self._engine_loop, self._admit = dict(routes), loop, admit
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
@@ -124,9 +133,11 @@ class Door:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         early = b""  # of the next request, seen while the last was served
-        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+        ends = (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+        with suppress(*ends, asyncio.CancelledError):
             while True:
-                head = _Head.parse(early + await reader.readuntil(b"\r\n\r\n"))
+                async with asyncio.timeout(self._head_seconds):
+                    head = _Head.parse(early + await reader.readuntil(b"\r\n\r\n"))
                 watch = None
                 try:
                     handler = self._handler(head)

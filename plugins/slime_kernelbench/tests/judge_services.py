@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import shipped
-from slime_kernelbench.service.app import Gate, make_app
+from slime_kernelbench.service.app import Gate, make_app, make_runner
 from slime_kernelbench.service.client import RemoteJudge
 from slime_kernelbench.service.desk import Desk
 from slime_kernelbench.service.devices import Device
@@ -61,8 +61,8 @@ async def service(folder, *, places=ONE, **limits):
 
 
 @asynccontextmanager
-async def serving(app):
-    runner = web.AppRunner(app, handler_cancellation=True)
+async def serving(app, **runs):
+    runner = make_runner(app, closing=60, **runs)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)

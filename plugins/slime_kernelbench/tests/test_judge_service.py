@@ -1,12 +1,15 @@
 """The judge as a service: who may ask, what a request may say, a full queue, keys."""
 
 import asyncio
+import gzip
+import json
 from dataclasses import asdict
 
 import aiohttp
 import pytest
-from judge_services import RELU, body, judged, post, remote, service
+from judge_services import RELU, TOKEN, body, judged, post, remote, service, serving
 
+from slime_kernelbench.service.app import Gate, make_app
 from slime_kernelbench.service.client import RemoteJudge
 from slime_kernelbench.service.devices import Device
 
@@ -90,6 +93,46 @@ def test_no_field_of_a_request_says_more_than_what_is_to_be_judged(folder):
 
     asyncio.run(scenario())
     assert [word for _, word in judged(folder)] == ["wrong"]
+
+
+def test_a_compressed_body_is_refused_and_not_unpacked(folder):
+    async def scenario():
+        async with service(folder) as (url, _, _):
+            for raw in (gzip.compress(json.dumps(body()).encode()), b"no gzip"):
+                status, _, answer = await post(url, raw, **{"Content-Encoding": "gzip"})
+                assert (status, answer["error"]["code"]) == (415, "encoding")
+
+    asyncio.run(scenario())
+    assert judged(folder) == []
+
+
+async def sent(url, raw):
+    """What the service answers to bytes until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(raw)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+def test_what_is_no_http_is_refused_without_a_line_in_the_log(folder, caplog):
+    async def scenario():
+        async with service(folder) as (url, _, _):
+            for raw in (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"\x16\x03\x01\0\r\n\r\n"):
+                assert b" 400 " in await sent(url, raw)
+
+    asyncio.run(scenario())
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("raw", [b"", b"POST /v1/judge HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a head"])
+def test_a_head_that_does_not_come_ends_its_connection(folder, raw):
+    async def scenario():
+        async with serving(make_app(None, token=TOKEN, gate=Gate()), head_seconds=0.05) as url:
+            assert await sent(url, raw) == b""
+
+    asyncio.run(scenario())
 
 
 def test_a_full_queue_says_when_to_come_again_and_the_client_does(folder):

@@ -137,6 +137,7 @@ async def _serve(settings: Settings, token: str, listening: socket.socket, start
 
     from slime_core.buffer.service.app import make_app
     from slime_core.buffer.service.desk import Desk
+    from slime_core.buffer.service.heads import timely
 
     class Server(uvicorn.Server):
         """Ours to stop: uvicorn's own handlers would raise the signal again when it has ended."""
@@ -155,7 +156,7 @@ async def _serve(settings: Settings, token: str, listening: socket.socket, start
         app = make_app(desk, token=token, max_body=settings.max_body, max_tokens=settings.max_tokens)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=timely(),
             ws="none",
             loop="asyncio",
             lifespan="on",

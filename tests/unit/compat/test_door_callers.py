@@ -51,6 +51,20 @@ def test_requests_that_come_at_once_are_answered_in_order():
     ]
 
 
+def test_a_head_that_does_not_come_ends_its_connection():
+    async def run():
+        door = Door({"POST /generate": echo}, asyncio.get_running_loop(), only("secret"), head_seconds=0.05)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+            assert await reader.read() == b""
+            writer.close()
+        finally:
+            await asyncio.to_thread(door.close)
+
+    asyncio.run(run())
+
+
 def test_the_body_of_what_is_not_served_is_no_request():
     secret = b"authorization: Bearer secret\r\n"
     request = (

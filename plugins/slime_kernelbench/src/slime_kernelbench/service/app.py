@@ -24,6 +24,7 @@ from slime_kernelbench.types import Verdict
 
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 30.0
+HEAD_SECONDS = 20.0  # also of a connection between two requests: longer than clients keep one
 RETRY_AFTER = 1  # seconds, at 429 and 503
 log = logging.getLogger("slime.kernelbench")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -71,7 +72,27 @@ def make_app(desk: Desk, *, token: str, gate: Gate) -> web.Application:
     return app
 
 
+def make_runner(app: web.Application, *, closing: float, head_seconds: float = HEAD_SECONDS) -> web.AppRunner:
+    """What serves the application: heads have a deadline, bodies are taken as they are, and no caller fills the log.
+
+    ``closing`` is the time in seconds for answers under way at the end.
+    """
+    quiet = logging.getLogger("slime.kernelbench.http")
+    quiet.setLevel(logging.CRITICAL)  # aiohttp writes a traceback for each request that is no HTTP
+    return web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=closing,
+        keepalive_timeout=head_seconds,  # of a connection without a whole head, from its beginning on
+        auto_decompress=False,
+        logger=quiet,
+    )
+
+
 async def _ask(request: web.Request) -> Ask | web.Response:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        return refuse(415, "encoding", "the body is compressed", fix="send it as it is")
     if request.content_type != "application/json":
         return refuse(415, "type", "the body is not JSON by its header", fix="send content-type: application/json")
     try:

@@ -70,7 +70,7 @@ async def _serve(
 ) -> None:
     from aiohttp import web
 
-    from slime_kernelbench.service.app import Gate, make_app
+    from slime_kernelbench.service.app import Gate, make_app, make_runner
     from slime_kernelbench.service.desk import Desk
 
     gate, stop = Gate(), asyncio.Event()
@@ -80,7 +80,7 @@ async def _serve(
     places = devices(settings.gpus, settings.workers)
     async with Pool(places, start=partial(_start, settings, secret), limits=settings.limits) as pool:
         app = make_app(Desk(pool), token=token, gate=gate)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSING)
+        runner = make_runner(app, closing=CLOSING)
         await runner.setup()
         try:
             await web.SockSite(runner, listening).start()
