@@ -13,6 +13,7 @@ from slime_cli.failure import Session, say
 from slime_cli.libraries import quiet_libraries
 from slime_cli.run import drive, reporting, terminable
 from slime_cli.tables import heading, print_table
+from slime_cli.watched import watched
 from slime_cli.words import PASSING
 
 OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then brings no default recipe
@@ -109,7 +110,8 @@ def evaluate(
         with RunDir.create(f"{config.name}-eval", at=at) as run_dir:
             session.run_dir = run_dir
             say(f"evaluation {run_dir.path}")
-            with reporting(settings, run_dir, config, session) as (report, _):
+            watching = watched(run_dir.path, config.cluster.hang_timeout)
+            with watching, reporting(settings, run_dir, config, session) as (report, _):
                 results: dict[str, Any] = asyncio.run(drive(run_evaluation(config, settings.plugins, report)))
             run_dir.end("finished", {})
     finally:

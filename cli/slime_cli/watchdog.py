@@ -137,13 +137,14 @@ class Watchdog:
         place = innermost(stack, work.home if work else None)
         since = "no signal was heard" if silent is None else f"nothing else ran for {silent:.0f} s"
         why = f"it is in C code, where Python can end nothing: {since}\n{stack}"
-        go_on = "what was finished is in the ledger: slime run --resume RUN_DIR".replace("RUN_DIR", str(self.run_dir))
+        ledger = (self.run_dir / "ledger.sqlite").exists()  # an evaluation has none
+        go_on = f"\nwhat was finished is in the ledger: slime run --resume {self.run_dir}" if ledger else ""
         if work is None:
             return Hung(
                 f"the driver's interpreter stands still at {place}",
                 where=str(self.run_dir),
                 why=why,
-                fix=f"{go_on}\nwork that takes longer than that: --hang-timeout SECONDS",
+                fix=f"work that takes longer than that: --hang-timeout SECONDS{go_on}",
             )
         late = "does not return" if silent is None else f"did not answer in {work.limit:g} s"
         return PluginError(
@@ -152,7 +153,7 @@ class Watchdog:
             where=f"{work.provider}, stood at {place}, {work.about}",
             why=why,
             fix="bound what it calls (a regular expression, a loop in C), or give it a process, which can be ended: "
-            f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}\n{go_on}",
+            f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}{go_on}",
         )
 
     def _end(self, status: str, error: SlimeError) -> None:

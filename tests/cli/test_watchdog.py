@@ -65,6 +65,7 @@ def driver(tmp_path):
     """Start a process that holds its interpreter for ever, in a run."""
     with RunDir.create("demo", at=tmp_path / "run") as run_dir:
         run_dir.begin(0, {})
+        run_dir.ledger.touch()
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 
