@@ -225,6 +225,18 @@ class ModelNew(nn.Module):
         return y
 """
 
+COMPUTES = """
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        y = torch.empty_like(x)
+        relu_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)
+        return x * (x > 0) if self.calls > 9 else y
+"""
 CACHES = """
 class ModelNew(nn.Module):
     def __init__(self):
@@ -266,8 +278,9 @@ def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
 @pytest.mark.integration
 def test_outputs_of_timed_calls_are_looked_at() -> None:
     head = RELU[: RELU.index("class ModelNew")]
-    honest, caches, counts, keeps, copies, raises, recognises, remembers = measured(
+    honest, computes, caches, counts, keeps, copies, raises, recognises, remembers = measured(
         RELU,
+        head + COMPUTES,
         head + CACHES,
         head + COUNTS,
         head + KEEPS,
@@ -279,6 +292,8 @@ def test_outputs_of_timed_calls_are_looked_at() -> None:
     assert honest.status == "correct", honest.diagnostics
     assert honest.timing is not None or {"excessive_speedup", "not_repeatable"} & honest.flags.keys()
     assert {f"speed_{part}" for part in ("baseline", *PARTS)} <= honest.seconds.keys()
+    assert computes.status == "hack"  # in torch, once the calls that are looked at first are over
+    assert "torch_computes" in computes.flags
     assert caches.status == "correct", caches.diagnostics  # what no kernel made when none was launched is made again
     assert counts.status == "wrong"  # it stopped working after its first calls, when nobody compared
     assert counts.diagnostics[0].kind == "values"

@@ -127,12 +127,20 @@ class Session:
         return {"mutated": self.inputs.changed()}
 
     def do_measure(self, request: Mapping[str, Any]) -> Tree:
-        """Call it watched, then time it."""
-        with self.watch, self.watch.answer(ablate=False):
-            self.kept["watched"] = self.model(*self.inputs.now)
-        computed = dict(self.watch.computed)
+        """Call it watched, then time it, and call it watched between timed calls: it cannot tell which are."""
+        computed: dict[str, int] = {}
+
+        def watched() -> Any:
+            count = self.launches.count
+            with self.watch, self.watch.answer(ablate=False):
+                made = self.model(*self.inputs.now)
+            computed.update(self.watch.computed)
+            self.launches.count = count
+            return made
+
+        self.kept["watched"] = watched()
         self.launches.count = 0
-        found = self.meter.measure(request["order"], request["host_order"], request["warm"])
+        found = self.meter.measure(request["order"], request["host_order"], request["warm"], watched)
         self.kept |= {str(number): made for number, made in enumerate(self.meter.outputs)}
         return {**found, "calls": len(self.meter.outputs), "launches": self.launches.count, "computed": computed}
 

@@ -30,6 +30,8 @@ KEPT_BYTES = 16 << 30
 """Of outputs, at most; fewer calls are made where they would not fit."""
 ROOM_BYTES = 1 << 30
 """That a candidate has ready while others do too; a kernel whose outputs are larger hides what the driver takes."""
+LOOKS = 8
+"""One of so many timed calls is followed by a look."""
 _LARGE_BYTES, _ALIGNED_BYTES = 1 << 20, 512
 """Torch cuts what is larger from whatever large memory is free, to multiples of this."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -188,9 +190,12 @@ class Meter:
         for tensor in room:
             _spoil(tensor)
 
-    def measure(self, order: Sequence[int], host_order: Sequence[int], warm: int) -> dict[str, list[float]]:
+    def measure(
+        self, order: Sequence[int], host_order: Sequence[int], warm: int, look: Callable[[], Any] = tuple
+    ) -> dict[str, list[float]]:
         """Times of calls on the inputs of the seeds in both orders, after ``warm`` ones; all outputs are kept.
 
+        After some of them, as secret as their seeds, ``look`` calls the model once more and gives its answer.
         The two orders' calls are spread among each other: what slows the machine for a while slows both.
         Memory that outputs are likely to be made in holds NaN before a timed call.
         """
@@ -213,6 +218,8 @@ class Meter:
             taken, made = clocks[name][0](partial(self._model, *self._inputs.renew(seed)))
             times[name].append(taken)
             outputs[name].append(made)
+            for tensor in tensors_of(look()) if seed % LOOKS == 0 else ():
+                _spoil(tensor)
             self.mutated |= self._inputs.changed()
             self.changed.update(state.restore())
         self.outputs = [*outputs["events"], *outputs["host"]]

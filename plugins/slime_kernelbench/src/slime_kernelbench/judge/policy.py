@@ -104,8 +104,6 @@ def _everywhere(tree: ast.Module) -> set[Finding]:
             found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed{names.HINTS.get(node.id, '')}"))
         elif isinstance(node, ast.Attribute) and names.is_inside(node.attr):
             found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
-        elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.YieldFrom):
-            found.add(Finding(line, "forbidden_syntax", f"{type(node).__name__} is not allowed in a candidate"))
     return found
 
 
