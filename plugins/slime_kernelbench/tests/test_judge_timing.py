@@ -225,18 +225,7 @@ class ModelNew(nn.Module):
         return y
 """
 
-COMPUTES = """
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        y = torch.empty_like(x)
-        relu_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)
-        return x * (x > 0) if self.calls > 9 else y
-"""
+COMPUTES = COUNTS.replace("x.clone()", "x * 0").replace("self.calls < 10", "True")
 CACHES = """
 class ModelNew(nn.Module):
     def __init__(self):
