@@ -135,6 +135,19 @@ def test_bfloat16_compute_is_close(bench):
         assert cosine > 0.98, (name, cosine)
 
 
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+def test_the_policy_in_another_dtype_is_what_a_trainer_in_that_dtype_has(bench, family, tied):
+    batch = made.batch_of(temperature=0.7)
+    roles = frozenset({"policy", "float32", "bfloat16"})
+    half, full = (bench(family, tied=tied, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    scores = [
+        {role: row["log_probs"] for role, row in one.call("score", batch, roles).items()} for one in (half, full)
+    ]
+    assert all((score["bfloat16"] == scores[0]["policy"]).all() for score in scores)
+    assert all((score["float32"] == scores[1]["policy"]).all() for score in scores)
+    assert 0 < abs(scores[0]["policy"] - scores[1]["policy"]).max() < 0.1
+
+
 def test_masked_tokens_have_no_say(bench):
     one, batch = bench(), made.batch_of()
     other = dataclasses.replace(batch, columns=dict(batch.columns))
