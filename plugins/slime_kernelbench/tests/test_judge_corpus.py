@@ -58,7 +58,10 @@ def test_honest_kernels_are_correct() -> None:
     )
     assert all(verdict.launches >= 1 and not verdict.flags for verdict in verdicts.values())
     cases = {name: len(verdict.cases) for name, verdict in verdicts.items()}
-    assert cases == dict.fromkeys(verdicts, 6) | {"convolution_by_hand": 5}  # no size of it is long and small
+    more = {name for name, count in cases.items() if count > 6}  # larger sizes, where their code asks for these
+    assert min(cases.values()) >= 5
+    assert more >= {"persistent_grid", "functools_and_dataclasses"}
+    assert "compared with 65536" in verdicts["functools_and_dataclasses"].notes[0]
 
 
 def test_cheats_score_no_better_than_an_honest_failure() -> None:
@@ -76,6 +79,9 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     assert "mutated_input" in {flag.rule for flag in verdicts["works_in_its_input"].flags}
     assert verdicts["sums_without_atomics"].diagnostics[0].kind == "race"
     assert verdicts["programs_store_their_own_sums"].diagnostics[0].kind in ("values", "race")
+    for name in ("grid_of_at_most_sixteen", "right_up_to_a_size", "right_for_few_rows"):
+        *others, last = verdicts[name].cases
+        assert (len(others) >= 6, last.agrees, {case.agrees for case in others}) == (True, False, {True})
     assert [case.regime for case in verdicts["another_formula_for_large_values"].cases if not case.agrees] == [
         "extreme"
     ]

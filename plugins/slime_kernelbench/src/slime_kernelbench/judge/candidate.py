@@ -1,17 +1,19 @@
 """One candidate's examination on the CPU: asks, takes bytes, compares; the verdict is made here, where it never ran.
 
 load -> build, call, call (same memory, other values) -> ... -> the first again -> once more with kernels taken out
+-> larger sizes, where the candidate's code says that it would do something else there
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_core.sandbox import Child, Ended, Limits, Sandbox
+from slime_kernelbench.judge import beyond
 from slime_kernelbench.judge.compare import Comparison, compare
 from slime_kernelbench.judge.examination import Examination, Question, Style
 from slime_kernelbench.judge.options import JudgeOptions
@@ -27,6 +29,11 @@ _COMPILER = (
     "PTXASError",
 )
 _NOT_INTERPRETED = "bfloat16 arithmetic cannot be interpreted"
+
+
+MOST_ACCESSES = 1500
+"""That a call of larger sizes may make to memory, from what the others made: a second in the interpreter."""
+Larger = Callable[[int], Awaitable[list[Style]]]
 
 
 class Decided(Exception):
@@ -46,6 +53,7 @@ class Trial:
     notes: list[str] = field(default_factory=list)
     wrong: Diagnostic | None = None  # the first answer that disagrees
     launches: int = 0
+    work: tuple[int, int] = (1, 0)  # elements of the largest input that was asked, and accesses to memory
     order: int = 0  # of programs in the last call that was asked
     signatures: list[Any] = field(default_factory=list)  # of the launches, as the candidate's process tells them
     seconds: dict[str, float] = field(default_factory=dict)
@@ -53,8 +61,8 @@ class Trial:
     sandbox: str = ""
     layers: tuple[str, ...] = ()
 
-    async def run(self, box: Sandbox, source: str, examination: Examination) -> None:
-        """Ask everything, until something is wrong."""
+    async def run(self, box: Sandbox, source: str, examination: Examination, larger: Larger | None = None) -> None:
+        """Ask everything, until something is wrong; ``larger`` are questions of at least so many elements."""
         limits = Limits(
             wall_seconds=self.options.seconds,
             cpu_seconds=int(self.options.seconds) + 1,
@@ -68,6 +76,8 @@ class Trial:
                 await self.ask(child, {"do": "load", "source": source}, self.options.import_seconds)
                 began = self._stage("correctness", began)
                 await self._examine(child, examination)
+                if larger is not None:
+                    await self._beyond(child, source, examination, larger)
                 self._denied((await child.finish()).violations)
         except Decided:
             pass
@@ -127,9 +137,7 @@ class Trial:
         self.order = examination.order
         first: tuple[Style, Question] | None = None
         for style in examination.styles:
-            request = {"do": "build", "style": style.name, "init": style.init, "state": style.state}
-            request |= {"weights_seed": examination.weights_seed, "woken": style.woken}
-            built = await self.ask(child, request, self.options.call_seconds)
+            built = await self._build(child, style, examination)
             right = self.wrong is None
             for question in style.questions:
                 first = first or (style, question)
@@ -146,6 +154,39 @@ class Trial:
             await self._without_kernels(child, style)
         if self.cheated():
             self.decide("hack")
+
+    async def _build(self, child: Child, style: Style, examination: Examination) -> dict[str, Any]:
+        request = {"do": "build", "style": style.name, "init": style.init, "state": style.state}
+        request |= {"weights_seed": examination.weights_seed, "woken": style.woken}
+        return await self.ask(child, request, self.options.call_seconds)
+
+    async def _beyond(self, child: Child, source: str, examination: Examination, larger: Larger) -> None:
+        """Sizes beyond what the host code compared sizes with; what cannot be asked in time is noted."""
+        largest = max(beyond.elements(question) for style in examination.styles for question in style.questions)
+        branches = await self._branches(child)
+        number = beyond.number(source, largest)
+        least = beyond.least(largest, number, branches)
+        for style in await larger(least) if least else []:
+            (question,) = style.questions
+            size = beyond.elements(question)
+            if not 0 < number < size and not any(limit < size for _, limit, _ in branches):
+                continue
+            if self.work[1] * size / self.work[0] > MOST_ACCESSES:
+                self.note(f"inputs of shapes {question.shapes} were not asked: they would take too long")
+                continue
+            await self._build(child, style, examination)
+            await self._question(child, style, question, slot=style.name)
+            if self.wrong is not None:
+                self.decide("wrong", self.wrong)
+            number, branches = number * (number >= size), await self._branches(child)
+        for line, limit, most in branches:
+            self.note(f"line {line}: compared with {limit}, and no size that was asked came to more than {most}")
+        if self.cheated():
+            self.decide("hack")
+
+    async def _branches(self, child: Child) -> list[tuple[int, int, int]]:
+        reply = await self.ask(child, {"do": "branches"}, self.options.call_seconds)
+        return beyond.open_branches(reply.get("open"))
 
     async def ask(
         self, child: Child, request: dict[str, Tree], seconds: float, bfloat16: bool = False
@@ -191,6 +232,8 @@ class Trial:
         request = {"do": "call", "style": style.name, "slot": slot, "inputs": question.inputs, "ablate": False}
         request["order"] = self.order = self.order + 1
         reply = await self.ask(child, request, self.options.call_seconds, bfloat16)
+        accesses = reply.get("accesses")
+        self.work = max(self.work, (beyond.elements(question), accesses if isinstance(accesses, int) else 0))
         self._evidence(reply, question)
         found = compare(reply.get("output"), question.expected, tf32=self.options.tf32)
         if found.agrees and self.wrong is None:  # what kernels forgot to write is a mistake where it shows

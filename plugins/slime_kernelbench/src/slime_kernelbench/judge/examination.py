@@ -66,25 +66,39 @@ class Examiner:
     def __init__(self, opened: OpenedBox, secret: Secret, sets: int, seconds: float = 60.0) -> None:
         self._opened, self._secret, self._sets, self._seconds = opened, secret, sets, seconds
         self._kept = Kept[tuple[str, str], Examination](KEPT)
+        self._larger = Kept[tuple[str, str, int], list[Style]](KEPT // 8)
 
     async def examination(self, problem: Problem, source: str = "") -> Examination:
         """Questions for the candidate ``source``. Raises `Unjudgeable`."""
         which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
         return await self._kept.get((problem.source, which), partial(self._draw, problem, which))
 
-    async def _draw(self, problem: Problem, which: str) -> Examination:
-        weights_seed = self._secret.number("weights", problem.source, which)
+    async def larger(self, problem: Problem, source: str, least: int) -> list[Style]:
+        """Questions of at least so many elements for the candidate ``source``, where such can be had. Raises
+        `Unjudgeable`."""
+        which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
+
+        async def draw() -> list[Style]:
+            return (await self._asked(problem, which, {"least": least}))[0]
+
+        return await self._larger.get((problem.source, which, least), draw)
+
+    async def _asked(self, problem: Problem, which: str, more: Tree) -> tuple[list[Style], Tree]:
         request = {
             "source": problem.source,
             "seed": self._secret.number("inputs", problem.source, which, bits=48),
-            "weights_seed": weights_seed,
-            "styles": list(STYLES),
+            "weights_seed": self._secret.number("weights", problem.source, which),
         }
         limits = Limits(wall_seconds=self._seconds, cpu_seconds=int(self._seconds) + 1, memory_bytes=4 << 30)
         box = await self._opened.box()
-        outcome = await box.run(REFERENCE, pack(request), limits)
+        outcome = await box.run(REFERENCE, pack(request | more), limits)
         with heard(outcome, problem, "examined") as answer:
             styles = [_style(name, held) for name, held in answer["styles"].items()]
+        return styles, answer
+
+    async def _draw(self, problem: Problem, which: str) -> Examination:
+        styles, answer = await self._asked(problem, which, {"styles": list(STYLES)})
+        weights_seed = self._secret.number("weights", problem.source, which)
         order = self._secret.number("order", problem.source, which, bits=48)
         return Examination(weights_seed=weights_seed, order=order, styles=styles, dtypes=frozenset(_dtypes(answer)))
 
@@ -102,7 +116,7 @@ def _style(name: str, held: Tree) -> Style:
         return Question(style=name, regime=regime, shapes=held["shapes"], inputs=case["inputs"], expected=expected)
 
     asked: list[str] = []
-    for wanted in PLAN[name]:
+    for wanted in PLAN.get(name, ("normal",)):
         chosen = next(
             (regime for regime in (wanted, *_INSTEAD, *cases) if regime in cases and regime not in asked), None
         )

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Self
 
 from slime_core.errors import SandboxError
@@ -17,7 +18,7 @@ from slime_core.sandbox import Sandbox
 from slime_kernelbench.judge import policy
 from slime_kernelbench.judge.asked import Unjudgeable
 from slime_kernelbench.judge.candidate import Trial
-from slime_kernelbench.judge.examination import Examination, Examiner
+from slime_kernelbench.judge.examination import Examination, Examiner, Style
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.speed import Speed
@@ -141,12 +142,20 @@ class LocalJudge:
 
     async def _tried(self, box: Sandbox, source: str, problem: Problem, examination: Examination) -> Trial:
         trial = Trial(self.options)
-        await trial.run(box, source, examination)
+        larger = None if self._speed is not None else partial(self._larger, problem, source)
+        await trial.run(box, source, examination, larger)
         if self.options.compile and trial.status == "correct":
             await self._compiled(source, trial)
         if self._speed is not None:
             await self._timed(self._speed, source, problem, trial)
         return trial
+
+    async def _larger(self, problem: Problem, source: str, least: int) -> list[Style]:
+        """None where the problem has no such sizes."""
+        try:
+            return await self._examiner.larger(problem, source, least)
+        except Unjudgeable:
+            return []
 
     async def _timed(self, speed: Speed, source: str, problem: Problem, trial: Trial) -> None:
         """The last stage: right on the GPU too, at the problem's own sizes, and how fast."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from slime_kernelbench.judge import names
+from slime_kernelbench.judge.branches import CHOSEN, COMPARED, Branches, marked
 from slime_kernelbench.judge.shelf import shelf
 from slime_kernelbench.judge.spared import Spared
 from slime_kernelbench.judge.wire import Tree
@@ -39,13 +40,17 @@ def executed(source: str, name: str, names: dict[str, Any], tree: ast.Module | N
     return names
 
 
-def imported(source: str) -> ModuleType:
-    """The candidate's module, run with the names that the policy lets it have."""
+def imported(source: str, branches: Branches | None = None) -> ModuleType:
+    """The candidate's module, run with the names that the policy lets it have; ``branches`` see what it compares."""
     module = ModuleType("candidate")
     module.__file__ = FILE
     module.__dict__["__builtins__"] = _builtins()
     sys.modules["candidate"] = module
-    executed(source, FILE, module.__dict__, Spared().visit(ast.parse(source)))
+    tree = Spared().visit(ast.parse(source))
+    if branches is not None:
+        module.__dict__.update({COMPARED: branches.compared, CHOSEN: branches.chosen})
+        tree = marked(tree)
+    executed(source, FILE, module.__dict__, tree)
     return module
 
 

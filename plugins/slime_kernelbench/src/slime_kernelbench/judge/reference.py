@@ -27,6 +27,8 @@ BOUNDS = {"even": (1, 2048), "odd": (1, 2048), "long": (2500, 9000)}
 ROOM = 16
 """Times as many where nothing within the bounds does, as with volumes."""
 MOST_PARAMETERS = 1 << 18
+MOST_ELEMENTS, AXES = 1 << 17, 3
+"""Where larger sizes are asked for: of the largest input, and how many sizes are grown each alone."""
 WOKEN = frozenset({"odd"})
 """Styles under which weights of one and biases of zero get values: a kernel that leaves them out is found out."""
 Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
@@ -37,12 +39,13 @@ class Unusable(Exception):
 
 
 def main(channel: Channel) -> None:
-    """Answer one request: ``{"source", "seed", "weights_seed", "styles"}`` with ``{"styles": ...}`` or ``{"error":
-    ...}``."""
+    """Answer one request, ``{"source", "seed", "weights_seed", "styles"}`` or, for larger sizes, with ``"least"`` in
+    the place of styles: with ``{"styles": ...}``, or ``{"error": ...}``."""
     request = unpack(channel.receive())
     torch.set_num_threads(1)
     try:
-        answer = examination(request["source"], request["seed"], request["weights_seed"], request["styles"])
+        asked = request["source"], request["seed"], request["weights_seed"]
+        answer = larger(*asked, request["least"]) if "least" in request else examination(*asked, request["styles"])
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:500]}
     channel.send(pack(answer))
@@ -94,6 +97,29 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
         except Exception as error:
             why = str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"
     raise Unusable(why)
+
+
+def larger(source: str, seed: int, weights_seed: int, least: int) -> Tree:
+    """One case for each way to larger sizes that can be had: with ``least`` elements, and with one size at its own."""
+    found: dict[str, Tree] = {}
+    sizes = shrink.sizes(source)
+    for axis in range(min(len(sizes), AXES) + 1):
+        for mapping in shrink.grown(sizes, axis):
+            try:
+                text = shrink.resized(source, mapping)
+                _weigh(text, MOST_ELEMENTS)
+                drawn = Drawn(text, seed + axis, weights_seed)
+                if (not axis and drawn.largest < least) or max(drawn.largest, drawn.parameters) > MOST_ELEMENTS:
+                    continue
+                drawn.most = 4 * MOST_ELEMENTS
+                case = next(drawn.cases(seed + axis))
+            except Exception:
+                continue
+            made_of = {"init": drawn.init, "state": drawn.state, "woken": {}}
+            if case["regime"] == "normal" and all(drawn.shapes != held["shapes"] for held in found.values()):
+                found[f"larger {axis}"] = made_of | {"cases": [case], "shapes": drawn.shapes}
+            break
+    return {"styles": found}
 
 
 def _weigh(source: str, most: int) -> None:

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shim
 from slime_kernelbench.judge.attributes import Attributes
+from slime_kernelbench.judge.branches import Branches
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
@@ -48,6 +49,7 @@ class Session:
         self.module: ModuleType | None = None
         self.models: dict[str, Any] = {}
         self.slots: dict[str, list[Any]] = {}
+        self.branches = Branches()
 
     def answer(self, request: Mapping[str, Any]) -> Tree:
         """One request's reply; an error of the candidate's is a reply too."""
@@ -61,7 +63,7 @@ class Session:
 
     def do_load(self, request: Mapping[str, Any]) -> Tree:
         """Import the module."""
-        self.module = imported(request["source"])
+        self.module = imported(request["source"], self.branches)
         return {"loaded": True}
 
     def do_build(self, request: Mapping[str, Any]) -> Tree:
@@ -78,6 +80,7 @@ class Session:
         inputs = self._placed(request["slot"], request["inputs"])
         watch, model = self.watch, self.models[request["style"]]
         before = Attributes(model)
+        self.branches.call += 1
         with watch.answer(ablate=request["ablate"], order=request["order"]):
             output = model(*inputs)
         with torch._C.DisableTorchFunction():
@@ -89,6 +92,7 @@ class Session:
                     "inputs": to_wire(inputs),
                     "launches": watch.launches,
                     "stored": watch.stored,
+                    "accesses": watch.accesses,
                     "race": watch.races.found,
                     "computed": dict(watch.computed),
                     "signatures": list(watch.signatures.values()),
@@ -100,6 +104,10 @@ class Session:
                 }
             finally:
                 watch.inside = False
+
+    def do_branches(self, request: Mapping[str, Any]) -> Tree:
+        """Which of its comparisons have gone one way alone, and what it takes to have them go the other."""
+        return {"open": self.branches.open()}
 
     def _placed(self, slot: str, tree: Tree) -> list[Any]:
         fresh = of_wire(tree)

@@ -69,6 +69,25 @@ def proposals(found: tuple[int, ...], style: str) -> Iterator[dict[int, int]]:
         yield from ({size: min(base + add, size) for size in found} for base in (64, 32, 16, 8, 4))
 
 
+def grown(found: tuple[int, ...], axis: int) -> Iterator[dict[int, int]]:
+    """Mappings to larger sizes, none larger than it was: 0 is all of them alike, ascending; 1 the largest alone, and
+    so on, descending.
+
+    Example:
+        >>> [next(grown((512, 4096), axis)) for axis in (0, 1, 2)]
+        [{512: 9, 4096: 16}, {512: 8, 4096: 4096}, {512: 512, 4096: 8}]
+    """
+    if axis == 0:
+        yield from ({size: max(9, int(size / 1.4**power)) for size in found} for power in range(40, -1, -1))
+        return
+    for rest in (8, 2, 1):
+        for power in range(8):
+            yield {
+                size: max(size >> power, 9) if size == found[-axis] else min(size, rest + index)
+                for index, size in enumerate(found)
+            }
+
+
 def _ascending(found: tuple[int, ...], base: int, odd: int) -> dict[int, int]:
     """Never larger than it was, but for making it odd."""
     wanted = {size: min(size, base + min(8, base) * index) for index, size in enumerate(found)}

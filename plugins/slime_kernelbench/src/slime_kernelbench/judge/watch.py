@@ -60,6 +60,7 @@ class Watch(TorchDispatchMode):
         self.computed: Counter[str] = Counter()
         self.launches = 0
         self.stored = 0  # elements that kernels wrote
+        self.accesses = 0  # to memory, of a small block each
         self.ablate = False  # kernels do nothing
         self.hot = False  # the answer is being made
         self.inside = False  # a kernel runs
@@ -82,7 +83,7 @@ class Watch(TorchDispatchMode):
     def answer(self, ablate: bool, order: int = 0) -> Iterator[None]:
         """While the candidate's forward runs; ``order`` says which programs run when."""
         self.races.order, self.races.found = order, ""
-        self.hot, self.ablate, self.launches, self.stored = True, ablate, 0, 0
+        self.hot, self.ablate, self.launches, self.stored, self.accesses = True, ablate, 0, 0, 0
         self.computed.clear()
         if self._recorder is not None:
             self._recorder.begin()
@@ -153,6 +154,7 @@ class Watch(TorchDispatchMode):
         Raises:
             OutOfBounds: one of them is outside of every argument.
         """
+        self.accesses += 1 + pointers.size // 512
         active = pointers[mask] if mask.shape == pointers.shape else np.broadcast_to(pointers, mask.shape)[mask]
         if not active.size:
             return active, None
