@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slime_core.errors import SlimeError
     from slime_core.pulse import Block, Work
 
+PR_SET_PDEATHSIG = 1
 TICK = 0.5  # seconds
 QUIET = 2.0  # seconds without a beat after which somebody is looked for
 GRACE = 2.0  # seconds after a limit, for the driver to keep it itself
@@ -210,6 +211,7 @@ def _stat(path: str) -> list[str]:
 def main() -> None:
     """Watch the driver of the order."""
     order = json.loads(sys.argv[1])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # where it is stopped, with the driver
     sys.path[:0] = order["path"]
     from slime_core.pulse import Block
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from slime_core.report import RunDir
 pytestmark = pytest.mark.integration
 
 DRIVER = """
-import asyncio, ctypes, os, re, sys
+import asyncio, ctypes, re, sys
 from pathlib import Path
 
 from slime_cli.signals import Signals
@@ -24,8 +25,6 @@ from slime_core.stopping import Stop
 
 
 def slow(way):
-    for number in map(int, sys.argv[5:]):
-        ctypes.PyDLL(None).kill(os.getpid(), number)  # holds the interpreter, so that no handler comes between
     return re.match(r"(a+)+$", "a" * 60 + "b")
 
 
@@ -58,6 +57,11 @@ def place(folder, name, text):
     """Where the driver stands, as messages say it."""
     line = next(number for number, one in enumerate(DRIVER.splitlines(), 1) if text in one)
     return f"{name} ({folder / 'driver.py'}:{line})"
+
+
+def ticks(pid):
+    """Processor time of a process, in clock ticks."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
 @pytest.fixture
@@ -119,8 +123,12 @@ def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(
 def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says_by_whom(
     driver, tmp_path, number, status
 ):
-    process, run_dir = driver("thread", 600, 0, int(number))
+    process, run_dir = driver("thread", 600, 0)
     stood = place(tmp_path, "slow", "re.match")
+    begun = ticks(process.pid)
+    while ticks(process.pid) < begun + 40:  # by then it is the expression that takes the processor
+        os.sched_yield()
+    process.send_signal(number)
     assert process.stderr.readline() == "\n"
     told = f"{number.name}: not heard yet, for Python stands still at {stood}; a second signal ends the run at once\n"
     assert process.stderr.readline() == told
