@@ -44,7 +44,7 @@ def flags(folder: Path, chosen: argparse.Namespace, engine: str) -> list[str]:
         words += ["--dtype", chosen.dtype]
     if chosen.verify:
         words += ["--verify-step", str(chosen.verify)]
-    return words + (served() if engine == "sglang" else [])
+    return words + (served() if engine == "sglang" else []) + chosen.flags
 
 
 def served() -> list[str]:
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--dtype", default="")
     parser.add_argument("--verify", type=int, default=0)
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="More flags of `slime run`, to the end.")
     chosen = parser.parse_args()
     folder = chosen.folder.resolve()
     if not (folder / "model").is_dir():
