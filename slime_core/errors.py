@@ -154,11 +154,8 @@ def shortened(text: str, longest: int) -> str:
 
 
 def nearest(name: str, known: list[str] | set[str] | tuple[str, ...]) -> str:
-    """`did you mean 'x'?` for the closest known name, or an empty string.
-
-    A short name must be closer: half of its letters are soon the same, as of lora and lr.
-    """
+    """`did you mean 'x'?` for the closest known name, or an empty string."""
     import difflib
 
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6 if len(name) > 4 else 0.7)
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f"did you mean '{found[0]}'?" if found else ""
