@@ -111,7 +111,13 @@ def keys(
             where=f"command line: {prefix}",
             why=absent(prefix),
             fix="\n".join(
-                filter(None, [nearest(prefix, [r["key"].rpartition(".")[2] for r in rows]), "slime config keys"])
+                filter(
+                    None,
+                    [
+                        "" if absent(prefix) else nearest(prefix, [r["key"].rpartition(".")[2] for r in rows]),
+                        "slime config keys",
+                    ],
+                )
             ),
         )
     if as_json:
