@@ -84,7 +84,7 @@ class Watchdog:
             place = innermost(self._stack(self._holder()[0]), None)
             name = signal.Signals(self.last).name
             say(f"\n{name}: not heard yet, for Python stands still at {place}; a second signal ends the run at once")
-        if self.unheard < TICK or self.count < 2:
+        if self.unheard < DEAF or self.count < 2:
             return False
         name, status = signal.Signals(self.last).name, "interrupted" if self.last == signal.SIGINT else "terminated"
         thread, work = self._holder()
