@@ -22,6 +22,7 @@ from slime_core.chat.parsing import Parser
 from slime_core.chat.session import Branches, Session, parser_of
 from slime_core.compat.door import LOOPBACK, Asked, Door, Refused
 from slime_core.data.chat import require_template
+from slime_core.data.template_trial import try_template
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
 from slime_core.types import Group, Sample, Status
@@ -40,6 +41,7 @@ class Endpoint:
 
     def __init__(self, ctx: Context) -> None:
         require_template(ctx.tokenizer)
+        try_template(ctx.tokenizer, ctx.config.data.apply_chat_template_kwargs)
         self._speeches: dict[str, Speech] = {}  # by the template's arguments
         self._secret = secrets.token_bytes(32)
         self._opened = 0

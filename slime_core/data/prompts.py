@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.task_section import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
 from slime_core.data.strict import check_value
+from slime_core.data.template_trial import try_template
 from slime_core.errors import DataError, nearest
 from slime_core.types import Message, Prompt
 
@@ -127,6 +128,7 @@ class Encoder:
     def __post_init__(self) -> None:
         if self.template:
             require_template(self.tokenizer)
+            try_template(self.tokenizer, self.template_kwargs)
 
     def prompt(self, parsed: Parsed, *, id: str, task: str, position: int) -> Prompt | None:
         """The prompt, or None where it is too long and such prompts are dropped.
