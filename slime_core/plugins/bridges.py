@@ -46,7 +46,7 @@ def _none(asked: list[Loaded], hf_config: Any, family: str) -> ConfigError:
     families = {str(name) for plugin in asked for name in getattr(plugin.target, "slime_families", ())}
     known = f"; families: {', '.join(sorted(families))}" if families else ""
     near = nearest(family, families)
-    load = "" if families else '--plugin models   (or plugins = ["models"] in the recipe; pip install slime-models)'
+    load = "" if families else "--plugin models   (from a clone of slime: pip install -e plugins/slime_models)"
     train = 'train it with train_backend = "fsdp", or write a plugin with slime_model_bridge'
     return ConfigError(
         f"no plugin has a bridge for {named} (model_type '{family}')",

@@ -11,6 +11,8 @@ from pathlib import Path
 from slime_core.errors import PluginError, nearest
 from slime_core.hookspecs import GROUP
 
+OURS = ("kernelbench", "models", "rm_math")  # packages of slime's own repository
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PluginInfo:
@@ -107,14 +109,15 @@ def find(name: str) -> PluginInfo:
     named = [info for info in installed if info.name == name]
     if not named:
         names = sorted({info.name for info in installed})
-        guess = name.replace("_", "-")
         hint = nearest(name, names)
+        ours = f"pip install -e plugins/slime_{name}   in a clone of slime" if name in OURS else ""
+        others = f"install the package that brings it (then: slime plugins list), or name a file: --plugin ./{name}.py"
         raise PluginError(
             f"no plugin named '{name}' is installed",
             code="PLG51",
             where=f"plugin '{name}'",
             why=f"installed: {', '.join(names) or 'none'}",
-            fix="\n".join([*([hint] if hint else []), f"pip install slime-{guess}   (then: slime plugins list)"]),
+            fix="\n".join([*([hint] if hint else []), ours or others]),
         )
     if len(named) > 1:
         both = " and ".join(f"{info.requirement} ({info.target})" for info in named)
