@@ -120,7 +120,7 @@ def run(work, nodes, installed, forked_slime):
             *("--max-restarts", 0, "--ray-address", nodes.address),
             *("--ray-env-vars", json.dumps({"SLIME_TEST_SEEN": str(seen)})),
         )
-        env = {**nodes.env, "SLIME_TEST_SEEN": str(seen)}
+        env = {**nodes.env, "SLIME_TEST_SEEN": str(seen), "OMP_NUM_THREADS": "2"}
         return forked_slime("run", *given, *flags, path=[installed], timeout=280, **env), work / name, seen
 
     return run
