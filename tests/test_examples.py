@@ -25,6 +25,7 @@ ELSEWHERE = {
 PAGES = (ROOT / "README.md", ROOT / "docs" / "examples.md")
 LACKING = (
     r"CFG04\s+the run needs \d+ GPUs and sees \d+",
+    r"CFG04\s+cluster.device = cuda, and torch sees no GPU on this machine",
     r"CFG04\s+SGLang is not found",
     r"CFG05\s+the model [\w.-]+/[\w.-]+ is neither a folder nor in the hub's cache",
 )
