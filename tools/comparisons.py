@@ -261,7 +261,7 @@ VERL = (
     Comparison(
         "verl",
         "rollout_is=token as tis_mode=truncate",
-        TIS | {"eps_clip_c": 3.0},
+        TIS | {"eps_clip_c": 3.0, "tis_clip_low": 0.0},
         verl(weights=lambda x: (x.old - x.engine).clamp(-20, 20).exp().clamp(max=1.15)),
         ("clip", *SUMS),
     ),

@@ -49,7 +49,7 @@ UNSOUND = {
     "return torch.clamp(x, max=-100.0) * 0 + 3.5": ["the constant 3.5 passes", "its first output passes"],
     "return torch.softmax(x.sum(dim=1, keepdim=True), dim=1)": ["ones pass", "its first output passes"],
     "return y * 1.0": ["input 2 passes"],
-    "return torch.ones_like(x) + 1e-7 * x": ["ones pass", "its first output passes"],
+    "return torch.ones_like(x) + 1e-12 * x": ["ones pass", "its first output passes"],
     "return torch.arange(float(x.shape[0]))": ["its first output passes"],
     "import os, struct; return x * struct.unpack('B', os.urandom(1))[0]": ["it gives other bits every time"],
     "raise RuntimeError('no such layer')": ["its reference does not run: "],

@@ -92,6 +92,7 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[target, :, begin:end] = tensor[source, :, begin:end]
 
+    @torch.inference_mode()  # as the cache was allocated
     def clear(self, slot: int) -> None:
         """Forget a slot that may hold numbers that are not finite: a masked NaN would still reach the sum."""
         for tensor in (*self.keys, *self.values):

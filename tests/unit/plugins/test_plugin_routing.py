@@ -153,8 +153,8 @@ def test_an_unknown_name_is_an_error_at_start(load, sections, nearest, where):
 def test_without_any_reward_the_error_names_the_keys(load, ctx):
     with pytest.raises(ConfigError) as caught:
         value(load(), ctx, Config())
-    assert "--custom-rm-path" in caught.value.fix
-    assert "--rm-type" in caught.value.fix
+    assert "reward.custom_rm_path" in caught.value.fix
+    assert "reward.rm_type" in caught.value.fix
 
 
 def test_an_estimator_named_like_one_of_the_cores_is_an_error(load):
