@@ -13,7 +13,8 @@ from slime_core.buffer.schema import damaged, sqlite_error
 from slime_core.durable import FileMark
 from slime_core.errors import StorageError
 
-CHUNK = 4 << 20
+CHUNK = 64 << 10
+CACHE = "PRAGMA cache_size = -32"  # KiB: pages pass once, and are not kept
 
 
 def copy_database(source: Path, target: Path) -> FileMark:
@@ -51,8 +52,10 @@ def sweep_copies(source: Path) -> None:
 def _copy(source: Path, aside: Path) -> None:
     old = sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)
     try:
+        old.execute(CACHE)
         new = sqlite3.connect(aside, isolation_level=None)
         try:
+            new.execute(CACHE)
             old.backup(new)
             new.execute("PRAGMA journal_mode = DELETE")
             (sound,) = new.execute("PRAGMA quick_check(1)").fetchone()
