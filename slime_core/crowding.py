@@ -1,4 +1,4 @@
-"""Threads of OpenMP beside other programs: a busy machine in, shorter waits of libgomp out.
+"""Shorten the waits of libgomp's threads while other programs want the cores.
 
 A thread of libgomp that waits for the others spins for milliseconds. That is fast on a machine of its own; beside a
 busy program the scheduler may put two on one core, where each spins while the other should run: ten times slower.

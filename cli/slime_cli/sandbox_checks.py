@@ -46,8 +46,8 @@ def _level() -> CheckResult:
     if _deadline().status == "fail":
         return CheckResult(status="fail", found=_deadline().found)
     if box.missing is None:
-        held = f"its {len(box.witnesses)} layers hold (-v lists them)"
-        return CheckResult(status="ok", found=f"level {box.level}, {counted}; {held}")
+        layers = f"its {len(box.witnesses)} layers hold (-v lists them)"
+        return CheckResult(status="ok", found=f"level {box.level}, {counted}; {layers}")
     return CheckResult(
         status="warn", found=f"level {box.level}; {box.missing.what}: {box.missing.why}", fix=box.missing.fix
     )

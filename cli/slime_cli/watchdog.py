@@ -1,4 +1,4 @@
-"""The program of a run's watchdog (`watched`): a driver whose interpreter stands still in, its stack and its end out.
+"""The program of a run's watchdog (`watched`): it names what holds the interpreter of a driver, and ends the driver.
 
     python -I -S watchdog.py ORDER
 

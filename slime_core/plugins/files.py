@@ -1,4 +1,4 @@
-"""A Python file as a module of its own: the path in; the module, imported once a process, out."""
+"""A Python file as a module of its own, imported once per process."""
 
 from __future__ import annotations
 
