@@ -21,7 +21,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}x{% 
     ],
 )
 def test_a_template_beyond_its_bounds_is_refused_before_a_row_is_read(monkeypatch, template, reason):
-    monkeypatch.setattr(template_trial.bounded, "__kwdefaults__", {"seconds": 1, "memory": 1 << 30})
+    monkeypatch.setattr(template_trial.try_template, "__kwdefaults__", {"seconds": 1, "memory": 1 << 30})
     with pytest.raises(DataError) as caught:
         Encoder(char_tokenizer(VOCAB, template), template=True)
     assert caught.value.code == "TOK50"
