@@ -33,7 +33,7 @@ LAYERS = {
     1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
     2: ("algo", "data", "evaluation", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),
-    4: ("clusters", "rollout", "checkpoint", "builtin", "compat", "chat"),
+    4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
     5: ("loop", "evaluate", "resume", "stage", "replay"),
     6: ("testing",),
 }

@@ -88,7 +88,7 @@ class Bench:
 
     async def chat(self) -> Round:
         """A round through the endpoint."""
-        from slime_core.chat import open_session
+        from slime_chat import open_session
         from slime_core.types import Sample
 
         self.rounds += 1

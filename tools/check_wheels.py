@@ -109,7 +109,7 @@ def check_listed(slime: Path, wheels: Sequence[Path], folder: Path) -> None:
 
 def check_home(python: Path, folder: Path) -> None:
     """The packages that are imported come from the wheels."""
-    modules = "slime_core, slime_cli, slime_kernelbench, slime_models, slime_rm_math"
+    modules = "slime_core, slime_cli, slime_chat, slime_kernelbench, slime_models, slime_rm_math"
     where = output([python, "-c", f"import {modules}; print(*(m.__file__ for m in ({modules})))"], folder)
     if any(not path.startswith(str(python.parents[1])) for path in where.split()):
         fail("a package of ours does not come from its wheel", where)

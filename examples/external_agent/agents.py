@@ -10,8 +10,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from slime_chat import Session, converse
 from slime_core import Context
-from slime_core.chat import Session, converse
 from slime_core.types import Group, Reward
 
 AGENT = (sys.executable, "-I", str(Path(__file__).with_name("agent.py")))

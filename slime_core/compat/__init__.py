@@ -1,1 +1,1 @@
-"""slime's own functions run here unchanged: signatures, argument view, import finder, the door to /generate."""
+"""slime's own functions run here unchanged: signatures, argument view, import finder, the server of /generate."""

@@ -180,7 +180,7 @@ class Functions:
         await self._elsewhere.ended()
 
     def close(self) -> None:
-        """Take the import finder and the doors away again."""
+        """Take the import finder and the servers away again."""
         self._session.close()
         self._elsewhere.close()
         self._step.clear()

@@ -14,7 +14,7 @@ RETRY_SECONDS = 1.0
 LIMIT = 64 << 20
 
 
-class HttpError(RuntimeError):
+class HttpStatusError(RuntimeError):
     """The other side answered with an error status; 4xx are not tried again."""
 
     def __init__(self, url: str, status: int, body: str) -> None:
@@ -31,7 +31,7 @@ async def post(
     """POST ``payload`` as JSON and return the parsed answer (its text where it is no JSON).
 
     Raises:
-        HttpError: an error status, after ``max_retries`` further tries where it is 5xx.
+        HttpStatusError: an error status, after ``max_retries`` further tries where it is 5xx.
         OSError: no connection after them.
     """
     return await _retried("POST", url, json.dumps(payload).encode(), max_retries, headers or {})
@@ -41,7 +41,7 @@ async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None
     """GET and return the parsed answer.
 
     Raises:
-        HttpError: an error status, after ``max_retries`` further tries where it is 5xx.
+        HttpStatusError: an error status, after ``max_retries`` further tries where it is 5xx.
         OSError: no connection after them.
     """
     return await _retried("GET", url, b"", max_retries, headers or {})
@@ -55,9 +55,9 @@ async def _retried(method: str, url: str, body: bytes, retries: int, headers: Ma
                 with suppress(ValueError):
                     return json.loads(answer)
                 return answer.decode(errors="replace")
-            raise HttpError(url, status, answer.decode(errors="replace"))
-        except (HttpError, OSError, asyncio.IncompleteReadError) as error:
-            if attempt == retries or (isinstance(error, HttpError) and error.status < 500):
+            raise HttpStatusError(url, status, answer.decode(errors="replace"))
+        except (HttpStatusError, OSError, asyncio.IncompleteReadError) as error:
+            if attempt == retries or (isinstance(error, HttpStatusError) and error.status < 500):
                 raise
             await asyncio.sleep(RETRY_SECONDS)
     raise AssertionError("unreachable")

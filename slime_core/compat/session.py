@@ -1,4 +1,4 @@
-"""What a run's functions by path share: the args view, the calls under way, and the door before the engine."""
+"""What a run's functions by path share: the args view, the calls under way, and the server of /generate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import sglang
 from slime_core.compat.args import Args, flat
-from slime_core.compat.door import Asked, Door, Refused, only
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import HOOK_LOOP
+from slime_core.plugins.loopback import HttpError, LoopbackServer, Request, require_token
 from slime_core.seeds import seed_of
 from slime_core.types import GenerateRequest
 
@@ -41,9 +41,9 @@ class Call:
 
 
 class Session:
-    """One a run. The door opens when a function first reads its address, and closes with the run.
+    """One a run. Its server starts when a function first reads the address, and closes with the run.
 
-    With a ``token`` the door asks for it; slime's own functions could not send one.
+    With a ``token`` the server requires it; slime's own functions could not send one.
     """
 
     def __init__(self, token: str = "") -> None:
@@ -53,7 +53,7 @@ class Session:
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
         self._calls: dict[int, Call] = {}
         self._unknown: Counter[int] = Counter()
-        self._door: tuple[Door, Context] | None = None
+        self._server: tuple[LoopbackServer, Context] | None = None
         self._lock = threading.Lock()
         self._served = 0
 
@@ -83,33 +83,33 @@ class Session:
             del self._calls[call.seed]
 
     def port(self, ctx: Context | None) -> int | None:
-        """The door's port; opens it, unless there is no engine here."""
+        """The server's port; starts it, unless there is no engine here."""
         if ctx is None or ctx.engine is None:
             return None
         with self._lock:
-            if self._door is not None and (self._door[1].engine is not ctx.engine or self._door[0].stranded):
-                self._door[0].close()
-                self._door = None
-            if self._door is None:
+            if self._server is not None and (self._server[1].engine is not ctx.engine or self._server[0].orphaned):
+                self._server[0].close()
+                self._server = None
+            if self._server is None:
                 routes = dict.fromkeys(("POST /generate", "PUT /generate"), self._handle)
-                self._door = (Door(routes, _engine_loop(), only(self.token)), ctx)
-            return self._door[0].port
+                self._server = (LoopbackServer(routes, _engine_loop(), require_token(self.token)), ctx)
+            return self._server[0].port
 
     def close(self) -> None:
-        """Close the door."""
+        """Close the server."""
         with self._lock:
-            if self._door is not None:
-                self._door[0].close()
-            self._door = None
+            if self._server is not None:
+                self._server[0].close()
+            self._server = None
 
-    async def _handle(self, asked: Asked) -> Any:
+    async def _handle(self, request: Request) -> Any:
         """Answer one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of answers."""
-        payload = asked.payload
+        payload = request.payload
         if payload.get("stream"):
-            raise Refused(400, "stream is not supported; leave it out")
+            raise HttpError(400, "stream is not supported; leave it out")
         ids, text = payload.get("input_ids"), payload.get("text")
         if (ids is None) == (text is None):
-            raise Refused(400, "send one of text and input_ids")
+            raise HttpError(400, "send one of text and input_ids")
         given_prompt: Any = text if ids is None else ids
         many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
         prompts = [self._tokens(one, text is not None) for one in (given_prompt if many else [given_prompt])]
@@ -126,7 +126,7 @@ class Session:
             return [int(token) for token in ctx.tokenizer.encode(prompt, add_special_tokens=False)]
         if not is_text and isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
             return prompt
-        raise Refused(400, "a prompt is a text or a list of token ids")
+        raise HttpError(400, "a prompt is a text or a list of token ids")
 
     async def _one(self, tokens: list[int], given: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
         ctx = self._context()
@@ -187,9 +187,9 @@ class Session:
         return self._served
 
     def _context(self) -> Context:
-        if self._door is None:
-            raise Refused(503, "the run has ended")
-        return self._door[1]
+        if self._server is None:
+            raise HttpError(503, "the run has ended")
+        return self._server[1]
 
 
 def _engine_loop() -> asyncio.AbstractEventLoop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_core.compat.door import Refused
+from slime_core.plugins.loopback import HttpError
 from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
@@ -42,7 +42,7 @@ def from_dict(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams of a payload.
 
     Raises:
-        Refused: a setting that the run's engine does not have, at a value that would change the draw.
+        HttpError: a setting that the run's engine does not have, at a value that would change the draw.
     """
     odd = [
         f"{name}={value!r}"
@@ -50,7 +50,7 @@ def from_dict(given: Mapping[str, Any]) -> SamplingParams:
         if name not in _OURS | _OTHERS and (value not in _NEUTRAL[name] if name in _NEUTRAL else value is not None)
     ]
     if odd:
-        raise Refused(400, f"sampling_params {', '.join(odd)} are not supported by the run's engine")
+        raise HttpError(400, f"sampling_params {', '.join(odd)} are not supported by the run's engine")
     stop = given.get("stop") or ()
     new = given.get("max_new_tokens")
     try:
@@ -64,7 +64,7 @@ def from_dict(given: Mapping[str, Any]) -> SamplingParams:
             ignore_eos=bool(given.get("ignore_eos", False)),
         )
     except (TypeError, ValueError) as error:
-        raise Refused(400, f"sampling_params: {error}") from error
+        raise HttpError(400, f"sampling_params: {error}") from error
 
 
 def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int) -> dict[str, Any]:

@@ -349,7 +349,7 @@ class Plugins:
         return sources(self._loaded, self._functions.files())
 
     def close(self) -> None:
-        """End the processes of rewards, and what functions by path needed: the import finder and the loopback door."""
+        """End the processes of rewards, and what functions by path need: the import finder and the loopback server."""
         self._processes.close()
         self._functions.close()
 

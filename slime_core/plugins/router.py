@@ -77,7 +77,7 @@ class Functions(Protocol):
         ...
 
     def close(self) -> None:
-        """Take the import finder and the door away again."""
+        """Take the import finder and the server away again."""
         ...
 
 

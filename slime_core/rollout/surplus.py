@@ -10,8 +10,8 @@ a plugin's tool at work from a sample that is over, so groups that a plugin or a
 (`slime_generate`) run to their end and are ranked by the tokens of their longest sample.
 
 **free**: the first to finish by the clock are taken, and what still runs is stopped wherever it is: a plugin then
-waits inside its next ``ctx.generate``, and its deadline with it. A function that asks the loopback door itself is not
-stopped here; the engine's own pause holds its request while new weights come.
+waits inside its next ``ctx.generate``, and its deadline with it. A function that asks the loopback server itself is
+not stopped here; the engine's own pause holds its request while new weights come.
 
 What is left over is dropped ("over_sampled"), or with ``rollout.partial_rollout`` kept for the next step: unfinished
 samples go on where they stopped, under the new weights; finished groups stand first. Nothing is generated or rewarded

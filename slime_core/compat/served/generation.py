@@ -1,4 +1,4 @@
-"""`slime.rollout.sglang_rollout`: its state object, and generation of a sample or group over the loopback door."""
+"""`slime.rollout.sglang_rollout`: its state object, and generation of a sample or group over the loopback server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions written for THUDM/slime run as they are, on a CPU, against an engine behind the loopback door."""
+"""Functions written for THUDM/slime run as they are, on a CPU, against an engine behind the loopback server."""
 
 import asyncio
 import sys
@@ -72,7 +72,7 @@ def test_a_response_that_is_cut_is_truncated(tool, connect, make_group):
     assert {sample.status for sample in done.samples} == {Status.TRUNCATED}
 
 
-def test_one_turn_through_the_door_draws_what_core_draws(connect, make_group):
+def test_one_turn_through_the_server_draws_what_core_draws(connect, make_group):
     """The draw is keyed by the sample, not by the way it is asked for."""
     config = Config(
         rollout=RolloutSection(custom_generate_function_path="slime.rollout.sglang_rollout.generate"),
@@ -105,7 +105,7 @@ async def fn(args, sample, sampling_params):
     assert [s.metadata for s in first] == [s.metadata for s in second]
 
 
-def test_an_engine_that_fails_behind_the_door_is_told_as_an_engine_error(search, connect, make_group):
+def test_an_engine_that_fails_behind_the_server_is_told_as_an_engine_error(search, connect, make_group):
     plugins, ctx = connect(search)
     ctx.engine.version = -1
     with pytest.raises(EngineError) as caught:

@@ -257,7 +257,7 @@ async def generate(args, sample, sampling_params):
 
 @pytest.mark.parametrize("partial", [True, False], ids=["partial", "dropped"])
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])
-def test_functions_that_post_to_the_door_lose_nothing(collect, tmp_path, schedule, partial):
+def test_functions_that_post_to_the_server_lose_nothing(collect, tmp_path, schedule, partial):
     (tmp_path / "door.py").write_text(DOOR)
     flags = ("--custom-generate-function-path", f"{tmp_path / 'door.py'}:generate", "--async-schedule", schedule)
     over = PARTIAL if partial else PARTIAL[:2]

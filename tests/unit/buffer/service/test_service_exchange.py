@@ -346,7 +346,7 @@ def test_a_missing_token_names_its_variable(config, monkeypatch):
     assert told.value.code == "CFG09"
 
 
-def test_the_door_is_not_opened_without_an_engine(ctx):
+def test_the_server_is_not_started_without_an_engine(ctx):
     rollout = BufferRollout()
     assert rollout._engine(ctx) is None
     rollout.close()

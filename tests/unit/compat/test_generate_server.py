@@ -1,4 +1,4 @@
-"""The door before the engine: SGLang's shape over plain HTTP, loopback only, opened on first use."""
+"""The server in front of the engine: SGLang's shape over plain HTTP, loopback only, started on first use."""
 
 import asyncio
 import json
@@ -8,18 +8,18 @@ from contextlib import suppress
 
 import pytest
 
-from slime_core.compat.door import Door, only
-from slime_core.compat.http import HttpError, get, post
+from slime_core.compat.http import HttpStatusError, get, post
 from slime_core.compat.session import Session
 from slime_core.config.schema import Config
 from slime_core.context import Context
+from slime_core.plugins.loopback import LoopbackServer, require_token
 
 pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
 def ask(connect):
-    """POST payloads to a door before an engine; script and config as in ``connect``."""
+    """POST payloads to a server in front of an engine; script and config as in ``connect``."""
     _, ctx = connect(Config(), {"1+1=": "2", "x": "<eos>y"})
 
     def ask(*payloads, method=post):
@@ -116,7 +116,7 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
     ],
 )
 def test_what_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):
-    with pytest.raises(HttpError) as caught:
+    with pytest.raises(HttpStatusError) as caught:
         ask(payload)
     assert caught.value.status == status
     assert told in str(caught.value)
@@ -152,7 +152,7 @@ BODY = b'{"text": "1+1="}'
     ],
     ids=["health", "unknown path", "other host", "web page", "too large", "no length", "no JSON", "GET"],
 )
-def test_the_door_speaks_http_and_keeps_strangers_out(connect, request_, status):
+def test_the_server_speaks_http_and_keeps_strangers_out(connect, request_, status):
     _, ctx = connect(Config(), {"1+1=": "2"})
     session = Session()
 
@@ -190,13 +190,13 @@ def test_one_connection_may_ask_again_and_again(connect):
     assert asyncio.run(run()) == ["2", "2", "2"]
 
 
-def test_the_door_opens_when_its_address_is_read_and_closes_with_the_run(connect):
+def test_the_server_starts_when_its_address_is_read_and_closes_with_the_run(connect):
     _, ctx = connect(Config())
     session = Session()
 
     async def run():
         args = session.args(ctx.config, ctx)
-        assert session.args(ctx.config).sglang_router_port is None  # no engine, no door
+        assert session.args(ctx.config).sglang_router_port is None  # no engine, no server
         port = args.sglang_router_port
         assert args.sglang_router_port == port
         assert await get(f"http://127.0.0.1:{port}/health_generate") == {"status": "ok"}
@@ -207,20 +207,20 @@ def test_the_door_opens_when_its_address_is_read_and_closes_with_the_run(connect
     asyncio.run(run())
 
 
-def test_the_door_is_bound_to_the_loopback_alone(connect):
+def test_the_server_is_bound_to_the_loopback_alone(connect):
     _, ctx = connect(Config())
     session = Session()
 
     async def run():
         session.port(ctx)
-        bound = session._door[0]._socket.getsockname()[0]
+        bound = session._server[0]._socket.getsockname()[0]
         session.close()
         return bound
 
     assert asyncio.run(run()) == "127.0.0.1"
 
 
-def test_a_context_without_an_engine_has_no_door():
+def test_a_context_without_an_engine_has_no_server():
     assert Session().port(Context(config=Config())) is None
 
 
@@ -267,14 +267,14 @@ def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
             return await get(f"http://127.0.0.1:{port}/", max_retries=3)
 
     if status < 500:
-        with pytest.raises(HttpError):
+        with pytest.raises(HttpStatusError):
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == {}
     assert len(seen) == asked
 
 
-def test_a_door_that_closes_hangs_up_on_everyone(connect):
+def test_a_server_that_closes_hangs_up_on_everyone(connect):
     _, ctx = connect(Config())
     for _ in range(20):
 
@@ -292,7 +292,7 @@ def test_a_door_that_closes_hangs_up_on_everyone(connect):
                     assert caller.recv(1) == b""
 
 
-def test_a_door_that_closes_in_the_moment_of_an_answer_takes_leave_of_its_caller():
+def test_a_server_that_closes_in_the_moment_of_an_answer_takes_leave_of_its_caller():
     """It must not end between the answer's last byte and the end of the connection."""
     request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -304,46 +304,46 @@ def test_a_door_that_closes_in_the_moment_of_an_answer_takes_leave_of_its_caller
             await answer.wait()
             return request.payload
 
-        door, held = (
-            Door({"POST /generate": handle}, asyncio.get_running_loop(), only("")),
+        server, held = (
+            LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token("")),
             threading.Barrier(2, timeout=30),
         )
-        caller = socket.create_connection(("127.0.0.1", door.port))
+        caller = socket.create_connection(("127.0.0.1", server.port))
         caller.sendall(request)
         await asyncio.wait_for(asked.wait(), 30)
-        door._loop.call_soon_threadsafe(lambda: (held.wait(), held.wait()))
-        await asyncio.to_thread(held.wait)  # what comes until the second wait the door meets in one pass
+        server._loop.call_soon_threadsafe(lambda: (held.wait(), held.wait()))
+        await asyncio.to_thread(held.wait)  # what comes until the second wait the server meets in one pass
         answer.set()
         while asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.001)  # what waits for the answer has been told
-        door._loop.call_soon_threadsafe(door._stop.set)
+        server._loop.call_soon_threadsafe(server._stop.set)
         await asyncio.to_thread(held.wait)
-        door.close()
-        return door, caller
+        server.close()
+        return server, caller
 
-    door, caller = asyncio.run(run())
+    server, caller = asyncio.run(run())
     with caller:
-        assert door._loop.is_closed()
+        assert server._loop.is_closed()
         assert b" 200 OK" in caller.makefile("rb").read()
 
 
-def test_a_door_that_closes_cuts_off_a_caller_who_does_not_read(monkeypatch):
-    monkeypatch.setattr("slime_core.compat.door.PARTING_SECONDS", 0.05)
+def test_a_server_that_closes_cuts_off_a_caller_who_does_not_read(monkeypatch):
+    monkeypatch.setattr("slime_core.plugins.loopback.CLOSE_SECONDS", 0.05)
     request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
 
     async def run():
         async def handle(request):
             return "x" * (32 << 20)  # more than the system keeps for a caller
 
-        door = Door({"POST /generate": handle}, asyncio.get_running_loop(), only(""))
-        caller = socket.create_connection(("127.0.0.1", door.port))
+        server = LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token(""))
+        caller = socket.create_connection(("127.0.0.1", server.port))
         caller.sendall(request)
         await asyncio.to_thread(caller.recv, 1, socket.MSG_PEEK)
-        door.close()
-        return door, caller
+        server.close()
+        return server, caller
 
-    door, caller = asyncio.run(run())
+    server, caller = asyncio.run(run())
     with caller:
-        assert not door._thread.is_alive()
-        assert door._loop.is_closed()
+        assert not server._thread.is_alive()
+        assert server._loop.is_closed()

@@ -1,7 +1,7 @@
 """Agents of any kind, written against OpenAI's API: their requests in, samples whose ids and log-probs are exact out.
 
 Example:
-    from slime_core.chat import converse
+    from slime_chat import converse
 
 
     async def generate(group, ctx):
@@ -12,7 +12,7 @@ Example:
         return await converse(group, ctx, agent)
 """
 
-from slime_core.chat.endpoint import converse as converse, open_session as open_session
-from slime_core.chat.session import Session as Session
+from slime_chat.endpoint import converse as converse, open_session as open_session
+from slime_chat.session import Session as Session
 
 __all__ = ["Session", "converse", "open_session"]

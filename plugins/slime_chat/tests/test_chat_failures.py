@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from talking import Client, ScriptedEngine
 
-from slime_core.chat import converse, open_session
+from slime_chat import converse, open_session
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.errors import DataError, EngineError
@@ -96,7 +96,7 @@ def test_an_error_that_a_task_tolerates_fails_its_sample_alone(context, issue):
     ]
 
 
-def test_a_key_ends_with_its_session_and_the_door_with_the_last(context, issue):
+def test_a_key_ends_with_its_session_and_the_server_with_the_last(context, issue):
     async def run():
         ctx, (one, two) = context("x|"), issue(2).samples
         async with open_session(one, ctx) as first:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from talking import Client, LetterTokenizer, ScriptedEngine
 
-from slime_core.chat import open_session
+from slime_chat import open_session
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.types import Group, Prompt, Sample, SamplingParams

@@ -19,20 +19,20 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime_core.chat import answers, request
-from slime_core.chat.messages import bad, call_of, split_reasoning
-from slime_core.chat.parsing import PARSERS, Parser
-from slime_core.chat.samples import samples_of
-from slime_core.chat.tree import Node, Tree
-from slime_core.compat.door import LOOPBACK, Refused
+from slime_chat import answers, request
+from slime_chat.messages import bad, call_of, split_reasoning
+from slime_chat.parsing import PARSERS, Parser
+from slime_chat.samples import samples_of
+from slime_chat.tree import Node, Tree
 from slime_core.data.chat import encode, render
 from slime_core.errors import DataError, EngineError
 from slime_core.plugins.boundary import together
+from slime_core.plugins.loopback import LOOPBACK, HttpError
 from slime_core.seeds import seed_of
 from slime_core.types import Completion, GenerateRequest, Message, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
-    from slime_core.chat.request import Ask
+    from slime_chat.request import Ask
     from slime_core.context import Context
     from slime_core.data.turns import Speech
 
@@ -41,7 +41,7 @@ Branches = Literal["all", "last"]
 
 
 class Session:
-    """What an agent talks to while it works on one sample; made by :func:`slime_core.chat.open_session`.
+    """What an agent talks to while it works on one sample; made by :func:`slime_chat.open_session`.
 
     ``base_url`` and ``api_key`` go to the agent, under any names that it reads (``env`` has OpenAI's). The key is good
     for this session alone and ends with it.
@@ -125,7 +125,7 @@ class Session:
         """Answer the body of a chat completion.
 
         Raises:
-            Refused: 400 what is not served or does not fit the context, 410 the session is over or was stopped, 500
+            HttpError: 400 what is not served or does not fit the context, 410 the session is over or was stopped, 500
                 the engine failed.
         """
         self._require_open()
@@ -163,9 +163,9 @@ class Session:
 
     def _require_open(self) -> None:
         if self.aborted:
-            raise Refused(410, "the run has stopped this session", code="session_aborted")
+            raise HttpError(410, "the run has stopped this session", code="session_aborted")
         if self._over or self.error is not None:
-            raise Refused(410, "this session is over", code="session_over")
+            raise HttpError(410, "this session is over", code="session_over")
 
     def _words(self, new: Sequence[Message], parent: Node, ask: Ask) -> list[int]:
         """Ids of the messages after ``parent``'s answer, up to where the next one begins."""
@@ -208,7 +208,7 @@ class Session:
             if error.code == FULL:
                 raise bad(error.what, "messages", "context_length_exceeded") from error
             self.error = error
-            raise Refused(500, str(error), code=error.code) from error
+            raise HttpError(500, str(error), code=error.code) from error
         finally:
             del self._running[name]
         if done.finish == "abort":

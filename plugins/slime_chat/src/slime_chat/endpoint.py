@@ -1,8 +1,8 @@
-"""The endpoint of a run: sessions of samples in front of its engine, behind one loopback door.
+"""The endpoint of a run: sessions of samples in front of its engine, behind one loopback server.
 
-    agent (any program) -- POST /v1/chat/completions, key of a session -- Door -- Session -- engine
+    agent (any program) -- POST /v1/chat/completions, key of a session -- LoopbackServer -- Session -- engine
 
-The door opens with the first session and closes with the last. A key names its session and is checked in constant
+The server starts with the first session and closes with the last. A key names its session and is checked in constant
 time; nothing but the key's own session can be reached with it, and one whose session has ended is answered 410.
 """
 
@@ -17,14 +17,14 @@ from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from slime_core.chat.answers import model
-from slime_core.chat.parsing import Parser
-from slime_core.chat.session import Branches, Session, parser_of
-from slime_core.compat.door import LOOPBACK, Asked, Door, Refused
+from slime_chat.answers import model
+from slime_chat.parsing import Parser
+from slime_chat.session import Branches, Session, parser_of
 from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
+from slime_core.plugins.loopback import LOOPBACK, HttpError, LoopbackServer, Request
 from slime_core.types import Group, Sample, Status
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Endpoint:
         self._secret = secrets.token_bytes(32)
         self._opened = 0
         self._sessions: dict[str, Session] = {}  # by key
-        self._door: Door | None = None
+        self._server: LoopbackServer | None = None
 
     @classmethod
     def of(cls, ctx: Context) -> Endpoint:
@@ -57,8 +57,8 @@ class Endpoint:
         """
         if SHARED not in ctx.shared:
             ctx.shared[SHARED] = cls(ctx)
-        found: Endpoint = ctx.shared[SHARED]
-        return found
+        endpoint: Endpoint = ctx.shared[SHARED]
+        return endpoint
 
     @asynccontextmanager
     async def session(
@@ -72,13 +72,13 @@ class Endpoint:
         template_kwargs: Mapping[str, Any],
     ) -> AsyncIterator[Session]:
         """See :func:`open_session`."""
-        if self._door is None or self._door.stranded:
+        if self._server is None or self._server.orphaned:
             routes = {"POST /v1/chat/completions": self._complete, "GET /v1/models": self._models}
             routes[f"GET /v1/models/{POLICY}"] = self._model
-            self._door = Door(routes, asyncio.get_running_loop(), self._admit)
+            self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
         key = self._key(self._opened)
         self._opened += 1
-        url = f"http://{LOOPBACK}:{self._door.port}/v1"
+        url = f"http://{LOOPBACK}:{self._server.port}/v1"
         session = self._sessions[key] = Session(
             sample,
             ctx,
@@ -94,9 +94,9 @@ class Endpoint:
         finally:
             del self._sessions[key]
             await session.close()
-            if not self._sessions and self._door is not None:
-                door, self._door = self._door, None
-                await asyncio.to_thread(door.close)
+            if not self._sessions and self._server is not None:
+                server, self._server = self._server, None
+                await asyncio.to_thread(server.close)
 
     def _speech(self, ctx: Context, more: Mapping[str, Any]) -> Speech:
         kwargs = {**ctx.config.data.apply_chat_template_kwargs, **more}
@@ -106,25 +106,25 @@ class Endpoint:
     def _key(self, number: int) -> str:
         return f"slime-{number}-{hmac.digest(self._secret, str(number).encode(), 'sha256').hex()}"
 
-    def _admit(self, key: str) -> None:
+    def _authorize(self, key: str) -> None:
         number = key.removeprefix("slime-").partition("-")[0]
         known = number.isdecimal() and number.isascii() and len(number) < 20 and int(number) < self._opened
         expected = self._key(int(number) if known else 0)
         if not (hmac.compare_digest(key.encode("latin-1"), expected.encode()) and known):
-            raise Refused(401, "the key is missing or wrong", code="invalid_api_key")
+            raise HttpError(401, "the key is missing or wrong", code="invalid_api_key")
         if key not in self._sessions:
-            raise Refused(410, "this session is over", code="session_over")
+            raise HttpError(410, "this session is over", code="session_over")
 
-    async def _complete(self, asked: Asked) -> Any:
-        session = self._sessions.get(asked.token)
+    async def _complete(self, request: Request) -> Any:
+        session = self._sessions.get(request.token)
         if session is None:
-            raise Refused(410, "this session is over", code="session_over")
-        return await session.complete(asked.payload)
+            raise HttpError(410, "this session is over", code="session_over")
+        return await session.complete(request.payload)
 
-    async def _models(self, asked: Asked) -> Any:
+    async def _models(self, request: Request) -> Any:
         return {"object": "list", "data": [model(POLICY)]}
 
-    async def _model(self, asked: Asked) -> Any:
+    async def _model(self, request: Request) -> Any:
         return model(POLICY)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from slime_core.compat.door import Refused
 from slime_core.data.turns import CLOSE, OPEN
+from slime_core.plugins.loopback import HttpError
 from slime_core.types import Message
 
 Key = tuple[Any, ...]
@@ -27,7 +27,7 @@ def normal(raw: Any, where: str) -> Message:
     """A client's message as templates read it: content a text, arguments of tool calls as values.
 
     Raises:
-        Refused: 400, it is no message, or has content that is no text.
+        HttpError: 400, it is no message, or has content that is no text.
     """
     role = raw.get("role") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or not isinstance(role, str) or role not in ROLES:
@@ -55,7 +55,7 @@ def check_characters(value: Any, where: str) -> None:
     """Refuse halves of surrogate pairs, which JSON can say and no tokenizer reads.
 
     Raises:
-        Refused: 400.
+        HttpError: 400.
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
@@ -95,9 +95,9 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
     return (thought.strip(), rest.lstrip() if closed else "")
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> Refused:
+def bad(message: str, param: str | None = None, code: str | None = None) -> HttpError:
     """The refusal of a request that cannot be served as it stands."""
-    return Refused(400, f"{param}: {message}" if param else message, param=param, code=code)
+    return HttpError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def call_of(name: str, arguments: Any, id_: Any) -> dict[str, Any]:

@@ -1,19 +1,19 @@
-"""What callers of the door do: ask at once, hang up, wait to be asked for a body, bear no token."""
+"""What clients of the loopback server do: ask at once, hang up, wait to be asked for a body, bear no token."""
 
 import asyncio
 
 import pytest
 
-from slime_core.compat.door import Door, only
+from slime_core.plugins.loopback import LoopbackServer, require_token
 
 pytestmark = pytest.mark.unit
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
-async def talk_to(door, request):
-    """All that a door says to these bytes until it hangs up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def talk_to(server, request):
+    """All that a server says to these bytes until it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request)
     said = await asyncio.wait_for(reader.read(), 30)
     writer.close()
@@ -21,13 +21,13 @@ async def talk_to(door, request):
     return said
 
 
-def with_door(handle, work):
+def with_server(handle, work):
     async def run():
-        door = Door({"POST /generate": handle}, asyncio.get_running_loop(), only("secret"))
+        server = LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token("secret"))
         try:
-            return await work(door)
+            return await work(server)
         finally:
-            await asyncio.to_thread(door.close)
+            await asyncio.to_thread(server.close)
 
     return asyncio.run(run())
 
@@ -42,8 +42,8 @@ async def echo(asked):
 
 
 def test_requests_that_come_at_once_are_answered_in_order():
-    said = with_door(
-        echo, lambda door: talk_to(door, post_of(b'{"a": 1}') + post_of(b'{"a": 2}', b"connection: close"))
+    said = with_server(
+        echo, lambda server: talk_to(server, post_of(b'{"a": 1}') + post_of(b'{"a": 2}', b"connection: close"))
     )
     assert [part.rpartition(b"\r\n\r\n")[2] for part in said.split(b"HTTP/1.1 200 OK")[1:]] == [
         b'{"a": 1}',
@@ -53,14 +53,16 @@ def test_requests_that_come_at_once_are_answered_in_order():
 
 def test_a_head_that_does_not_come_ends_its_connection():
     async def run():
-        door = Door({"POST /generate": echo}, asyncio.get_running_loop(), only("secret"), head_seconds=0.05)
+        server = LoopbackServer(
+            {"POST /generate": echo}, asyncio.get_running_loop(), require_token("secret"), head_seconds=0.05
+        )
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\n")
             assert await reader.read() == b""
             writer.close()
         finally:
-            await asyncio.to_thread(door.close)
+            await asyncio.to_thread(server.close)
 
     asyncio.run(run())
 
@@ -73,13 +75,13 @@ def test_the_body_of_what_is_not_served_is_no_request():
         + b"content-length: 5\r\n\r\nabcde"
         + HEALTH.replace(b"host", secret + b"host", 1)
     )
-    said = with_door(echo, lambda door: talk_to(door, request))
+    said = with_server(echo, lambda server: talk_to(server, request))
     assert [part.split()[0] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"404", b"200"]
 
 
 def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked():
-    async def work(door):
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async def work(server):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head, body = post_of(b'{"a": 1}', b"expect: 100-continue", b"connection: close")[:-8], b'{"a": 1}'
         writer.write(head)
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -88,7 +90,7 @@ def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked():
         writer.close()
         return said
 
-    assert with_door(echo, work).endswith(b'{"a": 1}')
+    assert with_server(echo, work).endswith(b'{"a": 1}')
 
 
 def test_a_caller_who_hangs_up_cancels_what_was_begun():
@@ -101,18 +103,18 @@ def test_a_caller_who_hangs_up_cancels_what_was_begun():
         finally:
             ended.set()
 
-    async def work(door):
-        _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async def work(server):
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(post_of(b"{}"))
         await asyncio.wait_for(begun.wait(), 30)
         writer.close()
         await writer.wait_closed()
         await asyncio.wait_for(ended.wait(), 30)
 
-    with_door(handle, work)
+    with_server(handle, work)
 
 
 @pytest.mark.parametrize("given", [b"", b"Bearer other", b"Basic secret"])
 def test_who_bears_no_token_is_told_before_the_body_is_parsed(given):
     request = post_of(b"no json", b"connection: close").replace(b"bearer secret", given)
-    assert with_door(echo, lambda door: talk_to(door, request)).startswith(b"HTTP/1.1 401")
+    assert with_server(echo, lambda server: talk_to(server, request)).startswith(b"HTTP/1.1 401")

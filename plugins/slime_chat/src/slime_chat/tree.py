@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime_core.chat.messages import Key, key_of, sameness
+from slime_chat.messages import Key, key_of, sameness
 from slime_core.types import Completion, Message
 
 

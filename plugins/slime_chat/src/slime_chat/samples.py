@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_core.chat.tree import Node
+from slime_chat.tree import Node
 from slime_core.context import FINISHED
 from slime_core.rollout.pending import sibling
 from slime_core.types import Sample, Status

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from talking import Client, LetterTokenizer, ScriptedEngine
 
-from slime_core.chat import open_session
+from slime_chat import open_session
 
 pytestmark = pytest.mark.unit
 

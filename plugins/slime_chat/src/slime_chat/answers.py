@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat.door import Events
 from slime_core.data.chat import decode
+from slime_core.plugins.loopback import Events
 from slime_core.types import Completion, Message
 
 if TYPE_CHECKING:
-    from slime_core.chat.request import Ask
-    from slime_core.chat.tree import Node
+    from slime_chat.request import Ask
+    from slime_chat.tree import Node
 
 BROKEN = "\ufffd"  # half of a character
 

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from slime_core.chat.parsing import hermes, qwen_xml
+from slime_chat.parsing import hermes, qwen_xml
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.types import SamplingParams

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_core.chat.messages import Key, bad, check_characters, key_of, normal
+from slime_chat.messages import Key, bad, check_characters, key_of, normal
 from slime_core.types import Message, SamplingParams
 
 SERVED = frozenset(
@@ -65,7 +65,7 @@ def read(payload: Mapping[str, Any], own: SamplingParams, *, training: bool, lea
     """See the module; ``own`` are the run's sampling parameters.
 
     Raises:
-        Refused: 400, with the parameter's name.
+        HttpError: 400, with the parameter's name.
     """
     given = {name: value for name, value in payload.items() if value is not None and name not in leave_out}
     for name, value in given.items():

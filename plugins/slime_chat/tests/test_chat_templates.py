@@ -7,7 +7,7 @@ import pytest
 from speakers import speaker
 from talking import Client, ScriptedEngine
 
-from slime_core.chat import open_session
+from slime_chat import open_session
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.types import SamplingParams

@@ -19,7 +19,7 @@ class LetterTokenizer(CharTokenizer):
 
     def __init__(self):
         super().__init__(ALPHABET)
-        self.chat_template = "a letter a message"
+        self.chat_template, self.special_tokens_map = "a letter a message", {}
 
     def apply_chat_template(self, messages, *, tools=None, tokenize=False, add_generation_prompt=False, **_):
         head = f"F{json.dumps(tools)}|" if tools else ""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.system
 AGENT = '''
 import asyncio, json, urllib.request
 
-from slime_core.chat import converse
+from slime_chat import converse
 from slime_core.types import Reward
 
 
@@ -45,14 +45,14 @@ def reward(group, ctx):
 
 
 @pytest.fixture
-def train(slime, tmp_path):
+def train(forked_slime, tmp_path):
     tiny_model(tmp_path / "model", hidden=32, chat_template=CHAT_TEMPLATE)
     rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(4) for b in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
 
     def train(name, *flags):
-        done = slime(
+        done = forked_slime(
             *(
                 "run",
                 "--hf-checkpoint",
