@@ -34,7 +34,7 @@ LAYERS = {
     2: ("algo", "data", "evaluation", "weights", "report", "buffer", "sandbox"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
-    5: ("loop", "evaluate", "resume", "stage", "replay"),
+    5: ("loop", "evaluate", "resume", "stage"),
     6: ("testing",),
 }
 LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room in rooms} | {"slime_cli": 7}

@@ -14,7 +14,7 @@ from slime_cli.failure import say
 from slime_cli.tables import heading, print_pairs, print_table
 
 if TYPE_CHECKING:
-    from slime_core.report.compare import Comparison, Part
+    from slime_cli.replaying.compare import Comparison, Part
     from slime_core.report.rundir import RunDir
 
 MOST = 40
@@ -45,8 +45,8 @@ def command(one: Path, other: Path, no_weights: bool, as_json: bool) -> int:
 
 def compare_runs(one: RunDir, other: RunDir, *, weights: bool = True) -> dict[str, Any]:
     """Everything that `slime diff` knows, with stable keys."""
-    from slime_core.report.compare import compare_steps
-    from slime_core.report.recorded import open_recorded
+    from slime_cli.replaying.compare import compare_steps
+    from slime_cli.replaying.recorded import open_recorded
 
     with open_recorded(one) as first, open_recorded(other) as second:
         steps = compare_steps(one, other, (first, second), decode_of(one))
@@ -104,7 +104,7 @@ def compare_final(one: RunDir, other: RunDir) -> dict[str, Any]:
     lacking = [str(run.final) for run in (one, other) if not run.final.is_dir()]
     if lacking:
         return {"equal": None, "detail": f"not there: {', '.join(lacking)}", "tensors": 0, "differ": {}}
-    from slime_core.weights.difference import compare_folders
+    from slime_cli.replaying.difference import compare_folders
 
     found = compare_folders(one.final, other.final)
     if found.equal:
@@ -128,7 +128,7 @@ def compare_final(one: RunDir, other: RunDir) -> dict[str, Any]:
 
 def rows_of(steps: Comparison) -> list[list[Any]]:
     """A row a step: version, stage, and a word a part."""
-    from slime_core.report.compare import PARTS
+    from slime_cli.replaying.compare import PARTS
 
     return [[s.version, s.stage[0], *(_word(s.parts[name]) for name in PARTS)] for s in steps.steps]
 
@@ -143,7 +143,7 @@ def _word(part: Part) -> str:
 
 def print_facts(facts: dict[str, Any]) -> None:
     """The answer on stdout: one sentence, then tables."""
-    from slime_core.report.compare import PARTS
+    from slime_cli.replaying.compare import PARTS
 
     click.echo(facts["first_divergence"])
     click.echo()

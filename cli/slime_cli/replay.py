@@ -14,8 +14,8 @@ from slime_cli.failure import Session, say
 from slime_cli.tables import heading, print_pairs, print_table
 
 if TYPE_CHECKING:
+    from slime_cli.replaying.replay import Replayed
     from slime_core.config.schema import Config
-    from slime_core.replay import Replayed
     from slime_core.report.rundir import RunDir
 
 SHOWN = 40
@@ -48,9 +48,9 @@ def command(session: Session, run: Path, step: int, verify: bool, as_json: bool)
 def make_again(run_dir: RunDir, step: int, *, verify: bool = False) -> Replayed:
     """The step, made again in a folder that is removed afterwards."""
     from slime_cli.libraries import quiet_libraries
+    from slime_cli.replaying.replay import replay
     from slime_core.config.load import read
     from slime_core.plugins import load_plugins, option_models
-    from slime_core.replay import replay
 
     quiet_libraries()
     config = here(read(run_dir.config, check=False, models=option_models).config)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime_cli.replaying.difference import compare_folders
 from slime_core.errors import StorageError
 from slime_core.report import RunDir
-from slime_core.weights.difference import compare_folders
 
 pytestmark = pytest.mark.integration
 

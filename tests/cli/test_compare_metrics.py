@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.report.compare import StepPair, _metrics
+from slime_cli.replaying.compare import StepPair, _metrics
 
 pytestmark = pytest.mark.unit
 

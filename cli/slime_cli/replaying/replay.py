@@ -1,4 +1,4 @@
-"""A recorded step in, made again beside the run; out whether it gives what was recorded, and each sample's part in it.
+"""Make a recorded step again beside the run, and compare it with what was recorded, sample by sample.
 
     nearest checkpoint before it, else the starting weights -> recorded steps up to it, by `loop.train_on` -> compare
 
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from slime_cli.replaying.compare import BOOKKEEPING
+from slime_cli.replaying.recorded import Recorded, Step, groups_of, open_recorded
 from slime_core.checkpoint import Found, manifest
 from slime_core.clusters import build_cluster
 from slime_core.clusters.machine import machine_facts
@@ -22,9 +24,7 @@ from slime_core.context import Context
 from slime_core.errors import ConfigError, StorageError
 from slime_core.loop import Clock, train_on
 from slime_core.report import Report, history
-from slime_core.report.compare import BOOKKEEPING
 from slime_core.report.metrics import rollout_metrics
-from slime_core.report.recorded import Recorded, Step, groups_of, open_recorded
 from slime_core.report.rundir import RunDir
 from slime_core.rollout.ageing import Ageing
 from slime_core.seeds import set_generators

@@ -1,4 +1,4 @@
-"""Two folders of safetensors in; which tensors differ, and by how much, out. One tensor of each at a time."""
+"""Compare two folders of safetensors bit for bit, one tensor of each at a time."""
 
 from __future__ import annotations
 

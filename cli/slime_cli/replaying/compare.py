@@ -1,4 +1,4 @@
-"""Two run directories in; where they first part, and a row a step of what is equal in them, out. Nothing is written.
+"""Compare two run directories step by step, and find the first difference. Nothing is written.
 
     config -> samples of a step (journal) -> tokens -> rollout log-probs -> rewards -> advantages -> metrics -> weights
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_cli.replaying.recorded import Member, Recorded
 from slime_core.errors import StorageError
 from slime_core.report import history
-from slime_core.report.recorded import Member, Recorded
 
 if TYPE_CHECKING:
-    from slime_core.report.recorded import Step
+    from slime_cli.replaying.recorded import Step
     from slime_core.report.rundir import RunDir
     from slime_core.types import Sample
 
