@@ -185,6 +185,21 @@ def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line(parsed
     assert wrong == []
 
 
+def test_nothing_that_is_installed_imports_tools(parsed: Parsed) -> None:
+    tools = {
+        path.stem for path in (ROOT / "tools").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert "durability" in tools
+    packages = [path for path in ROOT.glob("plugins/*/src") if path.is_dir()]
+    wrong = [
+        f"{shown(path)}:{node.lineno} {name}"
+        for path, tree in parsed("slime_core", "cli/slime_cli", *map(shown, packages))
+        for node, name in imports(tree)
+        if name.split(".")[0] in tools
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("package", CONFINED)
 def test_a_heavy_package_is_imported_in_its_own_file_only(package: str, parsed: Parsed) -> None:
     wrong = [

@@ -28,11 +28,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from durability.large_ledger import fill_ledger
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.buffer.remote import RemoteLedger
 from slime_core.buffer.server import LedgerServer
 from slime_core.protocols import Ledger
-from slime_core.testing.large_ledger import fill_ledger
 from slime_core.types import Group, Prompt, Sample
 
 TOKENS = 1024  # 4 bytes each, and 4 of each log-prob

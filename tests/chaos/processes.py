@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from forked import Zygote
 
-from slime_core.testing.audit import audit
-from slime_core.testing.chaos import left_behind, tail
+from durability.audit import audit
+from durability.chaos import left_behind, tail
 
 REWARD = '''
 def reward(args, sample, **kw):

@@ -13,9 +13,9 @@ from collections import Counter
 import pytest
 from processes import Work, killed_at, killed_at_random
 
+from durability.audit import differences
+from durability.chaos import tail
 from slime_core.failpoints import NAMES
-from slime_core.testing.audit import differences
-from slime_core.testing.chaos import tail
 
 AHEAD = ("rollout/issued_groups", "rollout/dropped_samples", "dropped/", "async/")
 HERE = [  # what `make test` kills at; every other boundary is nightly

@@ -14,11 +14,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import world
 
-from slime_core.testing.audit import Audit, audit, differences
-from slime_core.testing.chaos import Kill, ask, run_child, tail
+from durability.audit import Audit, audit, differences
+from durability.chaos import Kill, ask, run_child, tail
 
 
 def witness(name: str, boundaries: list[str], place: Path) -> list[str]:

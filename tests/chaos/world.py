@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from durability.audit import Audit, audit, differences
+from durability.chaos import ask, run_child, survive, tail
 from slime_core import durable, loop
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.checkpoint import Checkpoints
@@ -35,8 +37,6 @@ from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.report.trim import trim_figures
 from slime_core.seeds import seed_of
-from slime_core.testing.audit import Audit, audit, differences
-from slime_core.testing.chaos import ask, run_child, survive, tail
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer, checksum
 
 HERE = Path(__file__).parent

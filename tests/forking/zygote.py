@@ -142,7 +142,10 @@ def fork_script(words: list[str]) -> int:
 
 def serve() -> None:
     import_all()
-    from slime_core.testing.chaos import HUNG_SECONDS, Kill, run_child
+    sys.path.append(str(Path(__file__).parents[2] / "tools"))
+    from durability.chaos import HUNG_SECONDS, Kill, run_child
+
+    sys.path.pop()  # a run finds no tools
 
     gc.freeze()  # a child's collections leave alone what it shares with this process
     print(json.dumps({"threads": len(os.listdir("/proc/self/task"))}), flush=True)

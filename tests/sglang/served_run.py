@@ -17,9 +17,9 @@ from typing import Any
 from raw_server import ENVIRONMENT, RawServer
 from served_recipe import recipe
 
+from durability.audit import Audit, audit
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.engines.sglang import ports
-from slime_core.testing.audit import Audit, audit
 
 TABLES: dict[str, Any] = {
     "name": "served",

@@ -15,7 +15,7 @@ from raw_server import RawServer
 from served_recipe import recipe
 from served_run import TABLES, Driver, Work, is_settled
 
-from slime_core.testing.audit import audit
+from durability.audit import audit
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the server too
 

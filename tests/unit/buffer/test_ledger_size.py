@@ -5,10 +5,10 @@ import sqlite3
 
 import pytest
 
+from durability.large_ledger import fill_ledger
 from slime_core.buffer.claims import Claims
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group, suspended_turns
-from slime_core.testing.large_ledger import fill_ledger
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

@@ -2,8 +2,8 @@
 
 import pytest
 
+from durability.disk import RecordingDisk, crashes, recorded, tree_of
 from slime_core import durable
-from slime_core.testing.disk import RecordingDisk, crashes, recorded, tree_of
 
 pytestmark = pytest.mark.unit
 

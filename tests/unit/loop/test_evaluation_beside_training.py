@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
+from durability.cut_runs import CutRun
 from slime_core.clusters.engine_set import EngineSet
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError, Preempted
 from slime_core.evaluate import Evaluations
 from slime_core.seeds import seed_of
 from slime_core.stopping import Stop
-from slime_core.testing.cut_runs import CutRun
 from slime_core.testing.fakes import FakeEngine
 
 pytestmark = pytest.mark.unit

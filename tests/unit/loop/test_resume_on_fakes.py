@@ -9,11 +9,11 @@ import json
 import numpy as np
 import pytest
 
+from durability.cut_runs import CutRun
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.config.load import load_config
 from slime_core.errors import Preempted
 from slime_core.stopping import Stop
-from slime_core.testing.cut_runs import CutRun
 
 pytestmark = pytest.mark.unit
 

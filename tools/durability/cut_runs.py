@@ -3,7 +3,7 @@
     start(cut=20) -> None: its task was cancelled after 20 ms -> start(cut=26) -> None -> ... -> start() -> version
 
 Ledger, checkpoints, data order, collector, plugins and the run directory are real; engines and trainer are fakes, so
-that a start takes a fraction of a second. `testing.chaos` kills whole processes instead.
+that a start takes a fraction of a second. `chaos` kills whole processes instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kill a run at random moments and start it again until it ends: how durability is proven, ours and a plugin's.
 
-    fork -> start(resume=False) --SIGKILL--> fork -> start(resume=True) --SIGKILL--> ... -> exit 0 -> `testing.audit`
+    fork -> start(resume=False) --SIGKILL--> fork -> start(resume=True) --SIGKILL--> ... -> exit 0 -> `audit`
 
 The process that forks has imported everything and runs one thread, no event loop and no database, so that a start
 costs what a run's own start costs. Half of the kills come at a uniformly random moment, half within two milliseconds
