@@ -398,3 +398,4 @@ class CheckResult:
     status: Literal["ok", "warn", "fail"]
     found: str = ""
     fix: str = ""
+    details: tuple[str, ...] = ()  # further lines, of `slime doctor -v` and `--json`

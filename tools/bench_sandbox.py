@@ -21,9 +21,9 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 
-from slime_core.sandbox import Limits, Policy, Sandbox
+from slime_sandbox import Limits, Policy, Sandbox
 
-ENTRY = "slime_core.sandbox.probes:echo"
+ENTRY = "slime_sandbox.probes:echo"
 PAYLOAD = b"x" * 4096
 BARE = """
 import importlib, json, os, socket, sys
@@ -84,7 +84,7 @@ async def bench(rounds: int, preload: str, levels: list[str]) -> list[dict[str, 
     bare, boxes = Bare(",".join(modules)), {}
     for level in levels:
         policy = Policy(level=level, i_trust_this_code=True)  # type: ignore[arg-type]
-        boxes[level] = await Sandbox.open(policy, preload=(*modules, "slime_core.sandbox.probes"))
+        boxes[level] = await Sandbox.open(policy, preload=(*modules, "slime_sandbox.probes"))
 
     def of(box: Sandbox) -> Callable[[], Awaitable[None]]:
         async def candidate() -> None:

@@ -49,13 +49,14 @@ def main() -> int:
         run([slime, "--help"], folder)
         say("slime --help")
         check_listed(slime, wheels[1:], folder)
-        check_home(python, folder)
+        check_home(python, wheels[1:], folder)
         run([slime, "run", "--plugin", "rm_math", "--dry-run"], folder)
         say("slime run --plugin rm_math --dry-run")
         run([slime, "models", "show", "qwen3-4b", "--flags"], folder)
         say("slime models show qwen3-4b --flags")
         run([slime, "kernelbench", "problems", "list"], folder)
         say("slime kernelbench problems list")
+        check_sandbox(python, folder)
         check_two_steps(python, folder)
         check_new_plugin(python, folder)
     say("all wheels install and train outside the repository")
@@ -107,13 +108,22 @@ def check_listed(slime: Path, wheels: Sequence[Path], folder: Path) -> None:
     say("slime plugins list --json")
 
 
-def check_home(python: Path, folder: Path) -> None:
+def check_home(python: Path, plugins: Sequence[Path], folder: Path) -> None:
     """The packages that are imported come from the wheels."""
-    modules = "slime_core, slime_cli, slime_chat, slime_kernelbench, slime_models, slime_rm_math"
+    modules = ", ".join(["slime_core", "slime_cli", *(wheel.name.split("-")[0] for wheel in plugins)])
     where = output([python, "-c", f"import {modules}; print(*(m.__file__ for m in ({modules})))"], folder)
     if any(not path.startswith(str(python.parents[1])) for path in where.split()):
         fail("a package of ours does not come from its wheel", where)
     say("packages come from their wheels")
+
+
+def check_sandbox(python: Path, folder: Path) -> None:
+    """The self-test of the sandbox, which runs below a fork server and jails of its own, holds."""
+    rows = json.loads(output([python.with_name("slime"), "doctor", "--json", "--plugin", "sandbox"], folder))["checks"]
+    (level,) = (row for row in rows if row["name"] == "sandbox: level")
+    if not level["details"]:
+        fail("no sandbox opens", json.dumps(level, indent=1))
+    say(f"sandbox: {level['found']}")
 
 
 def check_two_steps(python: Path, folder: Path) -> None:

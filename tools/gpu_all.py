@@ -103,7 +103,7 @@ def check() -> int:
         except PackageNotFoundError:
             missing.append(name)
     plugins = {point.name for point in entry_points(group="slime.plugins")}
-    missing += [f"plugin {name}" for name in ("kernelbench", "models", "rm_math") if name not in plugins]
+    missing += [f"plugin {name}" for name in ("kernelbench", "models", "rm_math", "sandbox") if name not in plugins]
     if not os.environ.get("SLIME_SGLANG_PYTHON") and not (SITE / "sglang" / "sglang").is_dir():
         missing.append("sglang in $SGLANG_SITE")
     if not missing:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
 from slime_cli.checks import own_checks
-from slime_cli.sandbox_checks import sandbox_checks
 from slime_cli.tables import heading, print_pairs
 from slime_core.errors import SlimeError
 from slime_core.protocols import Check, CheckResult
@@ -19,18 +19,18 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 @click.command("doctor")
 @click.option("--plugin", "named", multiple=True, help="Only this plugin's checks beside our own; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
-@click.option("-v", "--verbose", is_flag=True, help="Each layer of the sandbox: what it allowed and what it denied.")
+@click.option("-v", "--verbose", is_flag=True, help="Details below the rows, such as each layer of the sandbox.")
 def command(named: tuple[str, ...], as_json: bool, verbose: bool) -> int:
     """Check this machine, this installation and the installed plugins. Exit code 1 where a check fails."""
-    checks = [*own_checks(), *sandbox_checks(each_layer=verbose), *plugin_checks(named)]
+    checks = [*own_checks(), *plugin_checks(named)]
     rows = [(check.name, run_check(check)) for check in checks]
     failed = sum(result.status == "fail" for _, result in rows)
     warned = sum(result.status == "warn" for _, result in rows)
     if as_json:
-        table = [{"name": n, "status": r.status, "found": r.found, "fix": r.fix} for n, r in rows]
+        table = [{"name": name} | asdict(result) for name, result in rows]
         click.echo(json.dumps({"ok": not failed, "checks": table}, indent=1, sort_keys=True))
     else:
-        _print(rows)
+        _print(rows, verbose)
         click.echo(f"{len(rows)} checks, {warned} warnings, {failed} failed")
     return 1 if failed else 0
 
@@ -85,7 +85,7 @@ class _Answer:
         return self._result
 
 
-def _print(rows: list[tuple[str, CheckResult]]) -> None:
+def _print(rows: list[tuple[str, CheckResult]], verbose: bool) -> None:
     import os
     import sys
 
@@ -94,8 +94,8 @@ def _print(rows: list[tuple[str, CheckResult]]) -> None:
     table = {}
     for name, result in rows:
         mark, colour = MARKS[result.status]
-        fix = f"\nfix: {result.fix}" if result.fix and result.status != "ok" else ""
-        table[f"{mark} {name}"] = result.found + fix
+        fix = [f"fix: {result.fix}"] if result.fix and result.status != "ok" else []
+        table[f"{mark} {name}"] = "\n".join([result.found, *(result.details if verbose else ()), *fix])
     if not paint:
         print_pairs(table)
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slime_core import Context
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Limits, Policy, Sandbox
+from slime_sandbox import Limits, Policy, Sandbox
 
 TRIES = 2
 LIMITS = ("timeout", "memory", "too_much_output")
@@ -31,7 +31,7 @@ class Settings:
 
 
 class Interpreter:
-    """Python for a model, behind `slime_core.sandbox`. Belongs to one event loop until :meth:`aclose`."""
+    """Python for a model, behind `slime_sandbox`. Belongs to one event loop until :meth:`aclose`."""
 
     def __init__(self) -> None:
         self._opening: asyncio.Task[Sandbox] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-from slime_core.sandbox import Channel
+from slime_sandbox import Channel
 
 
 def main(channel: Channel) -> None:

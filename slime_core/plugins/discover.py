@@ -11,7 +11,13 @@ from pathlib import Path
 from slime_core.errors import PluginError, nearest
 from slime_core.hookspecs import GROUP
 
-OURS = ("kernelbench", "models", "rm_math")  # packages of slime's own repository
+OURS = {
+    "kernelbench": ("slime_sandbox", "slime_kernelbench"),
+    "models": ("slime_models",),
+    "rm_math": ("slime_rm_math",),
+    "sandbox": ("slime_sandbox",),
+}
+"""Plugins of slime's own repository, and the folders below plugins/ that each needs: an index has none of them."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -110,7 +116,8 @@ def find(name: str) -> PluginInfo:
     if not named:
         names = sorted({info.name for info in installed})
         hint = nearest(name, names)
-        ours = f"pip install -e plugins/slime_{name}   in a clone of slime" if name in OURS else ""
+        folders = " ".join(f"-e plugins/{folder}" for folder in OURS.get(name, ()))
+        ours = f"pip install {folders}   in a clone of slime" if folders else ""
         others = f"install the package that brings it (then: slime plugins list), or name a file: --plugin ./{name}.py"
         raise PluginError(
             f"no plugin named '{name}' is installed",

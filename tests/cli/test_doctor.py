@@ -39,8 +39,8 @@ def test_this_machine_passes(cli):
     assert {"python", "installation", "torch", "transformers", "device", "processor"} <= set(rows)
     assert {"memory", "disk", "open files", "hub", "runs", "plugin rm_math"} <= set(rows)
     assert {"shared memory", "temporary files", "network", "home", "locale", "clock"} <= set(rows)
-    assert [name for name in rows if name.startswith("sandbox")] == ["sandbox", "sandbox gpu"]
-    assert all(set(row) == {"name", "status", "found", "fix"} for row in rows.values())
+    assert [name for name in rows if name.startswith("sandbox")] == ["sandbox: level", "sandbox: gpu"]
+    assert all(set(row) == {"name", "status", "found", "fix", "details"} for row in rows.values())
     assert [row for row in rows.values() if row["status"] == "fail"] == []
     assert (done.code, answer["ok"]) == (0, True)
 
@@ -54,6 +54,13 @@ def test_failed_checks_of_a_plugin_have_their_rows_and_exit_code_one(cli, instal
     assert "warn checking: gpu" in done.out
     assert "fix: buy one" in done.out
     assert "1 warnings, 1 failed" in done.out
+
+
+def test_details_of_a_check_are_printed_on_request(cli, install_plugin):
+    install_plugin("checking", CHECKING.replace('found="none"', 'found="none", details=("no card", "no driver")'))
+    assert "no driver" not in cli("doctor", "--plugin", "checking").out
+    lines = [line.strip() for line in cli("doctor", "-v", "--plugin", "checking").out.splitlines()]
+    assert lines[lines.index("no card") :][:3] == ["no card", "no driver", "fix: buy one"]
 
 
 @pytest.mark.parametrize(("named", "status", "code"), [(True, "fail", 1), (False, "warn", 0)])

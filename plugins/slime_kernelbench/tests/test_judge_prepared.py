@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import triton
 
-from slime_core.sandbox import Policy, Sandbox
 from slime_kernelbench.judge import prepared
 from slime_kernelbench.judge.wire import Leaf
+from slime_sandbox import Policy, Sandbox
 
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.prepared")
 USED = "from triton.backends.nvidia.driver import CudaUtils; print(CudaUtils().load_binary.__name__)"

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from slime_core.sandbox import Policy, Sandbox
 from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import load, shipped
 from slime_kernelbench.problems.screen import PRELOAD, screen
 from slime_kernelbench.types import Problem
+from slime_sandbox import Policy, Sandbox
 
 pytestmark = pytest.mark.integration
 

@@ -272,14 +272,12 @@ HANDLES = "torch.multiprocessing.reductions"  # names a tensor's memory for anot
 
 
 def test_nothing_forks_a_process_with_threads():
-    """Case 129: children of a run are started anew. What does fork is a test's own tool, and the sandbox's processes,
-    which have one thread: its fork server refuses to start with more.
-    """
+    """Case 129: children of a run are started anew. What does fork is a test's own tool."""
     root = Path(__file__).parents[3] / "slime_core"
     forks = [
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
-        if not {"testing", "sandbox"} & set(path.parts)
+        if "testing" not in path.parts
         and ("os.fork" in (text := path.read_text()) or "multiprocessing" in text.replace(HANDLES, ""))
     ]
     assert forks == []

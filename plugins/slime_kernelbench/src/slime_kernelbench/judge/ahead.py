@@ -16,9 +16,9 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.wire import Tree, pack, unpack
+from slime_sandbox import Channel
 
 SHARED_BYTES = {90: 227 << 10, 100: 227 << 10, 80: 163 << 10, 89: 99 << 10}
 """Bytes of shared memory that a block may ask for, by compute capability (CUDA C++ Programming Guide)."""

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from slime_core.sandbox import Outcome
 from slime_kernelbench.judge.wire import Tree, unpack
 from slime_kernelbench.types import Problem
+from slime_sandbox import Outcome
 
 K = TypeVar("K")
 V = TypeVar("V")

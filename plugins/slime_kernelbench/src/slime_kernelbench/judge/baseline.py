@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shrink
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.reference import Drawn, Unusable
 from slime_kernelbench.judge.tensors import to_wire
 from slime_kernelbench.judge.wire import Tree, pack, unpack
+from slime_sandbox import Channel
 
 LARGEST_BYTES = 96 << 20
 """Of all inputs; larger problems are measured at the largest sizes that stay below."""

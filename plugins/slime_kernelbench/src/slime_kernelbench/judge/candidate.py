@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime_core.sandbox import Child, Ended, Limits, Sandbox
 from slime_kernelbench.judge import beyond
 from slime_kernelbench.judge.compare import Comparison, compare
 from slime_kernelbench.judge.examination import Examination, Question, Style
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
 from slime_kernelbench.types import Case, Diagnostic, Flag, Stage, Status, Timing, Verdict
+from slime_sandbox import Child, Ended, Limits, Sandbox
 
 RUNNER = "slime_kernelbench.judge.runner:main"
 _COMPILER = (

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from slime_core.sandbox import Limits
 from slime_kernelbench.judge.asked import Kept, heard
 from slime_kernelbench.judge.compare import Expected, numbers_of, scales_of
 from slime_kernelbench.judge.opened import OpenedBox
@@ -14,6 +13,7 @@ from slime_kernelbench.judge.tolerance import well_conditioned
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack
 from slime_kernelbench.secret import Secret
 from slime_kernelbench.types import Problem
+from slime_sandbox import Limits
 
 REFERENCE = "slime_kernelbench.judge.reference:main"
 STYLES = ("even", "odd", "long")

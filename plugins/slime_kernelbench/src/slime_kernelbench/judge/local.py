@@ -14,7 +14,6 @@ from functools import partial
 from typing import Literal, Self
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Sandbox
 from slime_kernelbench.judge import policy
 from slime_kernelbench.judge.asked import Unjudgeable
 from slime_kernelbench.judge.candidate import Trial
@@ -25,6 +24,7 @@ from slime_kernelbench.judge.speed import Speed
 from slime_kernelbench.judge.target import Compiler
 from slime_kernelbench.secret import Secret
 from slime_kernelbench.types import Diagnostic, Problem, Verdict
+from slime_sandbox import Sandbox
 
 PRELOAD = (
     "slime_kernelbench.judge.folders",

@@ -16,7 +16,6 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge import prepared
 from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
@@ -26,6 +25,7 @@ from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import Watch, fingerprint, without_dynamo
 from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Tree, pack, unpack
+from slime_sandbox import Channel
 
 without_dynamo()
 if not triton.knobs.runtime.interpret:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from slime_core.sandbox import Policy, Sandbox
 from slime_kernelbench.judge.options import JudgeOptions
+from slime_sandbox import Policy, Sandbox
 
 
 class OpenedBox:

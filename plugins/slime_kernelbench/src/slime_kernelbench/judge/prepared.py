@@ -11,8 +11,8 @@ from pathlib import Path
 
 import triton
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge.wire import Leaf, Tree, pack, unpack
+from slime_sandbox import Channel
 
 
 def warm() -> None:

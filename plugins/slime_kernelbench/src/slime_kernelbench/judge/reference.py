@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shrink
 from slime_kernelbench.judge.bounded import Bounded
 from slime_kernelbench.judge.module import executed
 from slime_kernelbench.judge.tensors import leaf_of, tensors_of, to_wire
 from slime_kernelbench.judge.wire import Tree, leaves_of, pack, unpack
+from slime_sandbox import Channel
 
 BOUNDS = {"even": (1, 2048), "odd": (1, 2048), "long": (2500, 9000)}
 """Elements of the largest input, per style."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from slime_core.sandbox import Channel
 from slime_kernelbench.judge import shim
 from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.branches import Branches
@@ -26,6 +25,7 @@ from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import Watch, fingerprint, warm
 from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
+from slime_sandbox import Channel
 
 
 def main(channel: Channel) -> None:

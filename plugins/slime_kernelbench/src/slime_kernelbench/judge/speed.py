@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Literal
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Child, Ended, Limits, Outcome, Sandbox, compute_on
 from slime_kernelbench.judge import prepared, timing
 from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
 from slime_kernelbench.judge.candidate import Decided, Trial
@@ -29,6 +28,7 @@ from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.timing import Samples
 from slime_kernelbench.judge.wire import Leaf, Tree, pack
 from slime_kernelbench.types import Diagnostic, Flag, Problem
+from slime_sandbox import Child, Ended, Limits, Outcome, Sandbox, compute_on
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"

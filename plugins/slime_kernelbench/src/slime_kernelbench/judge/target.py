@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime_core.sandbox import Limits
 from slime_kernelbench.judge.candidate import Trial
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.wire import pack, unpack
 from slime_kernelbench.types import Diagnostic
+from slime_sandbox import Limits
 
 ENTRY = "slime_kernelbench.judge.ahead:main"
 PRELOAD = ("slime_kernelbench.judge.folders", "slime_kernelbench.judge.ahead")

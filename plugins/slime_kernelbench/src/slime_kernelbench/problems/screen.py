@@ -28,8 +28,8 @@ from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
 from slime_kernelbench.types import Problem
 
 if TYPE_CHECKING:
-    from slime_core.sandbox import Sandbox
     from slime_kernelbench.options import Options
+    from slime_sandbox import Sandbox
 
 ENTRY = "slime_kernelbench.judge.reference:main"
 PRELOAD = ("torch", "slime_kernelbench.judge.reference")
@@ -75,7 +75,7 @@ async def screen_all(problems: Sequence[Problem], options: Options, *, at_once: 
     Raises:
         SandboxError: the isolation that ``options.sandbox`` asks for cannot be had.
     """
-    from slime_core.sandbox import Policy, Sandbox
+    from slime_sandbox import Policy, Sandbox
 
     policy = Policy(level=options.sandbox, i_trust_this_code=options.i_trust_this_code)
     free = asyncio.Semaphore(at_once)
@@ -174,7 +174,7 @@ def _outputs(cases: Sequence[Sized]) -> list[bytes]:
 
 async def _run(problem: Problem, box: Sandbox) -> list[Sized] | Screened:
     """What the reference makes, as (size, case); or what is to be said where it makes nothing."""
-    from slime_core.sandbox import Limits
+    from slime_sandbox import Limits
 
     seed, weights_seed = SEEDS
     asked = {"source": problem.source, "seed": seed, "weights_seed": weights_seed, "styles": list(STYLES)}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Outcome, Policy, Sandbox
-from slime_core.sandbox.levels import WAYS, out_of_reach
-from slime_core.sandbox.selftest import witnesses
-from slime_core.sandbox.view import readable
+from slime_sandbox import Outcome, Policy, Sandbox
+from slime_sandbox.levels import WAYS, out_of_reach
+from slime_sandbox.selftest import witnesses
+from slime_sandbox.view import readable
 
 pytestmark = pytest.mark.integration
 
@@ -144,7 +144,7 @@ def test_none_with_trust_still_ends_what_it_starts(processes):
 
 
 def test_an_architecture_without_a_table_is_refused(monkeypatch):
-    from slime_core.sandbox import kernel, levels
+    from slime_sandbox import kernel, levels
 
     monkeypatch.setattr(kernel.platform, "machine", lambda: "riscv64")
     with pytest.raises(SandboxError) as caught:
@@ -187,7 +187,7 @@ def test_a_layer_holds_where_its_control_works_its_probe_does_not_and_denials_ar
 
 def test_a_self_test_that_fails_refuses_the_level(monkeypatch):
     """As if the filter had been put on, and had counted nothing."""
-    from slime_core.sandbox import selftest
+    from slime_sandbox import selftest
 
     monkeypatch.setattr(selftest, "EXPECTED", {"socket": 2})
     with pytest.raises(SandboxError) as caught:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from slime_core.sandbox.cgroups import Group
-from slime_core.sandbox.inside import OUT_OF_MEMORY, UNJAILED
-from slime_core.sandbox.types import Limits, Outcome, Status
-from slime_core.sandbox.wire import FRAME, collect, packet_pair
+from slime_sandbox.cgroups import Group
+from slime_sandbox.inside import OUT_OF_MEMORY, UNJAILED
+from slime_sandbox.types import Limits, Outcome, Status
+from slime_sandbox.wire import FRAME, collect, packet_pair
 
 if TYPE_CHECKING:
-    from slime_core.sandbox.box import Sandbox
+    from slime_sandbox.box import Sandbox
 
 CHUNK = 1 << 16
 OVER_MEMORY = "asked for more memory than its limit"

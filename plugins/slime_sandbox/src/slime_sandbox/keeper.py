@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import kernel, levels, zygote
-from slime_core.sandbox.warden import Warden
-from slime_core.sandbox.wire import collect, packet_pair, post
+from slime_sandbox import kernel, levels, zygote
+from slime_sandbox.warden import Warden
+from slime_sandbox.wire import collect, packet_pair, post
 
 BURYING_MILLISECONDS = 20
 
@@ -125,5 +125,5 @@ def main() -> None:
     Keeper(control, setup).serve()
 
 
-BOOT = "import sys,json;sys.path[:]=json.loads(sys.argv.pop());from slime_core.sandbox.keeper import main;main()"
+BOOT = "import sys,json;sys.path[:]=json.loads(sys.argv.pop());from slime_sandbox.keeper import main;main()"
 """What the interpreter is started with, before the socket, the driver's process and ``sys.path`` as JSON."""

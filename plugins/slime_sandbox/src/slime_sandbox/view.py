@@ -40,7 +40,7 @@ def readable(modules: Sequence[str], more: Iterable[str], gpu: bool) -> list[str
     for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}:
         wanted += [os.path.join(prefix, part) for part in PARTS]
     wanted += [place for path in sys.path if (place := _library(path))]
-    for root in dict.fromkeys(name.partition(".")[0] for name in ("slime_core", *modules)):
+    for root in dict.fromkeys(name.partition(".")[0] for name in ("slime_core", "slime_sandbox", *modules)):
         wanted += _home(root)
     wanted += [os.path.abspath(path) for path in more]
     if gpu:

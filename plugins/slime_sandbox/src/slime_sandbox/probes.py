@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from slime_core.sandbox import kernel
-from slime_core.sandbox.inside import Channel
+from slime_sandbox import kernel
+from slime_sandbox.inside import Channel
 
 Tried = tuple[str, bool]
 """What was tried and how it went, in words; and whether it worked."""

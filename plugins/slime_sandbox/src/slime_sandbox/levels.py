@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import kernel, landlock, tree
+from slime_sandbox import kernel, landlock, tree
 
 NAMESPACES = ("user namespace", "mount namespace", "pid namespace", "net namespace", "ipc namespace", "uts namespace")
 CONFINED = ("uid", "rlimits", "landlock", "seccomp")

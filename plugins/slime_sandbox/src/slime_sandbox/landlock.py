@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from slime_core.sandbox import kernel
+from slime_sandbox import kernel
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 EVERYTHING = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}

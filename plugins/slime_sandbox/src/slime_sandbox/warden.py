@@ -20,9 +20,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from slime_core.sandbox import kernel, levels, tree
-from slime_core.sandbox.counting import Counting
-from slime_core.sandbox.wire import collect, packet_pair, post
+from slime_sandbox import kernel, levels, tree
+from slime_sandbox.counting import Counting
+from slime_sandbox.wire import collect, packet_pair, post
 
 HOST = "sandbox"
 SOON = 2.0

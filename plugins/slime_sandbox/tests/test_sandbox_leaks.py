@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.sandbox import Limits, Policy, Sandbox
-from slime_core.sandbox.cgroups import Groups
+from slime_sandbox import Limits, Policy, Sandbox
+from slime_sandbox.cgroups import Groups
 
 pytestmark = pytest.mark.integration
 

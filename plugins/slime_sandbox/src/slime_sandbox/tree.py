@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from slime_core.sandbox import kernel
-from slime_core.sandbox.view import DEVICES, GPU_DEVICES
+from slime_sandbox import kernel
+from slime_sandbox.view import DEVICES, GPU_DEVICES
 
 FOLDER = "/sandbox"
 OLD = "/.old"

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
-from slime_core.sandbox import kernel
-from slime_core.sandbox.syscalls import OPENS, names
+from slime_sandbox import kernel
+from slime_sandbox.syscalls import OPENS, names
 
 NOTIFICATION, ANSWER = struct.Struct("<QIIiIQ6Q"), struct.Struct("<QqiI")
 RECEIVE, SEND, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40082104

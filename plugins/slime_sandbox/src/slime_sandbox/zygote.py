@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import inside, kernel
-from slime_core.sandbox.wire import collect, post
+from slime_sandbox import inside, kernel
+from slime_sandbox.wire import collect, post
 
 REPORT, WARDEN = 3, 4
 """Places in a request's descriptors."""

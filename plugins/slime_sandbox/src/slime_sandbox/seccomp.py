@@ -14,8 +14,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slime_core.sandbox import kernel
-from slime_core.sandbox.syscalls import (
+from slime_sandbox import kernel
+from slime_sandbox.syscalls import (
     COUNTED,
     GROUPS,
     HIDDEN,

@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime_core.sandbox import kernel, landlock, levels, seccomp
-from slime_core.sandbox.limits import lower_limits, tasks_of
-from slime_core.sandbox.wire import FRAME, post
+from slime_sandbox import kernel, landlock, levels, seccomp
+from slime_sandbox.limits import lower_limits, tasks_of
+from slime_sandbox.wire import FRAME, post
 
 FAILED, OUT_OF_MEMORY, UNJAILED = 1, 77, 78
 """Exit codes: the entry raised; it raised a `MemoryError`; a layer did not go on, and no candidate has run."""

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox.levels import out_of_reach
-from slime_core.sandbox.probes import EXPECTED
-from slime_core.sandbox.types import Limits, Outcome
+from slime_sandbox.levels import out_of_reach
+from slime_sandbox.probes import EXPECTED
+from slime_sandbox.types import Limits, Outcome
 
 if TYPE_CHECKING:
-    from slime_core.sandbox.box import Sandbox
+    from slime_sandbox.box import Sandbox
 
-ENTRY = "slime_core.sandbox.probes:main"
-COMPUTE = "slime_core.sandbox.probes:compute"
+ENTRY = "slime_sandbox.probes:main"
+COMPUTE = "slime_sandbox.probes:compute"
 LIMITS = Limits(wall_seconds=60.0, open_files=64, disk_bytes=1 << 20, files=64)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.sandbox import Limits, Policy, Sandbox
+from slime_sandbox import Limits, Policy, Sandbox
 
 RUN_SOURCE = "sandbox_entries:run_source"
 LIMITS = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import SandboxError
-from slime_core.sandbox import Policy, Sandbox
-from slime_core.sandbox.warden import Warden
-from slime_core.sandbox.wire import collect, packet_pair, post
+from slime_sandbox import Policy, Sandbox
+from slime_sandbox.warden import Warden
+from slime_sandbox.wire import collect, packet_pair, post
 
 pytestmark = pytest.mark.integration
 
@@ -26,7 +26,7 @@ ENTRY = "sandbox_entries:run_source"
 SECONDS = 30
 LIMIT = """
 import os, resource, sys
-from slime_core.sandbox import kernel
+from slime_sandbox import kernel
 kernel.setns(os.open(f"/proc/{sys.argv[1]}/ns/user", os.O_RDONLY), kernel.CLONE_NEWUSER)
 if sys.argv[2] == "processes":
     _, hard = resource.prlimit(int(sys.argv[1]), resource.RLIMIT_NPROC)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slime_core.sandbox import Ended, Limits
+from slime_sandbox import Ended, Limits
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,7 @@ PLAIN = 4242
 
 def reachable():
     """In a mount namespace of our own, open the way to Python and to the repository for every user, read-only for others."""
-    from slime_core.sandbox import kernel
+    from slime_sandbox import kernel
 
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
@@ -54,7 +54,7 @@ def become_plain():
 
 def without_user_namespaces():
     """A user namespace in which there can be no other."""
-    from slime_core.sandbox import kernel
+    from slime_sandbox import kernel
 
     user, group = os.getuid(), os.getgid()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -69,7 +69,7 @@ def without_landlock():
     import ctypes
     import struct
 
-    from slime_core.sandbox import kernel
+    from slime_sandbox import kernel
 
     rows = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *row) for row in rows))
@@ -80,7 +80,7 @@ def without_landlock():
 
 def as_root_in_name():
     """As in a container without root: user 0 of a user namespace that knows no other user."""
-    from slime_core.sandbox import kernel
+    from slime_sandbox import kernel
 
     user, group = os.getuid(), os.getgid()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -90,7 +90,7 @@ def as_root_in_name():
 
 def with_covered_proc():
     """As containers with GPUs have it: something lies over a part of /proc."""
-    from slime_core.sandbox import kernel
+    from slime_sandbox import kernel
 
     user, group = os.getuid(), os.getgid()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -106,7 +106,7 @@ def say(**what):
 
 async def battery(box):
     """One of each of the worst: what became of them."""
-    from slime_core.sandbox import Limits
+    from slime_sandbox import Limits
 
     limits = Limits(wall_seconds=5.0, memory_bytes=128 << 20, disk_bytes=8 << 20, files=100, output_bytes=1 << 16)
     for source in json.loads(sys.stdin.readline()):
@@ -148,7 +148,7 @@ async def crowd(box):
 async def main(level, jobs):
     """Open, say how that went, do the jobs."""
     from slime_core.errors import SandboxError
-    from slime_core.sandbox import Policy, Sandbox
+    from slime_sandbox import Policy, Sandbox
 
     try:
         async with await Sandbox.open(

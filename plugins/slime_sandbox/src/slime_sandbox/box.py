@@ -17,14 +17,14 @@ from typing import Any, Self
 
 from slime_core.errors import SandboxError
 from slime_core.notices import NOTICES
-from slime_core.sandbox.cgroups import Groups
-from slime_core.sandbox.child import Child, Ended
-from slime_core.sandbox.keeper import BOOT
-from slime_core.sandbox.levels import FIRST_USER, WAYS
-from slime_core.sandbox.selftest import Witness, witness
-from slime_core.sandbox.types import Limits, Outcome, Policy
-from slime_core.sandbox.view import devices, readable
-from slime_core.sandbox.wire import collect, packet_pair, post
+from slime_sandbox.cgroups import Groups
+from slime_sandbox.child import Child, Ended
+from slime_sandbox.keeper import BOOT
+from slime_sandbox.levels import FIRST_USER, WAYS
+from slime_sandbox.selftest import Witness, witness
+from slime_sandbox.types import Limits, Outcome, Policy
+from slime_sandbox.view import devices, readable
+from slime_sandbox.wire import collect, packet_pair, post
 
 START_SECONDS = 300.0
 """To import what is preloaded, on a busy machine."""

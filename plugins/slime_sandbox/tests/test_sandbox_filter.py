@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.sandbox import syscalls
-from slime_core.sandbox.counting import Counting
-from slime_core.sandbox.seccomp import Rules, program
+from slime_sandbox import syscalls
+from slime_sandbox.counting import Counting
+from slime_sandbox.seccomp import Rules, program
 
 pytestmark = pytest.mark.unit
 
