@@ -5,7 +5,7 @@ Every protocol has fakes in `slime_core.testing` and one contract suite that run
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -298,14 +298,6 @@ class Parts(Serving):
     ledger: Ledger
     turns: Turns
     hold: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # lends an engine whose weights stay
-
-
-class Cluster(Protocol):
-    """Where engines and trainers live; the only place that chooses a backend."""
-
-    def parts(self) -> AsyncIterator[Parts]:
-        """An async context manager (`async with`) that starts everything and takes it down again."""
-        ...
 
 
 class PromptSource(Protocol):

@@ -2,7 +2,6 @@
 
     python tools/bench_ledger.py                         # 8 writers, 20,000 samples of 8 KiB; a ledger of 10 M rows
     python tools/bench_ledger.py --samples 2000 --rows 200000
-    python tools/bench_ledger.py --rows 0 --remote       # writers in a process of their own, over the socket
     python tools/bench_ledger.py --json > ledger.json
 
 Everything is written below the current folder, on its file system, and removed. A sample has 1,024 tokens and as many
@@ -22,21 +21,15 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AsyncExitStack
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from durability.large_ledger import fill_ledger
 from slime_core.buffer.ledger import SqliteLedger
-from slime_core.buffer.remote import RemoteLedger
-from slime_core.buffer.server import LedgerServer
 from slime_core.protocols import Ledger
 from slime_core.types import Group, Prompt, Sample
 
 TOKENS = 1024  # 4 bytes each, and 4 of each log-prob
-TOKEN = "bench"
 CHUNK = 1_000_000
 
 
@@ -71,43 +64,22 @@ async def write(ledger: Ledger, groups: list[Group], writers: int) -> list[float
     return waits
 
 
-async def append(folder: Path, samples: int, size: int, writers: int, remote: bool) -> dict[str, float]:
+async def append(folder: Path, samples: int, size: int, writers: int) -> dict[str, float]:
     """Samples a second and the wait of each."""
     groups = make_groups(0, samples // size, size)
-    async with AsyncExitStack() as stack:
-        ledger = SqliteLedger(folder)
-        stack.push_async_callback(ledger.close)
-        begun = time.perf_counter()
-        if remote:
-            await stack.enter_async_context(LedgerServer(ledger, folder / "l.sock", TOKEN))
-            pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
-            loop = asyncio.get_running_loop()
-            seconds, waits = await loop.run_in_executor(pool, _remote_writers, folder, samples, size, writers)
-        else:
-            waits = await write(ledger, groups, writers)
-            seconds = time.perf_counter() - begun
-        made = ledger.commits.made
+    ledger = SqliteLedger(folder)
+    begun = time.perf_counter()
+    waits = await write(ledger, groups, writers)
+    seconds = time.perf_counter() - begun
+    await ledger.close()
     waits.sort()
     return {
         "samples_a_second": len(groups) * size / seconds,
         "ms_a_sample_median": statistics.median(waits) / size * 1e3,
         "ms_a_sample_p99": waits[int(len(waits) * 0.99)] / size * 1e3,
-        "calls_a_commit": len(waits) / made,
+        "calls_a_commit": len(waits) / ledger.commits.made,
         "payload_mib_a_second": len(groups) * size * TOKENS * 8 / seconds / (1 << 20),
     }
-
-
-def _remote_writers(folder: Path, samples: int, size: int, writers: int) -> tuple[float, list[float]]:
-    async def body() -> tuple[float, list[float]]:
-        groups = make_groups(0, samples // size, size)
-        ledger = RemoteLedger(folder / "l.sock", TOKEN)
-        begun = time.perf_counter()
-        waits = await write(ledger, groups, writers)
-        seconds = time.perf_counter() - begun
-        await ledger.close()
-        return seconds, waits
-
-    return asyncio.run(body())
 
 
 def plain_disk(folder: Path, count: int = 200) -> float:
@@ -182,7 +154,6 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--group", type=int, default=8, help="samples a group")
     parser.add_argument("--writers", type=int, default=8)
-    parser.add_argument("--remote", action="store_true", help="writers in another process, over the socket")
     parser.add_argument("--rows", type=int, default=10_000_000, help="of the large ledger; 0 leaves it out")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -190,10 +161,8 @@ def main() -> int:
         folder = Path(name)
         found: dict[str, Any] = {"disk_syncs_a_second": plain_disk(folder)}
         if asked.samples:
-            found["append"] = asyncio.run(
-                append(folder / "append", asked.samples, asked.group, asked.writers, asked.remote)
-            )
-            found["alone"] = asyncio.run(append(folder / "alone", asked.samples // 10, asked.group, 1, asked.remote))
+            found["append"] = asyncio.run(append(folder / "append", asked.samples, asked.group, asked.writers))
+            found["alone"] = asyncio.run(append(folder / "alone", asked.samples // 10, asked.group, 1))
         if asked.rows:
             (folder / "large").mkdir()
             found["large"] = grow(folder / "large", asked.rows)

@@ -36,8 +36,8 @@ CHECKS = (
         f"WHERE state != CASE trained WHEN 1 THEN {TRAINED} ELSE {FINISHED} END",
     ),
     (
-        "trained, and in no step and with no reader",
-        f"SELECT id FROM samples WHERE state = {TRAINED} AND step IS NULL AND claim IS NULL",
+        "trained, and in no step",
+        f"SELECT id FROM samples WHERE state = {TRAINED} AND step IS NULL",
     ),
     (
         "in a step that is not complete (version, samples, members)",
@@ -47,11 +47,6 @@ CHECKS = (
     ("pending, with a payload", f"SELECT id FROM samples WHERE state = {PENDING} AND segment IS NOT NULL"),
     ("finished, without a payload", f"SELECT id FROM samples WHERE state = {FINISHED} AND segment IS NULL"),
     ("dropped without a reason", f"SELECT id FROM samples WHERE (state = {DROPPED}) != (reason != 0)"),
-    (
-        "with a claim that is not open",
-        f"SELECT samples.id, claim FROM samples LEFT JOIN claims ON claims.id = claim WHERE claim IS NOT NULL "
-        f"AND claims.state IS NOT CASE samples.state WHEN {TRAINED} THEN 1 ELSE 0 END",
-    ),
 )
 
 

@@ -13,10 +13,7 @@ from slime_core.buffer.schema import DROPPED, TRAINED
 from slime_core.buffer.segments import Segments
 from slime_core.durable import storage_error
 
-OLD = (
-    f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 "
-    f"OR state = {TRAINED} AND (step < ?1 OR step IS NULL AND claim IS NOT NULL))"
-)
+OLD = f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 OR state = {TRAINED} AND step < ?1)"
 """Samples that no version from ``?1`` on had a part in."""
 
 

@@ -12,8 +12,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.buffer.audit import audit_payloads, audit_tables
@@ -22,7 +21,7 @@ from slime_core.buffer.copies import copy_database, sweep_copies
 from slime_core.buffer.filesystem import database_path
 from slime_core.buffer.forget import forget_payloads, living, remove_segments
 from slime_core.buffer.reads import Reads
-from slime_core.buffer.rows import Rows, apply_once
+from slime_core.buffer.rows import Rows
 from slime_core.buffer.schema import damaged
 from slime_core.buffer.segments import Segments
 from slime_core.durable import FileMark
@@ -61,7 +60,6 @@ class SqliteLedger:
         self.segments = Segments(Path(run_dir) / "segments")
         if not (self.path.exists() and self.path.stat().st_size) and self.segments.ended():
             raise damaged(self.path, "the ledger is gone", f"{self.segments.folder} has payloads that it named")
-        self._message: tuple[str, int, int] | None = None
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
         sweep_copies(self.path)
         self.rows = Rows(self.commits.db, self.segments, self.path)
@@ -75,7 +73,7 @@ class SqliteLedger:
         """
         groups = list(groups)
         rows = sum(len(group.samples) for group in groups)
-        await self._write(lambda: self.rows.issue(groups), rows=rows, points=ISSUE)
+        await self.commits.run(lambda: self.rows.issue(groups), rows=rows, points=ISSUE)
 
     async def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`. Pending samples of the prompt that the group no longer has become dropped(replaced).
@@ -85,7 +83,7 @@ class SqliteLedger:
             PluginError: PLG57, a field that JSON cannot hold.
         """
         rows = len(group.samples) + sum(len(samples) for samples, _ in drops)
-        await self._write(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
+        await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
 
     async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; what is dropped keeps its first reason.
@@ -94,7 +92,7 @@ class SqliteLedger:
             StorageError: a sample that has trained, or is journaled for a step.
         """
         rows = sum(len(samples) for samples, _ in drops)
-        await self._write(lambda: self.rows.drop(drops), rows=rows, points=DROP)
+        await self.commits.run(lambda: self.rows.drop(drops), rows=rows, points=DROP)
 
     async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
         """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out.
@@ -112,7 +110,7 @@ class SqliteLedger:
             StorageError: a sample that was never issued; the disk failed.
         """
         kept = dict(turns)
-        await self._write(lambda: self.rows.suspend(kept), rows=len(kept), points=SUSPEND)
+        await self.commits.run(lambda: self.rows.suspend(kept), rows=len(kept), points=SUSPEND)
 
     async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
         """See `protocols.Ledger`. Samples of which nothing is left are left out."""
@@ -125,7 +123,7 @@ class SqliteLedger:
         Raises:
             StorageError: payloads of later steps are pruned.
         """
-        await self._write(lambda: self.rows.rewind(version), points=REWIND)
+        await self.commits.run(lambda: self.rows.rewind(version), points=REWIND)
 
     async def journal(self, batch: Batch) -> None:
         """See `protocols.Ledger`. The step makes version ``batch.version + 1``.
@@ -138,7 +136,7 @@ class SqliteLedger:
 
     async def journal_step(self, version: int, stage: str, ids: list[str]) -> None:
         """:meth:`journal` by what it keeps of a batch; ``version`` is the one that the step makes."""
-        await self._write(lambda: self.rows.journal(version, stage, ids), rows=len(ids), points=JOURNAL)
+        await self.commits.run(lambda: self.rows.journal(version, stage, ids), rows=len(ids), points=JOURNAL)
 
     async def trained(self, version: int, fingerprint: str = "") -> None:
         """See `protocols.Ledger`.
@@ -146,7 +144,7 @@ class SqliteLedger:
         Raises:
             StorageError: the version was never journaled, or was made before with another fingerprint.
         """
-        await self._write(lambda: self.rows.trained(version, fingerprint), points=TRAINED)
+        await self.commits.run(lambda: self.rows.trained(version, fingerprint), points=TRAINED)
 
     async def composition(self, version: int) -> list[str]:
         """See `protocols.Ledger`."""
@@ -168,7 +166,7 @@ class SqliteLedger:
             StorageError: a file that cannot be removed.
         """
         db = self.commits.db
-        await self._write(lambda: forget_payloads(db, before_version), points=PRUNE)
+        await self.commits.run(lambda: forget_payloads(db, before_version), points=PRUNE)
         await self.commits.run(lambda: remove_segments(self.segments, living(db)))
         failpoint("ledger.prune.after")
 
@@ -196,24 +194,3 @@ class SqliteLedger:
     async def close(self) -> None:
         """See `protocols.Ledger`. A second call does nothing."""
         await self.commits.close(self.segments.close)
-
-    def once(self, client: str, message: int, acknowledged: int) -> SqliteLedger:
-        """This ledger, for one write that is message number ``message`` of another process, and applied once.
-
-        The process has the answers of its messages up to ``acknowledged``.
-        """
-        view = copy(self)
-        view._message = (client, message, acknowledged)
-        return view
-
-    async def forget_client(self, client: str) -> None:
-        """A process has ended in order: its messages will not come again."""
-        db = self.commits.db
-        await self.commits.run(lambda: db.execute("DELETE FROM applied WHERE client = ?", (client,)))
-
-    async def _write(self, work: Callable[[], None], *, rows: int = 1, points: Points) -> None:
-        message = self._message
-        if message is None:
-            await self.commits.run(work, rows=rows, points=points)
-        else:
-            await self.commits.run(lambda: apply_once(self.commits.db, *message, work), rows=rows, points=points)

@@ -28,7 +28,7 @@ from slime_core.errors import StorageError
 UNREADABLE = frozenset({"STO111", "STO112", "STO121"})
 STORED = f"""
 SELECT serial, id, state, segment, offset, length, crc32 FROM samples WHERE segment IS NOT NULL
-AND (state = {FINISHED} OR coalesce(position, ?2) >= ?2 AND (step IS NULL OR step > ?1) AND claim IS NULL)
+AND (state = {FINISHED} OR coalesce(position, ?2) >= ?2 AND (step IS NULL OR step > ?1))
 """
 TURNS = f"""
 SELECT serial, id, state, turns.segment, turns.offset, turns.length, turns.crc32
@@ -39,7 +39,7 @@ OPEN_ROWS = (
     f"SELECT serial FROM samples WHERE {OF_PROMPT} AND state IN ({FINISHED}, {TRAINED}) AND (step IS NULL OR step > ?)"
 )
 RESET = f"""
-UPDATE samples SET state = {PENDING}, claim = NULL, newest = NULL, ticks = NULL,
+UPDATE samples SET state = {PENDING}, newest = NULL, ticks = NULL,
     segment = NULL, offset = NULL, length = NULL, crc32 = NULL WHERE serial = ?
 """
 

@@ -20,7 +20,7 @@ from slime_core import durable
 from slime_core.buffer.copies import chunks
 from slime_core.buffer.filesystem import NAME, database_path
 from slime_core.buffer.owner import Owner
-from slime_core.buffer.schema import APPLICATION_ID, SCHEMA_VERSION, damaged
+from slime_core.buffer.schema import APPLICATION_ID, READABLE, damaged
 from slime_core.errors import StorageError
 
 MARKS = "SELECT (SELECT max(serial) FROM samples), (SELECT max(version) FROM steps)"
@@ -98,8 +98,8 @@ def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
 def _verified(copy: Path) -> tuple[int, int]:
     try:
         with closing(_open(copy)) as db:
-            marks = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-            if marks != [APPLICATION_ID, SCHEMA_VERSION]:
+            marks = tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+            if marks not in {(APPLICATION_ID, version) for version in READABLE}:
                 raise StorageError(f"{copy.name} is no ledger of this version", code="STO113", where=str(copy))
             (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":

@@ -8,7 +8,7 @@ issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slime_core.buffer.codec import encode, plain_reward
@@ -41,24 +41,13 @@ ON CONFLICT (id, attempt) DO UPDATE SET
     state = {DROPPED}, reason = excluded.reason, {", ".join(f"{name} = excluded.{name}" for name in MEASURES)}
 WHERE state = {PENDING}
 """
-ROW = "SELECT serial, state, step, claim FROM samples WHERE id = ? AND attempt = ?"
-LATEST = "SELECT serial, state, attempt, step, claim FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+ROW = "SELECT serial, state, step FROM samples WHERE id = ? AND attempt = ?"
+LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
 
 
 def of_prompt(prompt_id: str) -> tuple[str, str, int]:
     """The parameters of ``OF_PROMPT``."""
     return f"{prompt_id}-", f"{prompt_id}.", len(prompt_id) + 2
-
-
-def apply_once(db: sqlite3.Connection, client: str, message: int, acknowledged: int, work: Callable[[], None]) -> None:
-    """Do ``work`` unless this message of another process was applied before; the transaction remembers that it was.
-
-    The process has the answers of its messages up to ``acknowledged``: it will not send them again.
-    """
-    db.execute("DELETE FROM applied WHERE client = ? AND message <= ?", (client, acknowledged))
-    new = db.execute("INSERT INTO applied VALUES (?, ?) ON CONFLICT DO NOTHING", (client, message)).rowcount
-    if new:
-        work()
 
 
 class Rows:
@@ -217,16 +206,16 @@ class Rows:
 
     def _enters(self, name: str, version: int) -> int:
         row = self._db.execute(LATEST, (name,)).fetchone()
-        serial, state, _, step, claim = row or (0, -1, 0, None, None)
+        serial, state, _, step = row or (0, -1, 0, None)
         if state != FINISHED:
             raise self.conflict(name, STATES[state] if state >= 0 else "unknown", f"journaled for version {version}")
-        self._require_open(name, state, step, claim, wanted=f"journaled for version {version}")
+        self._require_open(name, state, step, wanted=f"journaled for version {version}")
         return int(serial)
 
     def _restart(self, sample: Sample) -> None:
         """Drop what earlier attempts left open, fan-out siblings too."""
         earlier = self._db.execute(
-            "SELECT serial, id, state, step, claim FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
+            "SELECT serial, id, state, step FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
             f"AND attempt < ?2 AND state != {DROPPED}",
             (sample.id, sample.attempt),
         ).fetchall()
@@ -234,11 +223,9 @@ class Rows:
             self._require_open(*row, wanted="issued again")
             self._set_dropped(serial, RESTARTED)
 
-    def _require_open(self, name: str, state: int, step: int | None, claim: int | None, *, wanted: str) -> None:
+    def _require_open(self, name: str, state: int, step: int | None, *, wanted: str) -> None:
         if state == TRAINED:
             raise self.conflict(name, "trained", wanted)
-        if claim is not None:
-            raise self.conflict(name, f"with a reader (claim {claim})", wanted)
         if step is not None:
             raise self.conflict(name, f"journaled for version {step}", wanted)
 

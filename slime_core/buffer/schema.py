@@ -1,8 +1,8 @@
 """The ledger's tables, and how its SQLite file is opened.
 
 One row a sample and attempt, under 300 bytes with its indexes; payloads lie in segment files. `tally` counts rows by
-state and reason and is kept by triggers, inside the transaction that changes a row. The two partial indexes hold only
-rows that are finished and not trained, and rows whose payload is not pruned.
+state and reason and is kept by triggers, inside the transaction that changes a row. The partial index holds only rows
+whose payload is not pruned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from slime_core.buffer.owner import locker
 from slime_core.errors import StorageError
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+READABLE = (2, 3)  # 2 has a column and two tables more, which are empty
 BUSY_MS = 10_000
 CACHE_KIB = 2000  # of the file in memory, a connection; SQLite's own default
 CHECKED_BYTES = 8 << 20  # a file up to this size is checked whole when it is opened
@@ -37,14 +38,12 @@ CREATE TABLE samples (
     newest INTEGER,                         -- highest weights that made a token
     ticks INTEGER,                          -- tokens that those made
     step INTEGER,                           -- version for whose step it is journaled
-    claim INTEGER,                          -- of claims, where a reader from elsewhere has it
     reward REAL,
     tokens INTEGER,
     response_length INTEGER,
     segment INTEGER, offset INTEGER, length INTEGER, crc32 INTEGER,   -- NULL: no payload, or pruned
     UNIQUE (id, attempt)
 ) STRICT;
-CREATE INDEX waiting ON samples (claim, serial) WHERE state = 1;
 CREATE INDEX living ON samples (segment) WHERE segment IS NOT NULL;
 CREATE TABLE turns (
     serial INTEGER PRIMARY KEY REFERENCES samples (serial),
@@ -54,15 +53,6 @@ CREATE TABLE arrays (                       -- segments, other than its own, tha
     segment INTEGER NOT NULL,
     serial INTEGER NOT NULL REFERENCES samples (serial),
     PRIMARY KEY (segment, serial)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE claims (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    reader TEXT NOT NULL,
-    state INTEGER NOT NULL DEFAULT 0        -- open, acknowledged, given back
-) STRICT;
-CREATE INDEX open_claims ON claims (id) WHERE state = 0;
-CREATE TABLE applied (                      -- messages of other processes whose answer they have not acknowledged
-    client TEXT NOT NULL, message INTEGER NOT NULL, PRIMARY KEY (client, message)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,            -- the version that the step makes
@@ -146,7 +136,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if tables and (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+    if tables and (application != APPLICATION_ID or version not in READABLE):
         ours = application == APPLICATION_ID
         raise StorageError(
             f"{path.name} has schema {version}, this slime reads {SCHEMA_VERSION}" if ours else f"{path} is no ledger",

@@ -334,8 +334,3 @@ async def _write(rank: Channel, frame: Frame) -> None:
     """Send it; of a rank that is gone, the answer that does not come says more."""
     with suppress(ConnectionError):
         await rank.write(frame)
-
-
-def processes(trainer: RankTrainer) -> Sequence[int]:
-    """Process ids of the ranks."""
-    return [rank.pid for rank in trainer._ranks]

@@ -148,10 +148,6 @@ async def sglang_serving(config: Config, folder: ModelFolder) -> AsyncIterator[S
             )
 
 
-def _say(text: str) -> None:
-    NOTICES.say(text, text)
-
-
 def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
     """A folder of the weights that are drawn from the seed."""
     model: Any = folder.build_model("float32", seed=config.seed)

@@ -5,9 +5,7 @@ A row's identity is its own id (`data.id_key`) or its place, ``FILE:LINE``; it i
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 MAX_ID = 512
 CATEGORY = "category"  # in the metadata of an evaluation set's prompts
 MEDIA = "multimodal_inputs"  # in the metadata of a prompt: kind -> references; the sample has them as its own field
-UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,15 +260,6 @@ def check_id(value: Any, where: str) -> str:
             fix="give the row another id, or set data.id_key to another column",
         )
     return text
-
-
-def safe_name(text: str) -> str:
-    """A file name for any text: ``[A-Za-z0-9._-]``, at most 128 characters, different for different texts."""
-    plain = UNSAFE.sub("_", text).strip(".")[:100]
-    if plain == text and plain:
-        return plain
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return f"{plain or 'row'}-{digest}"
 
 
 def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:

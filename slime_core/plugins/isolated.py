@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from slime_core.context import Context
 
 START_SECONDS = 120.0  # to import the plugins
-SHOWN = 2000  # bytes of what a worker wrote before it died
 
 
 class Gone(Exception):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from slime_core.protocols import Loss
 
-GIVEN = ("loss_mask", "sample")  # columns that every loss is given beside the batch's
-
 
 def prepared(batch: Batch, loss: Loss, train: Any) -> Batch:
     """The batch with what ``loss.prepare`` answers for each optimizer step; without ``prepare`` the batch itself.

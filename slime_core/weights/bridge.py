@@ -311,19 +311,6 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(shards), dim=1 if entry.kind == "columns" else 0)
 
 
-def divisible(entry: Entry, sizes: Sizes, tp: int) -> bool:
-    """Whether a layout's tensor-parallel ranks can share the tensor evenly."""
-    if entry.kind == "qkv":
-        return sizes.groups % tp == 0
-    if entry.kind == "rope_heads":
-        return sizes.heads % tp == 0
-    if entry.kind == "whole" or not entry.shapes:
-        return True
-    shape = whole_shape(entry, sizes)
-    pieces = 2 * tp if entry.kind == "gate_up" else tp
-    return shape[1 if entry.kind == "columns" else 0] % pieces == 0
-
-
 def check_tensors(entries: Sequence[Entry], sizes: Sizes, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Compare a folder's tensor names and shapes with those that the entries need.
 

@@ -1,4 +1,4 @@
-"""A ledger on disk and what it must say, side by side: the life of a run, with crashes, resumes and a reader elsewhere.
+"""A ledger on disk and what it must say, side by side: the life of a run, with crashes and resumes.
 
 `Life` knows its own rules and no SQL. Each act does one thing to both and says what must be so afterwards; `check`
 compares everything that can be asked. Acts draw from the generator that they are given: hypothesis or a loop drives it.
@@ -20,7 +20,6 @@ from typing import Any
 
 from ledger_rows import REASONS, Model, N, Row, group_of, is_free, is_pending, prompt_of, turns_of
 
-from slime_core.buffer.claims import Claims
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
 from slime_core.protocols import Recalled
@@ -65,7 +64,6 @@ class Life:
     def _open(self) -> None:
         self.run_dir = self.folder / str(self.generation)
         self.ledger = SqliteLedger(self.run_dir)
-        self.claims = Claims(self.ledger)
 
     # -- what a run does
 
@@ -205,14 +203,11 @@ class Life:
             before = max(0, model.checkpoints[0] - rng.randint(0, 1))
             self.call(self.ledger.prune(before))
             for row in model.rows:
-                done = row.state == "trained" and (row.step < before if row.step else row.claim)
-                if done or (row.state == "dropped" and row.newest < before):
+                if (row.state == "trained" and row.step < before) or (row.state == "dropped" and row.newest < before):
                     row.payload = None
 
     def crash(self, rng: random.Random) -> None:
         """The process is gone: files as they lie there, without a goodbye; then a resume."""
-        if rng.random() < 0.3:
-            self.claim(rng)  # a reader that will not hear of it
         self.generation += 1
         self.crashes += 1
         shutil.copytree(self.run_dir, self.folder / str(self.generation))
@@ -229,54 +224,10 @@ class Life:
         for row in model.rows:
             if row.step > version and row.state == "trained":
                 row.state = "finished"
-        model.expired = set(model.open_claims)  # leases do not outlive their process
-
-    # -- a reader from elsewhere
-
-    def claim(self, rng: random.Random) -> None:
-        """A reader gets finished groups, each of them alone."""
-        model = self.model
-        self._give_back([number for number in model.open_claims if number in model.expired])
-        count, free = rng.randint(1, 2), model.groups(is_free, model.position)
-        taken = self.call(self.claims.claim("reader", count, 3600.0))
-        if taken is None:
-            assert not free
-            return
-        prompts = [int(name.rpartition("/")[2]) for name in taken.groups]
-        assert set(prompts) <= set(free), "a reader got what was not free"
-        assert len(prompts) == min(count, len(free)), "a reader was refused what is free"
-        model.open_claims[taken.id] = list(taken.groups)
-        for position in prompts:
-            assert taken.groups[f"main/{position}"] == self._group_of(position).samples
-            for row in model.of(position):
-                if row.state == "finished":
-                    row.claim = taken.id
-
-    def acknowledge(self, rng: random.Random) -> None:
-        """The reader has trained, and says so, perhaps twice."""
-        number = self._pick(rng, list(self.model.open_claims))
-        if number is None:
-            return
-        self.call(self.claims.ack(number))
-        self.call(self.claims.ack(number))
-        self.refused(self.claims.release(number))
-        del self.model.open_claims[number]
-        for row in self.model.rows:
-            if row.claim == number:
-                row.state = "trained"
-
-    def give_back(self, rng: random.Random) -> None:
-        """The reader does not want them."""
-        number = self._pick(rng, list(self.model.open_claims))
-        if number is not None:
-            self.call(self.claims.release(number))
-            self._give_back([number])
-            self.refused(self.claims.ack(number))
 
     ACTS = (
         *("issue", "issue", "issue", "complete", "complete", "complete", "complete", "complete", "fail", "restart"),
         *("suspend", "journal", "train", "journal", "train", "checkpoint", "crash"),
-        *("claim", "claim", "claim", "acknowledge", "give_back"),
     )
 
     def act(self, name: str, seed: int) -> None:
@@ -343,13 +294,6 @@ class Life:
 
     def _pick(self, rng: random.Random, among: list[int]) -> int | None:
         return rng.choice(among) if among else None
-
-    def _give_back(self, claims: list[int]) -> None:
-        for number in claims:
-            del self.model.open_claims[number]
-            for row in self.model.rows:
-                if row.claim == number:
-                    row.claim = 0
 
     def _pending(self, position: int, attempt: int) -> Group:
         rows = [Row(f"main/{position}-{j}", attempt) for j in range(N)]

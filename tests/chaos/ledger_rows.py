@@ -26,7 +26,6 @@ class Row:
     place: int = -1
     newest: int = -1
     step: int = 0  # version for whose step it is journaled
-    claim: int = 0
 
 
 @dataclass
@@ -38,8 +37,6 @@ class Model:
     journals: dict[int, list[str]] = field(default_factory=dict)
     fingerprints: dict[int, str] = field(default_factory=dict)
     turns: dict[str, list[Turn]] = field(default_factory=dict)
-    open_claims: dict[int, list[str]] = field(default_factory=dict)  # claim -> prompts
-    expired: set[int] = field(default_factory=set)  # of them: the next reader who asks may get theirs
     position: int = 0  # of the next prompt
     version: int = 0
     checkpoints: list[int] = field(default_factory=list)  # newest last
@@ -83,9 +80,9 @@ def is_pending(rows: list[Row]) -> bool:
 
 
 def is_free(rows: list[Row]) -> bool:
-    """Finished, and neither in a step nor with a reader."""
+    """Finished, and in no step."""
     kept = [row for row in rows if row.state == "finished"]
-    return bool(kept) and not is_pending(rows) and not any(row.step or row.claim for row in kept)
+    return bool(kept) and not is_pending(rows) and not any(row.step for row in kept)
 
 
 def prompt_of(position: int) -> Prompt:

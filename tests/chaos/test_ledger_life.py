@@ -1,4 +1,4 @@
-"""The ledger through the life of a run: issue, complete, fail, suspend, train, checkpoint, crash, resume, claim."""
+"""The ledger through the life of a run: issue, complete, fail, suspend, train, checkpoint, crash, resume."""
 
 import random
 

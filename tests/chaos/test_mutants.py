@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "the ledger does not say what has trained",
         "slime_core/buffer/ledger.py",
-        "        await self._write(lambda: self.rows.trained(version, fingerprint), points=TRAINED)\n",
-        "        await self._write(lambda: None, points=TRAINED)\n",
+        "        await self.commits.run(lambda: self.rows.trained(version, fingerprint), points=TRAINED)\n",
+        "        await self.commits.run(lambda: None, points=TRAINED)\n",
         f"{WITNESSES}[trained]",
     ),
     Mutant(
@@ -108,13 +108,6 @@ MUTANTS = [
         "slime_core/buffer/rows.py",
         "        if row[1] and fingerprint and row[1] != fingerprint:\n",
         "        if False:\n",
-        "tests/chaos/test_ledger_life.py::test_a_life_of_three_hundred_acts",
-    ),
-    Mutant(
-        "a claim is not given back when its process is gone",
-        "slime_core/buffer/claims.py",
-        "            if self._due.get(claim, now) <= now:\n",
-        "            if claim in self._due and self._due[claim] <= now:\n",
         "tests/chaos/test_ledger_life.py::test_a_life_of_three_hundred_acts",
     ),
     Mutant(

@@ -60,10 +60,10 @@ def remove(path):
 
 
 def flip(path):
-    """Overwrite every page but the first, in the middle."""
+    """Overwrite the end of every page but the first: rows are there, the middle of a page may be free."""
     data = bytearray(path.read_bytes())
-    for page in range(4096 + 1000, len(data), 4096):
-        data[page : page + 600] = b"\xff" * 600
+    for end in range(2 * 4096, len(data) + 1, 4096):
+        data[end - 600 : end] = b"\xff" * 600
     path.write_bytes(data)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.weights.bridge import Entry, Sizes, divisible, join, part, shard, unshard, whole_shape
+from slime_core.weights.bridge import Entry, Sizes, join, part, shard, unshard, whole_shape
 
 pytestmark = pytest.mark.unit
 
@@ -26,8 +26,6 @@ def test_qkv_stands_group_by_group_each_with_its_queries_its_key_and_its_value()
     assert letters(whole) == "abKV" + "cdLW"
     assert letters(shard(entry, whole, 1, 2)) == "cdLW"
     assert [letters(piece) for piece in part(entry, whole, SIZES)] == ["abcd", "KL", "VW"]
-    assert divisible(entry, SIZES, 2)
-    assert not divisible(entry, SIZES, 4)
 
 
 def test_a_bias_of_qkv_is_joined_as_its_weight_is():
@@ -54,7 +52,6 @@ def test_a_rank_has_its_rows_of_gate_over_its_rows_of_up(stored):
     assert [letters(piece) for piece in shards] == ["abAB", "cdCD"]
     assert letters(unshard(entry, shards)) == "abcdABCD"
     assert [letters(piece) for piece in part(entry, whole, SIZES)] == list(stored)
-    assert [divisible(entry, SIZES, ranks) for ranks in (2, 3, 4)] == [True, False, True]
 
 
 def test_the_vocabulary_is_filled_with_zeros_and_cut_again():
@@ -69,7 +66,6 @@ def test_columns_are_dealt_to_ranks():
     entry = Entry("linear_fc2", ("down",), "columns", shapes=((1, 4),))
     whole = join(entry, [torch.tensor([[1.0, 2.0, 3.0, 4.0]])], SIZES)
     assert [shard(entry, whole, rank, 2).tolist() for rank in range(2)] == [[[1.0, 2.0]], [[3.0, 4.0]]]
-    assert [divisible(entry, SIZES, ranks) for ranks in (2, 3)] == [True, False]
 
 
 def test_halves_at_the_end_of_each_head_become_pairs():
@@ -80,8 +76,6 @@ def test_halves_at_the_end_of_each_head_become_pairs():
     assert letters(whole) == "mnaAbBcC" + "opdDeEfF"
     assert letters(part(entry, whole, heads)[0]) == stored
     assert letters(shard(entry, whole, 1, 2)) == "opdDeEfF"
-    assert divisible(entry, heads, 2)
-    assert not divisible(entry, heads, 4)
 
 
 def test_halves_at_the_end_of_a_tensor_become_pairs():
@@ -89,4 +83,3 @@ def test_halves_at_the_end_of_a_tensor_become_pairs():
     whole = join(entry, [rows(*"mnoabcABC")], SIZES)
     assert letters(whole) == "mnoaAbBcC"
     assert letters(part(entry, whole, SIZES)[0]) == "mnoabcABC"
-    assert not divisible(entry, SIZES, 2)

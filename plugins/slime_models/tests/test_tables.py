@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slime_core import DataError
-from slime_core.weights.bridge import check_tensors, divisible, join, part, shard, unshard, whole_shape
+from slime_core.weights.bridge import check_tensors, join, part, shard, unshard, whole_shape
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +34,6 @@ def test_parting_a_joined_tensor_gives_the_same_bits_back(small):
 def test_collecting_the_shards_gives_the_whole_tensor_bit_for_bit(small, ranks):
     for entry in small.entries:
         whole = join(entry, [small.shards[name] for name in entry.hf], small.sizes)
-        assert divisible(entry, small.sizes, ranks), entry
         shards = [shard(entry, whole, rank, ranks) for rank in range(ranks)]
         assert len({tuple(piece.shape) for piece in shards}) == 1, entry
         assert entry.kind == "whole" or shards[0].numel() * ranks == whole.numel(), entry

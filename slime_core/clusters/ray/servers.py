@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.engines.sglang.server import Server
 
-T = TypeVar("T")
 STARTING = 60.0
 """Seconds in which a host must have started a process; one that takes longer is stopped, or its machine is."""
 

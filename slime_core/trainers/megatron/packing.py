@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from slime_core.types import MicroBatch
 
-Ints = Any  # NDArray[np.int64]
-
 
 @dataclass
 class Pack(PackedSeqParams):

@@ -5,7 +5,6 @@ import sqlite3
 
 import pytest
 
-from slime_core.buffer.claims import Claims
 from slime_core.buffer.conservation import conservation
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
@@ -30,9 +29,6 @@ def full(tmp_path):
         await ledger.trained(1, "f1")
         await ledger.journal_step(2, "main", ["main/1-0", "main/1-1"])
         await ledger.drop([(groups[4].samples, Drop(reason="x"))])
-        claims = Claims(ledger)
-        await claims.ack((await claims.claim("a", 1, 60)).id)
-        await claims.claim("a", 1, 60)
         assert await ledger.audit() == []
         await ledger.rewind(0)
         assert await ledger.audit() == []
@@ -70,7 +66,6 @@ def audit(folder):
         ("UPDATE samples SET reason = 0 WHERE id = 'main/4-0'", "dropped without a reason"),
         ("UPDATE samples SET crc32 = 5 WHERE id = 'main/3-0'", "the payload of main/3-0 cannot be read"),
         ("UPDATE turns SET length = length - 1", "the turns of main/5-0 cannot be read"),
-        ("UPDATE claims SET state = 2", "with a claim that is not open"),
         ("INSERT INTO turns VALUES (999, 1, 24, 1, 1)", "references"),
         (
             "INSERT INTO samples (id, attempt, state) VALUES ('main/5-0', 1, 0)",

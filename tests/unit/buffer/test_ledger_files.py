@@ -45,7 +45,7 @@ def test_sqlite_is_durable_and_has_our_marks(use, tmp_path):
         assert await call(lambda: threading.current_thread().name.startswith("ledger"))
 
     use(body)
-    assert query(tmp_path, "PRAGMA user_version") == [(2,)]
+    assert query(tmp_path, "PRAGMA user_version") == [(3,)]
     assert query(tmp_path, "PRAGMA application_id") == [(0x534C4D31,)]
     assert query(tmp_path, "PRAGMA integrity_check") == [("ok",)]
 
@@ -115,6 +115,31 @@ def test_113_117_a_file_that_is_not_this_ledger_is_refused(tmp_path, first, dama
     assert caught.value.code == code
     assert "ledger.sqlite" in caught.value.where
     assert caught.value.fix
+
+
+def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path):
+    asyncio.run(SqliteLedger(tmp_path).close())
+    script(
+        tmp_path / "ledger.sqlite",
+        "ALTER TABLE samples ADD COLUMN claim INTEGER; CREATE INDEX waiting ON samples (claim, serial) WHERE state = 1;"
+        "CREATE TABLE claims (id INTEGER PRIMARY KEY, reader TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0) STRICT;"
+        "CREATE TABLE applied (client TEXT, message INTEGER) STRICT; PRAGMA user_version = 2;",
+    )
+
+    async def body():
+        ledger = SqliteLedger(tmp_path)
+        group = sample_group(0)
+        await ledger.issue([group])
+        await ledger.finish(group)
+        await ledger.journal(batch_of(0, ids_of(group)))
+        await ledger.trained(1)
+        await ledger.rewind(0)
+        await ledger.prune(1)
+        assert dict(await ledger.counts()) == {"issued": 2, "trained": 0, "pending": 2}
+        assert await ledger.audit() == []
+        await ledger.close()
+
+    asyncio.run(body())
 
 
 def test_110_a_run_directory_that_cannot_be_written_is_refused(tmp_path):

@@ -6,7 +6,6 @@ import sqlite3
 import pytest
 
 from durability.large_ledger import fill_ledger
-from slime_core.buffer.claims import Claims
 from slime_core.buffer.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
@@ -43,7 +42,7 @@ def test_a_sample_takes_less_than_300_bytes_and_the_file_grows_in_proportion(tmp
 
 
 def test_opening_and_the_calls_of_a_step_scan_no_table_of_samples(tmp_path):
-    """Whatever SQLite plans to read in whole is small: names of reasons, counts, open claims, turns."""
+    """Whatever SQLite plans to read in whole is small: names of reasons, counts, turns."""
     asyncio.run(SqliteLedger(tmp_path).close())
     queries = set()
 
@@ -64,8 +63,6 @@ def test_opening_and_the_calls_of_a_step_scan_no_table_of_samples(tmp_path):
         await ledger.samples(["main/2-0"])
         await ledger.rewind(0)
         await ledger.prune(1)
-        claims = Claims(ledger)
-        await claims.ack((await claims.claim("a", 1, 60)).id)
         await ledger.composition(1)
         await ledger.counts()
         await ledger.commits.run(lambda: db.set_trace_callback(None))
@@ -78,5 +75,5 @@ def test_opening_and_the_calls_of_a_step_scan_no_table_of_samples(tmp_path):
     db.close()
     assert len(planned) > 30
     scans = {step for step in steps if step.startswith("SCAN") and not step.startswith("SCAN CONSTANT")}
-    allowed = ("tally", "reasons", "turns", "arrays", "living", "waiting", "open_claims")
+    allowed = ("tally", "reasons", "turns", "arrays", "living")
     assert [step for step in scans if not any(name in step for name in allowed)] == []

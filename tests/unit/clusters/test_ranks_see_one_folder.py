@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from slime_core.clusters.ranks import RankTrainer, processes
+from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import load_config
 from slime_core.errors import StorageError
 from slime_core.plugins import load_plugins
@@ -40,6 +40,6 @@ def test_a_rank_that_sees_another_folder_is_named(tmp_path):
     assert "rank 1" in caught.value.what
     assert str(tmp_path / "other") in caught.value.where
     assert [p for p in run_dir.iterdir() if p.name != "log"] == []
-    for pid in processes(ranks):
+    for pid in [rank.pid for rank in ranks._ranks]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trainer_bench as made
 
-from slime_core.clusters.ranks import RankTrainer, processes
+from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError, TrainerError
 from slime_core.plugins import load_plugins
@@ -82,7 +82,7 @@ async def _fail(ranks, config, method, *args):
                 await ranks.fingerprint()
     assert second.value.code == "TRN105"
     assert second.value.what == "the trainer's ranks were ended, none can answer fingerprint"
-    for pid in processes(ranks):
+    for pid in [rank.pid for rank in ranks._ranks]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     return first.value, second.value
