@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.buffer.conservation import conservation
-from slime_core.buffer.recovery import Standing
 from slime_core.checkpoint import About, Checkpoints, Found, check_state
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
 from slime_core.errors import Preempted
+from slime_core.ledger.reads import conservation
+from slime_core.ledger.recovery import Standing
 from slime_core.seeds import set_generators
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ LAYERS = {
         "crowding",
     ),
     1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
-    2: ("algo", "data", "evaluation", "weights", "report", "buffer"),
+    2: ("algo", "data", "evaluation", "weights", "report", "ledger", "buffer"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
     5: ("loop", "evaluate", "resume", "stage"),

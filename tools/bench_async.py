@@ -40,10 +40,10 @@ from long_tail import MODES, plugin, run
 from simulated_gpus import Done, Gpus, Nobody, TimedEngine, TimedTrainer
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.engine_set import EngineSet
 from slime_core.clusters.turns import FreeTurns
 from slime_core.config.load import load_config
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.engine_set import EngineSet
 from slime_core.config.load import load_config
 from slime_core.context import Context
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import Plugins, load_plugins
 from slime_core.rollout.collect import Collector
 from slime_core.rollout.sampling import training_params

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from durability.large_ledger import fill_ledger
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.protocols import Ledger
 from slime_core.types import Group, Prompt, Sample
 

@@ -34,12 +34,12 @@ import numpy as np
 from bench_collector import NoLedger
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.channel import Channel, Child, Start, start_here
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts, Role
 from slime_core.report import Report

@@ -7,7 +7,7 @@
 A run is a *world*: one of the scenarios of tests/chaos/world.py (no torch; the trainer's step and the engine's tokens
 are hashes of everything that they are given), killed some 5 to 15 times, and compared with the same run left alone.
 What is done is a function of the seed and the world's number; the moments, of the machine too. Runs lie in /dev/shm: a
-kill loses nothing that was written; what a power cut does is asked by tests/unit/checkpoint and tests/unit/buffer.
+kill loses nothing that was written; what a power cut does is asked by tests/unit/checkpoint and tests/unit/ledger.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 
 HERE = Path(__file__).parent
 WITNESS = """

@@ -1,1 +1,1 @@
-"""The Data Buffer: sample states in SQLite, payloads in segment files."""
+"""The rollout buffer: groups and rollouts over HTTP, its client, and a generator's loop."""

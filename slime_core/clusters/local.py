@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.backends import trainer_class
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
@@ -25,6 +24,7 @@ from slime_core.clusters.republish import Republish
 from slime_core.clusters.turns import FreeTurns, QuietTurns, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.checks import open_model

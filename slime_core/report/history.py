@@ -106,8 +106,8 @@ def _open_ledger(run_dir: RunDir) -> sqlite3.Connection:
     """The database, to read, wherever ``report.ledger_dir`` has put it; sqlite3.Error where there is none."""
     path = run_dir.ledger
     if not path.exists() and run_dir.config.is_file():
-        from slime_core.buffer.filesystem import own_folder
         from slime_core.config.load import read
+        from slime_core.ledger.schema import own_folder
 
         elsewhere = read(run_dir.config, check=False).config.report.ledger_dir
         path = own_folder(run_dir.path, Path(elsewhere)) / path.name if elsewhere else path

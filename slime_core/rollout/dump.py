@@ -3,7 +3,7 @@
     file     "slimeRD1" | header length, u32 | crc32 of the header, u32 | header | bodies, in the header's order
     header   JSON: version stage run groups; a group has prompt, rollouts (id -> sample indices) and samples; a sample
              has size and crc32 of its body, and the same of each array that it refers to
-    body     a sample as the ledger keeps it (`buffer.codec`), or an array's bytes; all numbers little endian
+    body     a sample as the ledger keeps it (`ledger.codec`), or an array's bytes; all numbers little endian
 
 ``step-000001.rollout`` holds what the step that made version 1 trained on, ``eval-NAME-000001.rollout`` an evaluation.
 No pickle. A file is whole or not there: it gets its name when it is durable.
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.buffer import segments
-from slime_core.buffer.codec import decode, encode
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
+from slime_core.ledger import segments
+from slime_core.ledger.codec import decode, encode
 from slime_core.types import ArrayRef, Group, Prompt, Sample
 
 if TYPE_CHECKING:

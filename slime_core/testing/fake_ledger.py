@@ -8,8 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slime_core.buffer.turns import cut
 from slime_core.errors import StorageError
+from slime_core.ledger.codec import cut
 from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import Batch, Group, Prompt, Sample
 

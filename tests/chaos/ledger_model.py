@@ -20,8 +20,8 @@ from typing import Any
 
 from ledger_rows import REASONS, Model, N, Row, group_of, is_free, is_pending, prompt_of, turns_of
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.protocols import Recalled
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Drop, Group, Sample

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from world import SCENARIOS, World, install
 
-from slime_core.buffer import schema
+from slime_core.ledger import schema
 
 schema.CACHE_KIB = 128  # full after a hundred steps: what still grows then is no cache
 

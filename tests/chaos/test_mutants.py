@@ -28,7 +28,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "payloads are named before they are durable",
-        "slime_core/buffer/segments.py",
+        "slime_core/ledger/segments.py",
         "            number = self._number\n            try:\n                durable.disk.sync(self._fd)\n",
         "            number = self._number\n            try:\n                pass\n",
         f"{CRASHES}_of_a_segment_keeps_what_was_synced",
@@ -63,21 +63,21 @@ MUTANTS = [
     ),
     Mutant(
         "the ledger does not say what has trained",
-        "slime_core/buffer/ledger.py",
+        "slime_core/ledger/ledger.py",
         "        await self.commits.run(lambda: self.rows.trained(version, fingerprint), points=TRAINED)\n",
         "        await self.commits.run(lambda: None, points=TRAINED)\n",
         f"{WITNESSES}[trained]",
     ),
     Mutant(
         "a step's composition is not journaled",
-        "slime_core/buffer/ledger.py",
+        "slime_core/ledger/ledger.py",
         "self.rows.journal(version, stage, ids)",
         "None",
         f"{WITNESSES}[trained]",
     ),
     Mutant(
         "what unfinished samples have is not kept",
-        "slime_core/buffer/ledger.py",
+        "slime_core/ledger/ledger.py",
         "self.rows.suspend(kept)",
         "None",
         f"{WITNESSES}[suspended]",
@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(
         "a version may be made again with other weights",
-        "slime_core/buffer/rows.py",
+        "slime_core/ledger/rows.py",
         "        if row[1] and fingerprint and row[1] != fingerprint:\n",
         "        if False:\n",
         "tests/chaos/test_ledger_life.py::test_a_life_of_three_hundred_acts",

@@ -26,11 +26,11 @@ import numpy as np
 from durability.audit import Audit, audit, differences
 from durability.chaos import ask, run_child, survive, tail
 from slime_core import durable, loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.checkpoint import Checkpoints
 from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report

@@ -12,8 +12,8 @@ import pytest
 
 from slime_cli.main import main
 from slime_core import failpoints
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report import RunDir, history
 
 pytestmark = pytest.mark.integration

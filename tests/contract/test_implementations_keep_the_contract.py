@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import load_config
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.testing.contracts import (

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 
 
 def steps_of(run, steps):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system

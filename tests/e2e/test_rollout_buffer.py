@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from slime_core.buffer.client import BufferClient
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.buffer.service import models
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system

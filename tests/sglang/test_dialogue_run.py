@@ -11,7 +11,7 @@ import pytest
 from raw_server import ENVIRONMENT, START_TIMEOUT
 from served_recipe import toml
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.types import Sample
 
 pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
-from slime_core.buffer.segments import Place, Segments
 from slime_core.errors import StorageError
+from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
+from slime_core.ledger.segments import Place, Segments
 
 SAMPLE_ID = re.compile(r"(?P<stage>.+)/(?P<position>\d+)-(?P<rollout>\d+)(\.\d+)?")
 TORCH_DIST = ".metadata"  # the index of a torch_dist folder has this name

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.checkpoint import Checkpoints
 from slime_core.clusters.engine_set import holding
 from slime_core.clusters.turns import FreeTurns, QuietTurns
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report

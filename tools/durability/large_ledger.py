@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_core.buffer.schema import DROPPED, TRAINED
+from slime_core.ledger.schema import DROPPED, TRAINED
 
 GROUP = 8  # samples a prompt
 STEP = 1024  # samples a step

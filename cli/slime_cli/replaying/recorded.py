@@ -15,12 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
-from slime_core.buffer.codec import decode
-from slime_core.buffer.filesystem import NAME, own_folder
-from slime_core.buffer.schema import sqlite_error
-from slime_core.buffer.segments import Place, Segments
 from slime_core.config.load import read
 from slime_core.errors import StorageError
+from slime_core.ledger.codec import decode
+from slime_core.ledger.schema import NAME, own_folder, sqlite_error
+from slime_core.ledger.segments import Place, Segments
 from slime_core.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from actors import BROKEN, RIGHT, WRONG, Known, fenced
 from speakers import speaker
 
 from durability.cut_runs import CutRun
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.config.load import load_config
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins.assemble import option_models
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench import run as kernelbench

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slime_core.buffer.codec import decode, encode
 from slime_core.buffer.service import models
 from slime_core.buffer.service.tables import DROPPED, STATES, Incoming, Stored, Tables
+from slime_core.ledger.codec import decode, encode
 from slime_core.types import Batch, Group, Prompt, Sample, Status
 
 ABOUT = ("id", "attempt", "task", "prompt", "tokens", "label", "metadata")

@@ -17,13 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from slime_core.buffer.conservation import dropped_in
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.buffer.service import bodies, models
 from slime_core.buffer.service.leases import Leases
 from slime_core.buffer.service.store import Store
 from slime_core.buffer.service.tables import DROPPED, FINISHED, OPEN, STATES, Change, Limits, Stored, Tables
 from slime_core.failpoints import failpoint
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.reads import dropped_in
 from slime_core.types import Drop, Sample
 
 R = TypeVar("R")

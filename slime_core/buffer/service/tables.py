@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from slime_core.buffer.schema import sqlite_error
 from slime_core.errors import StorageError
 from slime_core.failpoints import failpoint
+from slime_core.ledger.schema import sqlite_error
 
 APPLICATION_ID = 0x534C4253  # "SLBS"
 SCHEMA_VERSION = 1

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
 from slime_core.clusters.engine_set import as_one, holding
@@ -29,6 +28,7 @@ from slime_core.clusters.remote_engine import EngineProcess, Sender
 from slime_core.clusters.republish import Republish
 from slime_core.clusters.sglang import Served, sglang_engines
 from slime_core.clusters.turns import FreeTurns, gives_memory, server_turns
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.protocols import Parts
 from slime_core.threads import TorchThread
 

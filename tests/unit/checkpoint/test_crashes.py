@@ -9,8 +9,8 @@ import pytest
 
 from durability.disk import RecordingDisk, crashes, recorded, tree_of, violations, write_tree
 from slime_core import durable
-from slime_core.buffer.segments import Segments
 from slime_core.checkpoint import About, Checkpoints, manifest
+from slime_core.ledger.segments import Segments
 from slime_core.testing.fakes import FakeTrainer, MemoryLedger
 
 pytestmark = pytest.mark.unit

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
 from slime_core.errors import PluginError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.notices import NOTICES
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from durability.cut_runs import CutRun
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.config.load import load_config
 from slime_core.errors import Preempted
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.stopping import Stop
 
 pytestmark = pytest.mark.unit

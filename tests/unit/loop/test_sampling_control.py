@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from slime_core import loop
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
 from slime_core.config.load import load_config
 from slime_core.errors import TrainerError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report import RunDir, history
 from slime_core.types import Drop
 

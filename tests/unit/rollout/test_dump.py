@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from slime_core.buffer.segments import Segments, read_array
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
+from slime_core.ledger.segments import Segments, read_array
 from slime_core.plugins import load_plugins
 from slime_core.rollout.dump import About, Dump, dumps_of, evaluation_path, read_dump, step_path, write_dump
 from slime_core.rollout.dumped import DumpedGroups

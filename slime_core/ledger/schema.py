@@ -1,17 +1,26 @@
-"""The ledger's tables, and how its SQLite file is opened.
+"""The ledger's SQLite file: its tables, where it may lie, how it is opened and copied.
 
 One row a sample and attempt, under 300 bytes with its indexes; payloads lie in segment files. `tally` counts rows by
 state and reason and is kept by triggers, inside the transaction that changes a row. The partial index holds only rows
 whose payload is not pruned.
+
+SQLite's write-ahead log needs a local file system, and never says so: a network file system is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from slime_core.buffer.owner import locker
+from slime_core import durable
+from slime_core.durable import FileMark, storage_error
 from slime_core.errors import StorageError
+from slime_core.ledger.owner import locker
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
 SCHEMA_VERSION = 3
@@ -83,6 +92,16 @@ CREATE TRIGGER sample_kept BEFORE DELETE ON samples BEGIN
     SELECT RAISE(ABORT, 'a sample is never deleted');
 END;
 """
+NAME = "ledger.sqlite"
+NETWORK = frozenset({
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "vboxsf", "virtiofs", "weka", "wekafs",
+})  # fmt: skip
+LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs"})
+MOUNTS = Path("/proc/self/mountinfo")
+ESCAPE = re.compile(r"\\([0-7]{3})")
+CHUNK = 64 << 10
+CACHE = "PRAGMA cache_size = -32"  # KiB, of a copy: its pages pass once, and are not kept
 
 
 def connect(path: Path, marks: tuple[int, int] = (0, 0), *, thorough: bool = False) -> sqlite3.Connection:
@@ -175,3 +194,114 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
                 why, fix = f"process {pid} holds it", f"one run directory has one run: stop process {pid}"
             return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=why, fix=fix)
     return StorageError(f"the ledger failed: {error}", where=str(path), why=name)
+
+
+def network_type(path: Path) -> str:
+    """The type of the network file system that holds ``path``; empty for a local one, or where nobody can tell."""
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    found, kind = "", ""
+    resolved = str(path.resolve())
+    for line in lines:
+        place, _, behind = line.partition(" - ")
+        mount = ESCAPE.sub(lambda octal: chr(int(octal[1], 8)), place.split()[4])
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(found):  # a later mount covers an earlier one
+            found, kind = mount, behind.split()[0]
+    remote = kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
+    return kind if remote else ""
+
+
+def database_path(run_dir: Path, ledger_dir: Path | None) -> Path:
+    """``ledger.sqlite`` in the run directory, or in a folder of the run's own below ``ledger_dir``, which is made.
+
+    Raises:
+        StorageError: STO118 it would lie on a network file system, STO110 the folder cannot be made.
+    """
+    if ledger_dir is None:
+        _require_local(run_dir, "the run directory", "keep the ledger on a local disk: --ledger-dir /var/tmp/slime")
+        return run_dir / NAME
+    _require_local(ledger_dir, "report.ledger_dir", "choose a folder on a local disk: --ledger-dir /var/tmp/slime")
+    folder = own_folder(run_dir, ledger_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(error, folder, "the ledger's folder cannot be made") from error
+    return folder / NAME
+
+
+def own_folder(run_dir: Path, ledger_dir: Path) -> Path:
+    """The folder of a run below ``ledger_dir``, by the run directory's path; nothing is made."""
+    resolved = run_dir.resolve()
+    digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return ledger_dir / f"{resolved.name}-{digest}"
+
+
+def _require_local(path: Path, what: str, fix: str) -> None:
+    kind = network_type(path)
+    if kind:
+        raise StorageError(
+            f"{what} is on a network file system ({kind})",
+            code="STO118",
+            where=str(path),
+            why="SQLite's write-ahead log is shared memory: over a network it loses commits",
+            fix=fix,
+        )
+
+
+def copy_database(source: Path, target: Path) -> FileMark:
+    """A new durable file with everything that is committed, without a write-ahead log of its own.
+
+    The copy is made beside the source, on its local disk, and then written to ``target`` as plain bytes: SQLite never
+    works on the file system of the target.
+
+    Raises:
+        StorageError: the source is damaged, or the target cannot be written.
+    """
+    aside = source.with_name(f".{source.name}.{os.getpid()}.copy")
+    try:
+        aside.unlink(missing_ok=True)
+        _copy(source, aside)
+        with aside.open("rb") as file:
+            return durable.write_file(target, chunks(file))
+    except sqlite3.Error as error:
+        raise sqlite_error(error, source) from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise durable.storage_error(error, target, "the ledger cannot be copied") from error
+    finally:
+        for left in (aside, aside.with_name(f"{aside.name}-journal")):
+            left.unlink(missing_ok=True)
+
+
+def sweep_copies(source: Path) -> None:
+    """Remove the halves of copies that were being made when an owner of ``source`` was killed."""
+    for left in source.parent.glob(f".{source.name}.*.copy*"):
+        left.unlink(missing_ok=True)
+
+
+def _copy(source: Path, aside: Path) -> None:
+    old = sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        old.execute(CACHE)
+        new = sqlite3.connect(aside, isolation_level=None)
+        try:
+            new.execute(CACHE)
+            old.backup(new)
+            new.execute("PRAGMA journal_mode = DELETE")
+            (sound,) = new.execute("PRAGMA quick_check(1)").fetchone()
+            if sound != "ok":  # pages are copied as they are
+                raise damaged(source, "the ledger is damaged", str(sound))
+        finally:
+            new.close()
+    finally:
+        old.close()
+
+
+def chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """A file's bytes from here on."""
+    while data := file.read(CHUNK):
+        yield data

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slime_core.buffer import filesystem as module
-from slime_core.buffer.filesystem import NETWORK, database_path, network_type, own_folder
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger import schema as module
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.schema import NETWORK, database_path, network_type, own_folder
 from slime_core.testing.contracts import sample_group
 
 pytestmark = pytest.mark.unit

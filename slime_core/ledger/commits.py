@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from slime_core.buffer.owner import Owner
-from slime_core.buffer.schema import connect, sqlite_error
-from slime_core.buffer.segments import Segments
 from slime_core.errors import StorageError
 from slime_core.failpoints import failpoint
+from slime_core.ledger.owner import Owner
+from slime_core.ledger.schema import connect, sqlite_error
+from slime_core.ledger.segments import Segments
 
 R = TypeVar("R")
 ROWS = 256

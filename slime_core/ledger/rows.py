@@ -3,6 +3,10 @@
 issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind -> finished
             |                    |
             `------ drop --------'--> dropped(reason)
+
+Pruning forgets payloads that nobody will ask for again, rows never. First the rows stop naming their payloads,
+durably; then segment files in which nothing lives any more are removed. A crash between the two leaves files that the
+next pruning removes.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from slime_core.buffer.codec import encode, plain_reward
-from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
-from slime_core.buffer.segments import Place, Segments
-from slime_core.buffer.turns import encode_turns
+from slime_core import durable
+from slime_core.durable import storage_error
 from slime_core.errors import StorageError
+from slime_core.ledger.codec import encode, encode_turns, plain_reward
+from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
+from slime_core.ledger.segments import Place, Segments
 from slime_core.protocols import Drops, Turn
 from slime_core.types import ArrayRef, Group, Sample
 
@@ -43,6 +48,8 @@ WHERE state = {PENDING}
 """
 ROW = "SELECT serial, state, step FROM samples WHERE id = ? AND attempt = ?"
 LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+OLD = f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 OR state = {TRAINED} AND step < ?1)"
+"""Samples that no version from ``?1`` on had a part in."""
 
 
 def of_prompt(prompt_id: str) -> tuple[str, str, int]:
@@ -284,3 +291,49 @@ def _ages(versions: Sequence[int]) -> tuple[int | None, int | None, int | None]:
 def _stored(place: Place) -> tuple[int, int, int, int]:
     """The values of ``STORED``."""
     return place.segment, place.offset, place.length, place.crc32
+
+
+def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
+    """Rows of samples that were dropped or trained before a version name no payload any more, and no turns."""
+    for table in ("turns", "arrays"):
+        of_old = f"SELECT 1 FROM samples WHERE samples.serial = {table}.serial AND {OLD}"
+        db.execute(f"DELETE FROM {table} WHERE EXISTS ({of_old})", (before_version,))
+    db.execute(
+        "UPDATE samples SET segment = NULL, offset = NULL, length = NULL, crc32 = NULL "
+        f"WHERE segment IS NOT NULL AND {OLD}",
+        (before_version,),
+    )
+
+
+def living(db: sqlite3.Connection) -> set[int]:
+    """Numbers of the segments in which a payload, a suspended turn or an array of a stored sample lies."""
+    found: set[int] = set()
+    number = -1
+    while True:  # one step of the index a segment, however many rows name it
+        query = "SELECT min(segment) FROM samples WHERE segment IS NOT NULL AND segment > ?"
+        (number,) = db.execute(query, (number,)).fetchone()
+        if number is None:
+            break
+        found.add(number)
+    found |= {number for (number,) in db.execute("SELECT DISTINCT segment FROM turns")}
+    return found | {number for (number,) in db.execute("SELECT DISTINCT segment FROM arrays")}
+
+
+def remove_segments(segments: Segments, kept: set[int]) -> int:
+    """Remove the files that are neither in ``kept`` nor may still be written to; the answer is their count.
+
+    Raises:
+        StorageError: a file that cannot be removed.
+    """
+    dead = segments.ended() - kept
+    for number in sorted(dead):
+        segments.forget(number)
+        try:
+            durable.disk.remove(segments.path(number))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise storage_error(error, segments.path(number), "a segment that is empty cannot be removed") from error
+    if dead:
+        durable.disk.sync_folder(segments.folder)
+    return len(dead)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from slime_core.buffer.conservation import conservation
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import SlimeError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.reads import conservation
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.testing.fakes import MemoryLedger
 from slime_core.trainers.batch import make_batch

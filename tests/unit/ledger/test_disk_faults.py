@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from slime_core import durable
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.durable import Disk
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
 
@@ -216,7 +216,7 @@ def test_120_no_more_files_is_told_and_passes(with_ledger, monkeypatch):
 LIMITED = """
 import asyncio, os, resource, sys
 from pathlib import Path
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.errors import StorageError
 from slime_core.testing.contracts import sample_group
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.buffer import commits as module
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger import commits as module
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from books import recount
 
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import threading
 import pytest
 from books import batch_of, ids_of, query
 
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Group
 
@@ -199,7 +199,7 @@ def test_a_closed_ledger_says_so_and_closes_twice(tmp_path):
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group
 
 async def main():

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
-from slime_core.buffer.recovery import Standing, recover
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.recovery import Standing, recover
 from slime_core.testing.contracts import sample_group
 from slime_core.testing.ledger_contract import suspended_turns
 from slime_core.types import Drop

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from slime_core.buffer.ledger import SqliteLedger
-from slime_core.buffer.owner import NAME, Owner, start_of
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.owner import NAME, Owner, start_of
 from slime_core.testing.contracts import sample_group
 
 pytestmark = pytest.mark.unit
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 print("open", flush=True)

@@ -5,9 +5,9 @@ import sqlite3
 
 import pytest
 
-from slime_core.buffer.conservation import conservation
-from slime_core.buffer.ledger import SqliteLedger
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.reads import conservation
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
 

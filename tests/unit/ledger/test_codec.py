@@ -5,8 +5,8 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slime_core.buffer.codec import decode, encode, plain_reward
 from slime_core.errors import PluginError
+from slime_core.ledger.codec import decode, encode, plain_reward
 from slime_core.types import ArrayRef, Sample, Status
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@
                 |                    |
                 `------ drop --------'--> dropped(reason)
 
-A payload is durable before the commit that names it. Calls that wait together share a transaction (`buffer.commits`)
+A payload is durable before the commit that names it. Calls that wait together share a transaction (`ledger.commits`)
 and are answered when it is durable. The event loop never waits for the disk, and a call that is repeated changes
 nothing.
 """
@@ -15,17 +15,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime_core.buffer.audit import audit_payloads, audit_tables
-from slime_core.buffer.commits import Commits, Points
-from slime_core.buffer.copies import copy_database, sweep_copies
-from slime_core.buffer.filesystem import database_path
-from slime_core.buffer.forget import forget_payloads, living, remove_segments
-from slime_core.buffer.reads import Reads
-from slime_core.buffer.rows import Rows
-from slime_core.buffer.schema import damaged
-from slime_core.buffer.segments import Segments
 from slime_core.durable import FileMark
 from slime_core.failpoints import failpoint
+from slime_core.ledger.audit import audit_payloads, audit_tables
+from slime_core.ledger.commits import Commits, Points
+from slime_core.ledger.reads import Reads
+from slime_core.ledger.rows import Rows, forget_payloads, living, remove_segments
+from slime_core.ledger.schema import copy_database, damaged, database_path, sweep_copies
+from slime_core.ledger.segments import Segments
 from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import Batch, Group, Sample
 

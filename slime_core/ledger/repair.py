@@ -1,6 +1,6 @@
 """A ledger that is damaged, or has lost commits: a checkpoint's copy takes its place, and what is known is told.
 
-    python -m slime_core.buffer.repair RUN_DIR [--ledger-dir DIR] [--copy FILE]
+    python -m slime_core.ledger.repair RUN_DIR [--ledger-dir DIR] [--copy FILE]
 
 The damaged files are kept as ``corrupt-N-ledger.sqlite``. Rows that are newer than the copy are gone: the run that is
 resumed from the copy's checkpoint, or an earlier one, generates those samples again.
@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_core import durable
-from slime_core.buffer.copies import chunks
-from slime_core.buffer.filesystem import NAME, database_path
-from slime_core.buffer.owner import Owner
-from slime_core.buffer.schema import APPLICATION_ID, READABLE, damaged
 from slime_core.errors import StorageError
+from slime_core.ledger.owner import Owner
+from slime_core.ledger.schema import APPLICATION_ID, NAME, READABLE, chunks, damaged, database_path
 
 MARKS = "SELECT (SELECT max(serial) FROM samples), (SELECT max(version) FROM steps)"
 
@@ -125,7 +123,7 @@ def _open(path: Path) -> sqlite3.Connection:
 def main(args: Sequence[str] | None = None) -> int:
     """The command; the answer is its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m slime_core.buffer.repair", description=(__doc__ or "").split("\n")[0]
+        prog="python -m slime_core.ledger.repair", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--copy", type=Path, help="default: the newest checkpoint's")

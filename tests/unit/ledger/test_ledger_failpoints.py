@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import slime_core.buffer
+import slime_core.ledger
 from slime_core import failpoints
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
 
@@ -103,5 +103,5 @@ def test_a_kill_at_each_failpoint_leaves_a_ledger_that_goes_on(tmp_path, whole, 
 
 
 def test_every_failpoint_of_the_ledger_is_written_in_its_code():
-    text = "".join(path.read_text() for path in Path(slime_core.buffer.__path__[0]).glob("*.py"))
+    text = "".join(path.read_text() for path in Path(slime_core.ledger.__path__[0]).glob("*.py"))
     assert [name for name in NAMES if f'"{name}"' not in text] == []

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from durability.large_ledger import fill_ledger
-from slime_core.buffer.ledger import SqliteLedger
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
 

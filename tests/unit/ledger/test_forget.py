@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from slime_core import durable
-from slime_core.buffer.ledger import SqliteLedger
-from slime_core.buffer.segments import Segments
 from slime_core.durable import Disk
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.segments import Segments
 from slime_core.testing.contracts import sample_group, suspended_turns
 from slime_core.types import Drop
 

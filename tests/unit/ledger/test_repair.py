@@ -7,10 +7,10 @@ import sqlite3
 
 import pytest
 
-from slime_core.buffer.filesystem import own_folder
-from slime_core.buffer.ledger import SqliteLedger
-from slime_core.buffer.repair import main, newest_copy, repair
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.ledger.repair import main, newest_copy, repair
+from slime_core.ledger.schema import own_folder
 from slime_core.testing.contracts import sample_group
 
 pytestmark = pytest.mark.unit

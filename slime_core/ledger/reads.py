@@ -1,19 +1,18 @@
-"""Questions to the ledger's tables: recall, samples, suspended turns, counts."""
+"""Questions to the ledger's tables: recall, samples, suspended turns, counts, and whether counts add up."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slime_core.buffer.codec import decode
-from slime_core.buffer.rows import OF_PROMPT, REPLACED, of_prompt
-from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
-from slime_core.buffer.segments import Place, Segments
-from slime_core.buffer.turns import cut, decode_turns
 from slime_core.errors import StorageError
+from slime_core.ledger.codec import cut, decode, decode_turns
+from slime_core.ledger.rows import OF_PROMPT, REPLACED, of_prompt
+from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
+from slime_core.ledger.segments import Place, Segments
 from slime_core.protocols import Recalled, Turn
 from slime_core.types import Sample
 
@@ -131,3 +130,26 @@ def _issued_as(name: str) -> str:
 
 def _place(segment: int, offset: int, length: int, crc32: int) -> Place:
     return Place(segment=segment, offset=offset, length=length, crc32=crc32)
+
+
+def dropped_in(counts: Mapping[str, int]) -> int:
+    """Samples of a ledger's counts that were dropped, whatever the reason."""
+    return sum(count for name, count in counts.items() if name.startswith("dropped/"))
+
+
+def conservation(counts: Mapping[str, int]) -> str:
+    """A ledger's counts as one line: ``24 issued = 20 trained + 4 dropped + 0 pending``.
+
+    Raises:
+        StorageError: STO00 with the counts, where they do not add up.
+    """
+    dropped = dropped_in(counts)
+    issued, trained, pending = counts["issued"], counts["trained"], counts["pending"]
+    if issued != trained + dropped + pending or min(counts.values()) < 0:
+        raise StorageError(
+            f"samples were lost or doubled: {dict(counts)}",
+            code="STO00",
+            why=f"issued = trained + dropped + pending, here {issued} and {trained} + {dropped} + {pending}",
+            fix="keep the run directory as it is and report this; slime show RUN_DIR tells the counts",
+        )
+    return f"{issued} issued = {trained} trained + {dropped} dropped + {pending} pending"

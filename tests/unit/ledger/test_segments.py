@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from slime_core.buffer import segments as module
-from slime_core.buffer.segments import Place, Segments, read_array, segment_name
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
+from slime_core.ledger import segments as module
+from slime_core.ledger.segments import Place, Segments, read_array, segment_name
 from slime_core.types import ArrayRef
 
 pytestmark = pytest.mark.unit

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from slime_core.buffer.codec import decode
-from slime_core.buffer.filesystem import database_path
-from slime_core.buffer.owner import Owner
-from slime_core.buffer.repair import repair
-from slime_core.buffer.rows import OF_PROMPT, array_refs, of_prompt
-from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, TRAINED, connect, damaged, sqlite_error
-from slime_core.buffer.segments import Place, Segments
 from slime_core.errors import StorageError
+from slime_core.ledger.codec import decode
+from slime_core.ledger.owner import Owner
+from slime_core.ledger.repair import repair
+from slime_core.ledger.rows import OF_PROMPT, array_refs, of_prompt
+from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, TRAINED, connect, damaged, database_path, sqlite_error
+from slime_core.ledger.segments import Place, Segments
 
 UNREADABLE = frozenset({"STO111", "STO112", "STO121"})
 STORED = f"""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping
 
-from slime_core.buffer.conservation import conservation
-from slime_core.buffer.schema import DROPPED, FINISHED, PENDING, TRAINED
-from slime_core.buffer.segments import Place, Segments
 from slime_core.errors import StorageError
+from slime_core.ledger.reads import conservation
+from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, TRAINED
+from slime_core.ledger.segments import Place, Segments
 
 SHOWN = 5
 CHECKS = (

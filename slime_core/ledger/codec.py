@@ -1,8 +1,10 @@
-"""A Sample to bytes and back, bit for bit: a JSON header for scalars and text, raw little-endian arrays behind it.
+"""Samples and suspended turns to bytes and back, bit for bit: a JSON header, raw little-endian arrays behind it.
 
     header length, u32 | header {fields, arrays: [[name, dtype, count], ...]} | array bytes, in that order
 
-Masks and versions are run-length encoded in the header. Log-probs are stored as float32 where that loses nothing.
+Masks and versions of a sample are run-length encoded in the header. Log-probs are stored as float32 where that loses
+nothing. A record of turns holds those of one sample in order: requests and completions in the header, every list of
+numbers of theirs in one array a name.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, fields as fields_of
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields as fields_of, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.types import ArrayRef, Sample
+from slime_core.protocols import Turn
+from slime_core.types import ArrayRef, Completion, GenerateRequest, Sample, SamplingParams
 
 LENGTH = struct.Struct("<I")
 FORMAT = 1
@@ -28,6 +31,9 @@ FLOATS = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
 RUNS = ("loss_mask", "weight_versions")
 PLAIN = tuple(item.name for item in fields_of(Sample) if item.name not in ("tokens", *FLOATS, *RUNS))
 DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has its default is not written
+TURN_INTS = ("tokens", "versions")  # of a Completion, one entry a new token
+TURN_LOGS = ("log_probs",)
+TURN_PLAIN = "plain_log_probs"  # empty where the engine cannot tell; NaN in a record
 
 
 def encode(sample: Sample) -> list[bytes | memoryview]:
@@ -138,3 +144,98 @@ def plain_reward(sample: Sample) -> float | None:
         return None
     value = float(reward)
     return value if math.isfinite(value) else None
+
+
+def encode_turns(turns: Sequence[Turn]) -> list[bytes | memoryview]:
+    """The parts of a record."""
+    pieces = [piece for turn in turns for piece in turn.pieces]
+    arrays = [("prompt", ints([token for turn in turns for token in turn.request.tokens]))]
+    arrays += [(name, ints(_joined(pieces, name))) for name in TURN_INTS]
+    arrays += [(name, floats(_joined(pieces, name))) for name in TURN_LOGS]
+    arrays.append((TURN_PLAIN, floats([value for piece in pieces for value in _plain_log_probs(piece)])))
+    return pack({"turns": [_header(turn) for turn in turns]}, arrays)
+
+
+def decode_turns(body: bytes) -> list[Turn]:
+    """The turns of a record that :func:`encode_turns` made.
+
+    Raises:
+        ValueError: a record of another format.
+    """
+    fields, arrays = unpack(body)
+    numbers = {name: array.tolist() for name, array in arrays.items()}
+    turns, prompt_at, piece_at = [], 0, 0
+    for header in fields["turns"]:
+        request, end = dict(header["request"]), prompt_at + header["prompt"]
+        params = SamplingParams(**{**request.pop("params"), **_tuples(header["request"]["params"])})
+        turn = Turn(
+            request=GenerateRequest(tokens=numbers["prompt"][prompt_at:end], params=params, **request),
+            finish=header["finish"],
+        )
+        prompt_at = end
+        for count, scalars in header["pieces"]:
+            part = slice(piece_at, piece_at + count)
+            lists = {name: numbers[name][part] for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN)}
+            lists[TURN_PLAIN] = [] if any(map(math.isnan, lists[TURN_PLAIN])) else lists[TURN_PLAIN]
+            turn.pieces.append(Completion(**scalars, **lists))
+            piece_at += count
+        turns.append(turn)
+    return turns
+
+
+def cut(turns: Iterable[Turn], before: int) -> list[Turn]:
+    """The turns up to the first token that version ``before`` or a later one made.
+
+    A turn that loses tokens goes on again (``finish`` is empty, the cut piece ends in ``abort`` without its text); one
+    that keeps no token is left out, and so is everything behind it.
+
+    Example: one turn of versions [3, 3] and [3, 4], before 4, keeps [3, 3] and [3]
+    """
+    kept = []
+    for turn in turns:
+        pieces, whole = _pieces_before(turn.pieces, before)
+        if any(piece.tokens for piece in pieces) or (whole and pieces):
+            kept.append(replace(turn, pieces=pieces, finish=turn.finish if whole else ""))
+        if not whole:
+            break
+    return kept
+
+
+def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Completion], bool]:
+    kept: list[Completion] = []
+    for piece in pieces:
+        end = next((i for i, version in enumerate(piece.versions) if version >= before), None)
+        if end is None:
+            kept.append(piece)
+            continue
+        if end:
+            lists = {name: getattr(piece, name)[:end] for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN)}
+            kept.append(replace(piece, **lists, finish="abort", text=""))
+        return kept, False
+    return kept, True
+
+
+def _header(turn: Turn) -> dict[str, Any]:
+    request = asdict(turn.request)
+    count = len(request.pop("tokens"))
+    return {"request": request, "prompt": count, "finish": turn.finish, "pieces": [_scalars(p) for p in turn.pieces]}
+
+
+def _scalars(piece: Completion) -> tuple[int, dict[str, Any]]:
+    fields = asdict(piece)
+    for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN):
+        if len(fields.pop(name)) != len(piece.tokens) and not (name == TURN_PLAIN and not piece.plain_log_probs):
+            raise ValueError(f"request {piece.id}: {name} does not have one entry a token")
+    return len(piece.tokens), fields
+
+
+def _plain_log_probs(piece: Completion) -> list[float]:
+    return piece.plain_log_probs or [math.nan] * len(piece.tokens)
+
+
+def _tuples(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
+
+
+def _joined(pieces: Iterable[Completion], name: str) -> list[Any]:
+    return [value for piece in pieces for value in getattr(piece, name)]

@@ -1,0 +1,1 @@
+"""The Data Buffer: sample states in SQLite, payloads in segment files."""
