@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import click
     from pydantic import BaseModel
 
+    from slime_core.backends import ClusterBackend, EngineBackend, TrainerBackend
+    from slime_core.config.problems import Problem
+    from slime_core.config.schema import Config
     from slime_core.context import Context
     from slime_core.protocols import Check, Estimator, Loss, PromptSource, Sink
     from slime_core.types import Batch, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
@@ -105,6 +108,10 @@ HOOKS: dict[str, HookInfo] = {
         kind="tell", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
     ),
     "slime_run_done": HookInfo(kind="tell", may_await=True),
+    "slime_engine": HookInfo(kind="by name"),
+    "slime_trainer": HookInfo(kind="by name"),
+    "slime_cluster": HookInfo(kind="by name"),
+    "slime_config_rules": HookInfo(kind="declare"),
 }
 
 
@@ -363,4 +370,50 @@ def slime_run_done(ctx: Context) -> None:
     @slime_core.hookimpl
     async def slime_run_done(ctx):
         await judge.aclose()
+    """
+
+
+@hookspec
+def slime_engine() -> list[EngineBackend]:  # type: ignore[empty-body]
+    """Return engines that `rollout_engine` may name; `slime_core.testing.EngineContract` checks one.
+
+    @contextlib.asynccontextmanager
+    async def serve(start):
+        yield Served(engine=MyEngine(start.folder))
+
+    @slime_core.hookimpl
+    def slime_engine():
+        return [EngineBackend(name="mine", start=serve)]
+    """
+
+
+@hookspec
+def slime_trainer() -> list[TrainerBackend]:  # type: ignore[empty-body]
+    """Return trainers that `train_backend` may name; `slime_core.testing.TrainerContract` checks one.
+
+    @slime_core.hookimpl
+    def slime_trainer():
+        return [TrainerBackend(name="mine", trainer=lambda: MyTrainer)]
+    """
+
+
+@hookspec
+def slime_cluster() -> list[ClusterBackend]:  # type: ignore[empty-body]
+    """Return clusters that `cluster_backend` may name: where ranks and engines live.
+
+    @slime_core.hookimpl
+    def slime_cluster():
+        return [ClusterBackend(name="mine", parts=my_cluster)]
+    """
+
+
+@hookspec
+def slime_config_rules(config: Config) -> list[Problem]:  # type: ignore[empty-body]
+    """Return what cannot hold together in a stage's config; all problems of all plugins are named at once.
+
+    @slime_core.hookimpl
+    def slime_config_rules(config):
+        if config.rollout.n_samples_per_prompt < 2:
+            return [conflict("geo compares answers", ["rollout.n_samples_per_prompt"], fix="--n-samples-per-prompt 4")]
+        return []
     """

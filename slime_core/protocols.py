@@ -280,6 +280,30 @@ class Turns(Protocol):
         ...
 
 
+class ServerProcess(Protocol):
+    """A server of an engine, as the watch over hanging processes sees it."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Of the process that leads its session; it changes when the server is restarted."""
+        ...
+
+    @property
+    def owned(self) -> bool:
+        """Whether slime started it."""
+        ...
+
+    @property
+    def host(self) -> Any:
+        """The `clusters.host.Host` that runs it."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Serving:
     """What evaluation needs: engines that serve a model."""

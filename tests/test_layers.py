@@ -29,8 +29,9 @@ LAYERS = {
         "extras",
         "pulse",
         "crowding",
+        "addresses",
     ),
-    1: ("protocols", "context", "hookspecs", "pieces", "plugins", "config"),
+    1: ("protocols", "context", "hookspecs", "backends", "pieces", "plugins", "config"),
     2: ("algo", "data", "evaluation", "weights", "report", "ledger", "buffer"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
@@ -39,12 +40,12 @@ LAYERS = {
 }
 LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room in rooms} | {"slime_cli": 7}
 CONFINED = {
-    "megatron": ("slime_core/trainers/megatron/", "plugins/slime_models/"),
-    "ray": ("slime_core/clusters/ray",),
+    "megatron": ("plugins/slime_megatron/", "plugins/slime_models/"),
+    "ray": ("plugins/slime_ray/",),
     "wandb": ("slime_core/report/sinks.py",),
-    "sglang": ("slime_core/engines/sglang/launcher.py",),
+    "sglang": ("plugins/slime_sglang/src/slime_sglang/launcher.py",),
 }
-ELSEWHERE = ("slime_core/engines/sglang/launcher.py", "slime_core/engines/sglang/probe.py")
+ELSEWHERE = ("plugins/slime_sglang/src/slime_sglang/launcher.py", "plugins/slime_sglang/src/slime_sglang/probe.py")
 """Run as scripts by the Python of SGLang's own environment: the only files that load it, and nobody imports them."""
 Parsed = Callable[..., list[tuple[Path, ast.Module]]]
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "numpy.load", "np.load"}

@@ -26,7 +26,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     """The loop, the product over weights of one buffer, and over weights that lie apart; all with the same weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core imports
-        from slime_core.trainers.megatron.experts import alone
+        from slime_megatron.experts import alone
 
     fields = {
         "num_layers": 1, "num_attention_heads": 1, "hidden_size": args.hidden, "ffn_hidden_size": args.width,

@@ -115,8 +115,8 @@ async def places(config: Config, ray: bool) -> AsyncIterator[Start]:
     if not ray:
         yield start_here
         return
-    from slime_core.clusters.ray.joining import hosts, joined
-    from slime_core.clusters.ray.placement import plan
+    from slime_ray.joining import hosts, joined
+    from slime_ray.placement import plan
 
     placed = plan(config)
     with joined(config, placed):

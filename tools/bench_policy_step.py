@@ -96,7 +96,7 @@ def worker_step(args: argparse.Namespace) -> Any:
     config = resolve_machine(load_config(None, given))
     folder, plugins = ModelFolder.open(args.folder), load_plugins(config)
     if args.worker == "megatron":
-        from slime_core.trainers.megatron.worker import Worker
+        from slime_megatron.worker import Worker
     else:
         from slime_core.trainers.fsdp.worker import Worker  # type: ignore[assignment]
     worker = Worker(config, plugins, folder, 0, 1, "cpu" if args.smoke else "cuda", None)

@@ -46,7 +46,6 @@ from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import SwappingTurns
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.client import Client
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Trainer
 from slime_core.threads import TorchThread
@@ -54,6 +53,7 @@ from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import GenerateRequest, SamplingParams
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.transports import buckets, disk
+from slime_sglang.client import Client
 
 PREFILL_GRAPHS: dict[str, dict[str, Any]] = {
     "piecewise": {"piecewise_cuda_graph_tokens": [4, 8], "piecewise_cuda_graph_max_tokens": 8},

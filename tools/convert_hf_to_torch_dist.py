@@ -20,8 +20,8 @@ from slime_cli.main import main as slime
 from slime_core.config.problems import Problem, raise_all
 from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
-from slime_core.trainers.megatron.agreement import disagreements
-from slime_core.trainers.megatron.flags import kinds, problems
+from slime_megatron.agreement import disagreements
+from slime_megatron.flags import kinds, problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -107,7 +107,7 @@ def check() -> int:
     if not os.environ.get("SLIME_SGLANG_PYTHON") and not (SITE / "sglang" / "sglang").is_dir():
         missing.append("sglang in $SGLANG_SITE")
     if not missing:
-        for module in ("megatron.core", "slime_core.trainers.megatron.worker", "slime_models.presets"):
+        for module in ("megatron.core", "slime_megatron.worker", "slime_models.presets"):
             if importlib.util.find_spec(module) is None:
                 missing.append(module)
     print("\nmissing: " + ", ".join(missing) if missing else "\nall there")

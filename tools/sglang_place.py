@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from slime_core.clusters.machine import resolve_machine
-from slime_core.clusters.sglang import sglang_engines
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.errors import EngineError
 from slime_core.testing.models import char_tokenizer
 from slime_core.weights.folder import ModelFolder
+from slime_sglang.engine import SglangEngine
+from slime_sglang.start import sglang_engines
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = ROOT / "tests" / "sglang" / "stubs"

@@ -124,7 +124,7 @@ def generate_command(
     from slime_core.buffer.service.serve import require_packages
 
     require_packages()
-    from slime_core.compat.locate import locate
+    from slime_core.plugins.locate import locate
 
     function = locate(path, "--function")
     counts = asyncio.run(

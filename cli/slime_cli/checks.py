@@ -35,7 +35,6 @@ def own_checks() -> list[Check]:
         Check(name="python", run=python),
         Check(name="installation", run=installation),
         *versions,
-        Check(name="sglang", run=sglang),
         Check(name="device", run=device),
         Check(name="processor", run=processor),
         Check(name="memory", run=memory),
@@ -103,13 +102,6 @@ def version(name: str) -> CheckResult:
     if numbers < low:
         return CheckResult(status="fail", found=f"{found}, needed is {wanted} or newer", fix=fix)
     return CheckResult(status="ok", found=found)
-
-
-def sglang() -> CheckResult:
-    """The SGLang that a run with ``rollout_engine = sglang`` would use."""
-    from slime_cli.servers import sglang as read
-
-    return read()
 
 
 def device() -> CheckResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,25 +83,24 @@ def card_comments(config: Config) -> str:
 @command.command("keys")
 @click.argument("prefix", default="", metavar="[SECTION or part of a name]")
 @click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
-@click.option("--sglang", "of_sglang", is_flag=True, help="Only the options of SGLang that is installed.")
-@click.option("--megatron", "of_megatron", is_flag=True, help="Only Megatron's flags: names of [megatron].")
+@click.option("--backend", help="Only the options of this engine, trainer or cluster: keys of its table.")
+@click.option(
+    "--sglang", "backend", flag_value="sglang", help="--backend sglang: the options of the SGLang that is here."
+)
+@click.option("--megatron", "backend", flag_value="megatron", help="--backend megatron: names of [megatron].")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.option("--markdown", is_flag=True, help="As the tables of docs/config.md, or docs/megatron.md.")
-def keys(
-    prefix: str, plugins: tuple[str, ...], of_sglang: bool, of_megatron: bool, as_json: bool, markdown: bool
-) -> None:
+def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bool, markdown: bool) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
+    from slime_core.backends import with_options
     from slime_core.config.absent import absent
     from slime_core.errors import ConfigError, nearest
 
-    if of_sglang:
-        from slime_cli.servers import option_rows
-
-        rows = option_rows()
-    elif of_megatron:
-        from slime_cli.trainers import markdown as tables, option_rows as megatron_rows
-
-        rows = megatron_rows()
+    tables: Callable[[list[dict[str, str]]], str] = markdown_tables
+    if backend is not None:
+        listing = with_options(backend)
+        assert listing.options is not None
+        rows, tables = listing.options(), listing.markdown or markdown_tables
     else:
         rows = [*core_rows(), *(plugin_rows(plugins) if plugins else [])]
     chosen = [row for row in rows if _matches(row["key"], prefix)]
@@ -124,7 +124,7 @@ def keys(
         click.echo(json.dumps(chosen, indent=1, sort_keys=True))
         return
     if markdown:
-        click.echo(tables(chosen) if of_megatron else markdown_tables(chosen), nl=False)
+        click.echo(tables(chosen), nl=False)
         return
     for section in dict.fromkeys(row["section"] for row in chosen):
         heading(f"[{section}]" if section else "top")
@@ -144,14 +144,13 @@ def keys(
 @click.pass_obj
 def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
     """Check keys, values, files, rules between keys, plugins and their routes; the exit code says where it failed."""
-    from slime_cli.servers import check_servers
-    from slime_cli.settings import load_settings
+    from slime_cli.settings import load_settings, plans
     from slime_core.config.dump import fingerprint
     from slime_core.config.load import stage_name, stages
 
     settings = load_settings(words, session)
     settings.plugins.close()
-    servers = check_servers(settings)
+    servers = plans(settings).get("servers")
     recipe = settings.loaded.recipe
     answer: dict[str, Any] = {
         "ok": True,
@@ -160,7 +159,7 @@ def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
         "plugins": list(settings.plugins.names),
         "notices": list(settings.loaded.notices),
         "fingerprint": fingerprint(settings.config),
-        **({"servers": servers} if servers else {}),
+        **({"servers": servers.facts} if servers else {}),
     }
     if as_json:
         click.echo(json.dumps(answer, indent=1, sort_keys=True))

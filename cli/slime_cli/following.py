@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import say
+from slime_core.backends import detaching
 from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.extras import install_line
 from slime_core.report.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slime_core.clusters.ray.driver import Drivers
+    from slime_core.backends import detaching
+from slime_core.clusters.detached import Drivers
 
 SHOWN = 20  # lines of what was said before
 POLL = 0.2  # seconds between looks at files
@@ -109,11 +111,9 @@ def reached(address: str) -> Iterator[Drivers]:
     Raises:
         ConfigError: CFG04 Ray is not installed here, CFG17 there is none.
     """
-    from slime_core.clusters.ray import detached_drivers
-
     asked = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     try:
-        with detached_drivers(asked) as (drivers, _):
+        with detaching().drivers(asked) as (drivers, _):
             yield drivers
     except ModuleNotFoundError as error:
         if error.name != "ray":

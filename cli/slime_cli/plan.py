@@ -23,8 +23,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
         SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
     """
     from slime_cli.preflight import check_cores, check_inputs
-    from slime_cli.servers import check_servers
-    from slime_cli.trainers import check_trainer
+    from slime_cli.settings import plans
     from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
@@ -37,14 +36,9 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     check_writable(path)
     if crowded := check_cores(config):
         say(crowded)
-    servers = check_servers(settings, config)
     check_inputs(settings, config)
     folder = open_folder(config)
-    if servers is not None:
-        from slime_core.clusters.sglang import check_comparable
-
-        check_comparable(config, folder)
-    trainer = check_trainer(settings, config, folder, build=True)
+    backends = plans(settings, config, folder)
     tokenizer = folder.tokenizer()
     limit = context_len(config, folder)
     return {
@@ -67,8 +61,8 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
             "rollout_engine": config.rollout.rollout_engine,
             "train_backend": config.train.train_backend,
         },
-        **({"servers": servers} if servers else {}),
-        **({"trainer": trainer} if trainer else {}),
+        **{kind: backend.facts for kind, backend in backends.items()},
+        "rows": {name: text for backend in backends.values() for name, text in backend.rows.items()},
         "plugins": list(settings.plugins.names),
         "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
         "routing": settings.plugins.routing(),
@@ -125,9 +119,6 @@ def stage_context(config: Config, tokenizer: Any) -> Context:
 
 def print_plan(plan: dict[str, Any]) -> None:
     """The plan as tables on stdout."""
-    from slime_cli.servers import lines
-    from slime_cli.trainers import line
-
     model, machine = plan["model"], plan["machine"]
     heading("plan (nothing was started)")
     print_pairs(
@@ -140,8 +131,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"vocabulary {model['vocab_size']}, context {model['context_len']})",
             "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
             f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
-            **(lines(plan["servers"]) if "servers" in plan else {}),
-            **({"megatron": line(plan["trainer"])} if "trainer" in plan else {}),
+            **plan["rows"],
         }
     )
     columns = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.backends import cluster_of, engine_of
 from slime_core.config.slots import rollout_slots
 from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, StorageError, TrainerError
@@ -89,7 +90,7 @@ def check_cores(config: Config) -> str:
     """What to tell of trainer ranks that share the cores of this machine; empty where each has its own."""
     cluster, cores = config.cluster, len(os.sched_getaffinity(0))
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    if cluster.device != "cpu" or cluster.cluster_backend != "local" or ranks <= max(cores, 2):
+    if cluster.device != "cpu" or cluster_of(config).remote or ranks <= max(cores, 2):
         return ""
     return (
         f"notice: {ranks} trainer ranks share {cores} cores, so a step takes longer than with fewer; "
@@ -186,7 +187,7 @@ def needed_memory(config: Config) -> dict[str, int]:
 
 def cache_memory(config: Config, free: int) -> int:
     """Bytes of the embedded engine's KV cache: a step's samples within its half of ``free``, one at least."""
-    if config.rollout.rollout_engine != "local":
+    if not engine_of(config).embedded:
         return 0
     count = tokens = 0
     for stage in stages(config):

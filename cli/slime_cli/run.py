@@ -70,8 +70,7 @@ def command(
     session.verbose = session.verbose or verbose
     limit = None if stop_after is None else stop_after - process_age()
     from slime_cli.restarts import Command, Restarts, past
-    from slime_cli.servers import check_servers
-    from slime_cli.trainers import check_trainer
+    from slime_cli.settings import plans
 
     check_flags(resume, forced, dry_run)
     before = session.past = past()
@@ -86,8 +85,7 @@ def command(
                 plan = asyncio.run(make_plan(settings, run_dir))
                 click.echo(json.dumps(plan, indent=1, sort_keys=True, default=str)) if as_json else print_plan(plan)
                 return
-            check_trainer(settings)
-            check_servers(settings)
+            plans(settings)
             if detach:
                 from slime_cli.submit import Detach, submit
 

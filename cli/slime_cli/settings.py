@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_cli.failure import Session, say
-from slime_core.config.load import Loaded, Words, read, split
+from slime_core.config.load import Loaded, Words, read, split, stages
 from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
-from slime_core.trainers.megatron import flags as megatron
 
 if TYPE_CHECKING:
+    from slime_core.backends import Plan
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
+    from slime_core.weights.folder import ModelFolder
 
 OWN_DATA = ("prompt_data",)  # keys of data that a plugin's default recipe was not written for
 
@@ -44,16 +45,19 @@ def load_settings(words: Sequence[str], session: Session, *, complete: bool = Tr
     loaded = load_words(split_words(words), session)
     if complete:
         loaded.require_complete()
-    return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+    settings = Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+    problems = [problem for stage in stages(loaded.config) for problem in settings.plugins.problems(stage)]
+    raise_all([loaded.origins.place(problem) for problem in problems])
+    return settings
 
 
 def split_words(words: Sequence[str]) -> Words:
-    """A command line taken apart; Megatron's flags are known by name.
+    """A command line taken apart; a trainer's own flags are known by name.
 
     Raises:
         ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
     """
-    return split(words, megatron.kinds())
+    return split(words)
 
 
 def load_words(
@@ -63,12 +67,9 @@ def load_words(
 
     ``own`` as :func:`find_recipe` has it.
     """
-    loaded = read(find_recipe(words, own), words, models=option_models, megatron=megatron.kinds())
+    loaded = read(find_recipe(words, own), words, models=option_models)
     session.secrets = loaded.secrets
-    table, train = loaded.config.megatron, loaded.config.train
-    raise_all([loaded.origins.place(problem) for problem in megatron.problems(table, train=train)])
-    idle = megatron.values(table).notices if train.train_backend == "megatron" else ()
-    for notice in (*loaded.notices, *(f"notice: {text}" for text in idle)):
+    for notice in loaded.notices:
         if not any(key in notice for key in quiet):
             say(notice)
     return loaded
@@ -107,3 +108,30 @@ def find_recipe(words: Words, own: Collection[str] = OWN_DATA) -> Path | None:
 def default_recipe(plugin: str) -> Path | None:
     """A plugin's default recipe; None where it brings no recipes."""
     return recipe_path(plugin) if "slime_recipes" in load_plugin(plugin).answers else None
+
+
+def plans(settings: Settings, config: Config | None = None, folder: ModelFolder | None = None) -> dict[str, Plan]:
+    """What the run's backends would do, by kind, everything about them checked; with ``folder`` completely.
+
+    ``config`` has the machine settled; None settles it, where a backend has something to check.
+
+    Raises:
+        ConfigError, DataError, EngineError: as the backends say.
+    """
+    from slime_core.backends import Planning, cluster_of, engine_of, trainer_of
+    from slime_core.clusters.machine import resolve_machine
+
+    own = settings.config
+    backends = {"trainer": trainer_of(own), "cluster": cluster_of(own), "servers": engine_of(own)}
+    planned = {kind: backend.plan for kind, backend in backends.items() if backend.plan is not None}
+    if not planned:
+        return {}
+    planning = Planning(
+        config=config or resolve_machine(own),
+        origins=settings.loaded.origins,
+        plugins=settings.plugins,
+        folder=folder,
+        complete=folder is not None,
+    )
+    answers = {kind: plan(planning) for kind, plan in planned.items()}
+    return {kind: answer for kind, answer in answers.items() if answer is not None}

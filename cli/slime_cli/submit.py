@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Any
 from slime_cli.driver_process import Letter, deadline
 from slime_cli.failure import Session, say
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.clusters.detached import FILE, LOG, Record, actor_name, read_record, time_of_day
+from slime_core.backends import cluster_of
+from slime_core.clusters.detached import (
+    FILE,
+    LOG,
+    Detaching,
+    Order,
+    Record,
+    actor_name,
+    read_record,
+    taken,
+    time_of_day,
+)
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,21 +73,15 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
             process runs there, CFG17 no cluster, CFG18 no room in it, CFG19 what travels does not fit.
     """
     from slime_core.clusters.machine import resolve_machine
-    from slime_core.clusters.ray import detached_drivers
 
     environment = {name: value for name, value in os.environ.items() if name != MEMORY}
-    address = outliving(settings)
+    cluster = detaching(settings)
+    address = cluster.address(settings.config)
     config = resolve_machine(settings.config)
-    from slime_core.clusters.ray.placement import plan
-    from slime_core.clusters.ray.travelling import check_travelling
-
-    for text in check_travelling(config, settings.plugins):
+    for text in cluster.notes(config, settings.plugins):
         say(text)
-    with detached_drivers(address, config) as (drivers, there):
-        from slime_core.clusters.ray.driver import Order, taken
-        from slime_core.clusters.ray.joining import check_room
-
-        check_room(plan(config).bundles)
+    with cluster.drivers(address, config) as (drivers, there):
+        cluster.check_room(config)
         with claimed(detach, settings) as run_dir:
             name, letter = actor_name(run_dir.path), letter_of(detach, settings, run_dir)
             if name in drivers.names():
@@ -86,7 +91,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
                 program=PROGRAM,
                 folder=str(Path.cwd()),
                 letter=json.dumps(asdict(letter)),
-                environment={**environment, "RAY_ADDRESS": there},
+                environment={**environment, **cluster.environment(there)},
                 restarts=letter.allowed,
             )
             Record(actor=name, address=there, epoch=letter.epoch, submitted=time_of_day()).write(run_dir.path)
@@ -112,16 +117,15 @@ def letter_of(detach: Detach, settings: Settings, run_dir: RunDir) -> Letter:
     )
 
 
-def outliving(settings: Settings) -> str:
-    """The address of the cluster, which must be there when this command is not.
+def detaching(settings: Settings) -> Detaching:
+    """What keeps drivers on the run's cluster.
 
     Raises:
-        ConfigError: CFG04.
+        ConfigError: CFG04 the cluster keeps none.
     """
-    from slime_core.clusters.ray import LOCAL, address_of
-
     config = settings.config
-    if config.cluster.cluster_backend != "ray":
+    found: Detaching | None = cluster_of(config).detached
+    if found is None:
         raise ConfigError(
             "--detach needs a Ray cluster to run on",
             code="CFG04",
@@ -129,16 +133,7 @@ def outliving(settings: Settings) -> str:
             why=f"cluster_backend = {config.cluster.cluster_backend}: the run would end with this command",
             fix="--cluster ray --ray-address HOST:PORT   or, on this machine alone: nohup slime run ... &",
         )
-    address = address_of(config)
-    if address == LOCAL:
-        raise ConfigError(
-            "--detach needs a cluster that outlives the command",
-            code="CFG04",
-            where="cluster.ray_address",
-            why="a Ray cluster of the run's own ends with it" if config.cluster.ray_address else "no address is given",
-            fix="ray start --head   starts one on this machine; then --ray-address auto",
-        )
-    return address
+    return found
 
 
 @contextmanager

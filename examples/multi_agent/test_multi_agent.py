@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slime_core import Context, Group, Prompt, Sample, SamplingParams
-from slime_core.compat.locate import locate
 from slime_core.config.schema import Config
+from slime_core.plugins.locate import locate
 from slime_core.testing.fakes import FakeEngine
 from slime_core.testing.models import VOCAB, char_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 from slime_core.buffer.client import BufferClient
 from slime_core.buffer.generator import Away, Task
 from slime_core.buffer.service import models
-from slime_core.compat.locate import locate
+from slime_core.plugins.locate import locate
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"

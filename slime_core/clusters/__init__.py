@@ -1,9 +1,11 @@
-"""Where engines and trainers live; the only place that chooses a backend."""
+"""Where engines and trainers live."""
 
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
+
+from slime_core.backends import cluster_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -14,13 +16,7 @@ if TYPE_CHECKING:
 
 def build_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
     """Everything a run needs, by ``cluster_backend``; started on entering, taken down on leaving."""
-    if config.cluster.cluster_backend == "ray":
-        from slime_core.clusters.ray import ray_cluster
-
-        return ray_cluster(config, plugins, report)
-    from slime_core.clusters.local import local_cluster
-
-    return local_cluster(config, plugins, report)
+    return cluster_of(config).parts(config, plugins, report)
 
 
 def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:

@@ -9,18 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.durable import replace_file, storage_error
-from slime_core.errors import Preempted, SlimeError
+from slime_core.errors import ConfigError, Preempted, SlimeError
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
 
 FILE, LOG = "driver.json", "log/driver.log"
 DETACHED = "SLIME_DETACHED"
 """Variable of a detached driver's processes; ``run.json`` says under ``detached`` whether the last one was such."""
+LETTER = "SLIME_LETTER"
+"""Variable with the descriptor of what a detached driver's process is told."""
 PREFIX = "driver:"
 """Beginning of the names of our actors that keep drivers."""
 CODES = {"finished": 0, "stopped": Preempted.exit_code, "interrupted": 130, "terminated": 143}
@@ -93,3 +99,98 @@ def code_of(info: Mapping[str, Any]) -> int:
         code = info.get("exit_code")
         return code if isinstance(code, int) else SlimeError.exit_code
     return CODES.get(str(info.get("status")), 137)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Order:
+    """A driver that a cluster is to keep running.
+
+    Example: Order(run_dir="/data/runs/demo-0", program=("-m", "slime_cli.driver_process"), folder="/", letter="{}")
+    """
+
+    run_dir: str
+    program: Sequence[str]  # after the interpreter; its last word is the process id of what keeps it
+    folder: str
+    letter: str = field(repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    restarts: int = 0  # of the process, and of what keeps it
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DetachedDriver:
+    """A driver in the cluster. ``state``: running, or restarting where its actor does not answer."""
+
+    actor: str
+    state: str
+    about: Mapping[str, Any]  # its host, pid and run_dir; empty where it does not answer
+
+
+class Drivers(Protocol):
+    """Detached drivers of one cluster, by name."""
+
+    def submit(self, name: str, order: Order) -> dict[str, Any]:
+        """Start one; its host, pid and run_dir.
+
+        Raises:
+            ConfigError: CFG16 one of that name is there, CFG17 it does not come up, CFG19 what travels with it cannot.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """All of them."""
+        ...
+
+    def find(self, name: str) -> DetachedDriver | None:
+        """One of them; None where there is none, or none any more."""
+        ...
+
+    def stop(self, name: str, *, now: bool) -> bool:
+        """Ask it to end; False where it does not answer at present."""
+        ...
+
+
+class Detaching(Protocol):
+    """A cluster that keeps drivers which outlive the command (`backends.ClusterBackend.detached`)."""
+
+    def address(self, config: Config) -> str:
+        """Of the cluster of a run.
+
+        Raises:
+            ConfigError: CFG04 it would end with the command.
+        """
+        ...
+
+    def notes(self, config: Config, plugins: Plugins) -> list[str]:
+        """What the user should know before the run is sent there."""
+        ...
+
+    def drivers(self, address: str, config: Config | None = None) -> AbstractContextManager[tuple[Drivers, str]]:
+        """Its drivers, and its address as it names it; with ``config`` what the run needs goes there too.
+
+        Raises:
+            ConfigError: CFG17 no cluster, CFG19 no wheel.
+        """
+        ...
+
+    def environment(self, address: str) -> dict[str, str]:
+        """Variables by which a driver finds the cluster that keeps it."""
+        ...
+
+    def check_room(self, config: Config) -> None:
+        """Refuse a run for which the cluster is too small.
+
+        Raises:
+            ConfigError: CFG18.
+        """
+        ...
+
+
+def taken(run_dir: str, name: str) -> ConfigError:
+    """The error of a second driver of one run directory."""
+    return ConfigError(
+        "a detached driver runs in this run directory",
+        code="CFG16",
+        where=run_dir,
+        why=f"the cluster has its actor, {name}",
+        fix=f"slime attach {run_dir}   follows it\nslime stop {run_dir}   ends it",
+    )

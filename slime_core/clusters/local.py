@@ -2,8 +2,8 @@
 
 On-policy the embedded engine shares the trainer's process and takes turns with it. Where a stage runs ahead
 (``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of them, and
-generates while the trainer trains. SGLang's servers are
-started before the trainer, which then finds the memory that they leave.
+generates while the trainer trains. Servers are started
+before the trainer, which then finds the memory that they leave.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from slime_core.clusters.backends import trainer_class
+from slime_core.backends import EngineStart, engine_of, trainer_of
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.engine_set import as_one, holding
@@ -20,7 +20,7 @@ from slime_core.clusters.hangs import Servers, Watch, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
-from slime_core.clusters.republish import Republish
+from slime_core.clusters.resync import Resync
 from slime_core.clusters.turns import FreeTurns, QuietTurns, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
@@ -55,20 +55,20 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         engine: Any = None
         roles: dict[str, Engine] = {}
         absent = config.rollout.debug_train_only
-        if config.rollout.rollout_engine == "sglang" and not absent:
-            from slime_core.clusters.sglang import sglang_engines
-
-            served = await stack.enter_async_context(sglang_engines(config, folder, run_dir, epoch, report.note))
+        backend = engine_of(config)
+        if backend.start is not None and not absent:
+            start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=epoch, note=report.note)
+            served = await stack.enter_async_context(backend.start(start))
             engine, roles = served.engine, served.roles
-            watch.add(Servers([server for server in served.servers if server.owned]))
+            watch.add(Servers([server for server in served.processes if server.owned]))
             if gives_memory(config, engine):
                 await engine.pause("retract")
                 await engine.release({"kv", "weights"})
         trainer = await _trainer(config, plugins, report, folder, thread, stack, watch)
         turns: Any
         if engine is not None:
-            turns = Republish(server_turns(config, engine, trainer), trainer, engine)
-            engine.fleet.source = turns.source
+            turns = Resync(server_turns(config, engine, trainer), trainer, engine)
+            served.resync(turns.source)
         elif absent:
             engine, turns = AbsentEngine(), FreeTurns()
         elif count := engines_apart(config):
@@ -117,8 +117,11 @@ async def _trainer(
         return IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
     if world == 1:
         errors = run_dir / "errors"
-        kind = trainer_class(config)
-        return kind(config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch)
+        kind = trainer_of(config).trainer()
+        trainer: Trainer = kind(
+            config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch
+        )
+        return trainer
     ranks = RankTrainer(
         config,
         plugins,
@@ -136,10 +139,8 @@ async def _trainer(
 async def local_serving(config: Config) -> AsyncIterator[Serving]:
     """An engine alone, with the folder's weights."""
     folder = open_folder(config)
-    if config.rollout.rollout_engine == "sglang":
-        from slime_core.clusters.sglang import sglang_serving
-
-        async with sglang_serving(config, folder) as serving:
+    if (serve := engine_of(config).serve) is not None:
+        async with serve(config, folder) as serving:
             yield serving
         return
     async with AsyncExitStack() as stack:

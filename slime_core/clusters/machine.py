@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime_core.backends import cluster_of, engine_of
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 
@@ -20,7 +21,7 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products a
 
 
 def resolve_machine(config: Config) -> Config:
-    """The config with device, dtype and cpu_threads settled for this machine, or for the Ray cluster of the run.
+    """The config with device, dtype and cpu_threads settled for this machine, or for those of its cluster.
 
     Raises:
         ConfigError: CFG04 a GPU is asked for and there is none; CFG17 no Ray cluster that could be asked for its GPUs.
@@ -28,13 +29,13 @@ def resolve_machine(config: Config) -> Config:
     device = config.cluster.device
     if device == "auto":
         device = _device(config)
-    elif device == "cuda" and config.cluster.cluster_backend == "local" and _device(config) == "cpu":
+    elif device == "cuda" and not cluster_of(config).remote and _device(config) == "cpu":
         raise _no_gpu()  # a Ray cluster that has too few says so itself
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
     processes = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + engines_apart(config)
-    if config.cluster.cluster_backend == "ray":
+    if cluster_of(config).remote:
         processes += max(1, config.rollout.rollout_num_engines)
     threads = min(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes), threads_allowed())
     return config.model_copy(
@@ -52,12 +53,9 @@ def threads_allowed() -> float:
 
 
 def _device(config: Config) -> Literal["cpu", "cuda"]:
-    """``cuda`` where torch sees a GPU; on a Ray cluster that is there, where one of its machines has one."""
-    if config.cluster.cluster_backend == "ray":
-        from slime_core.clusters.ray.device import device_of
-
-        if found := device_of(config):
-            return found
+    """``cuda`` where torch sees a GPU; on a cluster of several machines, where one of them has one."""
+    if device := cluster_of(config).device(config):
+        return "cuda" if device == "cuda" else "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,7 +77,7 @@ def engines_apart(config: Config) -> int:
 
     They have one where a stage runs ahead, or evaluates beside training: they generate while we train.
     """
-    embedded = config.cluster.cluster_backend == "local" and config.rollout.rollout_engine == "local"
+    embedded = engine_of(config).embedded and not cluster_of(config).remote
     beside = any(stage.rollout.max_staleness or stage.eval.eval_async for stage in stages(config))
     if not embedded or not beside or config.rollout.debug_train_only:
         return 0

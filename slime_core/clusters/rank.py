@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.backends import trainer_of
 from slime_core.clusters.looking import show_stacks
 from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive_blocking, send_blocking
@@ -25,11 +26,9 @@ from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 
 if TYPE_CHECKING:
-    from slime_core.trainers.fsdp import FsdpTrainer
-    from slime_core.trainers.megatron.trainer import MegatronTrainer
     from slime_core.trainers.portion import Seat
 
-    Ranked = FsdpTrainer | MegatronTrainer
+    Ranked = Any  # a trainer's class of `backends.TrainerBackend`
 
 FRAMES = 3  # innermost frames of an exception's trace in its error; the log has all
 
@@ -91,7 +90,6 @@ def _look(hello: dict[str, Any]) -> str:
 
 
 def _build(hello: dict[str, Any], place: str, thread: TorchThread) -> Ranked:
-    from slime_core.clusters.backends import trainer_class
     from slime_core.clusters.embedded import open_folder
 
     config = Config.model_validate_json(hello["config"])
@@ -102,7 +100,7 @@ def _build(hello: dict[str, Any], place: str, thread: TorchThread) -> Ranked:
             why=f"fingerprints {plugins.fingerprint()} and {hello['fingerprint']}",
             fix="install the same plugin versions for every process",
         )
-    return trainer_class(config)(
+    return trainer_of(config).trainer()(
         config,
         plugins,
         open_folder(config),
@@ -118,7 +116,8 @@ def _build(hello: dict[str, Any], place: str, thread: TorchThread) -> Ranked:
 def _seat(made: list[Ranked], trainer: Ranked) -> Seat:
     """Keep the trainer; what the driver must know of it to deal."""
     made.append(trainer)
-    return trainer.seat
+    seat: Seat = trainer.seat
+    return seat
 
 
 async def _call(trainer: Ranked, call: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+from slime_core.backends import cluster_of
 from slime_core.config.load import stages
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def server_turns(config: Config, engine: Engine, trainer: Trainer) -> Turns:
     trainer_gives = cluster.offload_train and cluster.device == "cuda" and cluster.colocate
     if gives or (trainer_gives and not cluster.offload_rollout):
         free: Callable[[], int] | None = None
-        if cluster.cluster_backend != "ray":  # there the GPUs are those of other processes, or machines
+        if not cluster_of(config).remote:  # there the GPUs are those of other processes, or machines
             from torch.cuda import mem_get_info
 
             free = lambda: int(mem_get_info()[0])  # noqa: E731

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slime_core.backends import engine_of
 from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.config.slots import rollout_slots
@@ -119,19 +120,19 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _megatron(config: Config) -> dict[str, Any]:
-    """Sizes of the layout, and every key of [megatron] where Megatron trains."""
+    """Sizes of the layout, and every key of the trainer's own table."""
     sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model", "context", "expert_model")}
-    written = config.megatron if config.train.train_backend == "megatron" else {}
+    written = config.table(config.train.train_backend)
     return {**sizes, **{name.replace("-", "_"): value for name, value in written.items()}}
 
 
 def _servers(config: Config) -> dict[str, Any]:
     """slime's names for what concerns SGLang: an option X of [sglang] is ``sglang_X``; so are some keys of ours."""
     rollout = config.rollout
-    served = rollout.rollout_engine == "sglang"
+    served = not engine_of(config).embedded
     options = {
         name.replace("-", "_"): value
-        for name, value in config.sglang.items()
+        for name, value in config.table("sglang").items()
         if name not in ("python", "env", "router")
     }
     return {

@@ -11,12 +11,12 @@ from weakref import WeakValueDictionary
 from slime_core.builtin.buffer_rollout import BufferRollout, judged
 from slime_core.compat import listeners, owners, rollouts, shapes
 from slime_core.compat.finder import Finder, refuse_real
-from slime_core.compat.locate import locate
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.errors import SlimeError
 from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
+from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.plugins.router import SFT
 from slime_core.protocols import Estimator, Loss

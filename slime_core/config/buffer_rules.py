@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from slime_core.addresses import is_loopback
 from slime_core.config.problems import Problem, conflict
 from slime_core.extras import install_line
 
@@ -92,11 +92,3 @@ def _url(url: str) -> Iterator[Problem]:
             fix="give what slime buffer serve prints: --rollout-buffer-url http://127.0.0.1:PORT",
             code="CFG03",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own loopback."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

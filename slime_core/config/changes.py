@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime_core.config.fields import SPACES, core_keys
+from slime_core.backends import brought_by
+from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import stage_name, stages
@@ -140,19 +141,8 @@ RULES = (
 STRUCTURE = Rule("unsafe", "stages have other names or another order", frozenset())
 EARLIER = Rule("unsafe", "versions of later stages count from the end of this one", frozenset())
 SCHEDULE = Rule("unsafe", "the learning rate decays over the whole stage (set lr_decay_iters to fix it)", frozenset())
-MEGATRON = _rule(
-    "notice",
-    "the same mathematics in another layout, or with other memory; bits may differ",
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split sequence_parallel "
-    "make_vocab_size_divisible_by recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "recompute_activations moe_layer_recompute distribute_saved_activations cpu_offloading cpu_offloading_num_layers "
-    "cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
-    "overlap_grad_reduce overlap_param_gather use_distributed_optimizer ddp_bucket_size optimizer_cpu_offload "
-    "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
-)
-"""Names of [megatron]; its other names change what is learnt, or may."""
+LAYOUT = Rule("notice", "the same mathematics in another layout, or with other memory; bits may differ", frozenset())
+"""Of a backend's keys that it calls resumable; its other keys change what is learnt, or may."""
 TABLE = Rule("unsafe", "only its plugin or backend knows what it changes", frozenset())
 
 
@@ -206,7 +196,7 @@ def signature(data: Mapping[str, Any]) -> str:
         f"{index}.{path}": value
         for index, stage in enumerate(stages(_config(data)))
         for path, value in _flat(stage.model_dump(mode="json"))
-        if path.split(".")[0] in SPACES or rule_of(_core(path)).verdict != "safe"
+        if _is_table(path) or rule_of(_core(path)).verdict != "safe"
     }
     return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
@@ -258,7 +248,7 @@ def check_forced(forced: Collection[str], changes: Sequence[Change] = ()) -> Non
     known = {key.path for key in keys.values()} | set(keys) | {PLUGINS, STAGE}
     for force in forced:
         plain = force.replace("-", "_")
-        if plain in known or plain.split(".")[0] in (*SPACES, STAGE) or any(c.named_by(force) for c in changes):
+        if plain in known or _is_table(plain) or any(c.named_by(force) for c in changes):
             continue
         raise ConfigError(
             f"--force-key {force} names no key",
@@ -321,10 +311,16 @@ def _core(path: str) -> str:
     return (rest if head in SECTIONS else head).split(".")[0].split("[")[0]
 
 
+def _is_table(path: str) -> bool:
+    """Whether a key is of a plugin's or a backend's table."""
+    head, dot, _ = path.partition(".")
+    return bool(dot) and head not in SECTIONS and "[" not in head
+
+
 def _rule_at(path: str, old: Config, new: Config, last: bool) -> Rule:
-    if path.split(".")[0] in SPACES:
+    if _is_table(path):
         head, _, name = path.replace("-", "_").partition(".")
-        return MEGATRON if head == "megatron" and name in MEGATRON.keys else TABLE
+        return LAYOUT if any(name in b.resumable for b in brought_by(head)) else TABLE
     if path == "rollout.num_rollout":
         trains = old.train, new.train
         if not last:
@@ -343,7 +339,7 @@ def _flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)) and data and all(isinstance(item, Mapping) for item in data):
         for index, item in enumerate(data):
             yield from _flat(item, f"{path}[{index}]")
-    elif path not in SPACES or data:
+    elif data or path in core_keys() or "." in path:
         yield path, list(data) if isinstance(data, tuple) else data
 
 

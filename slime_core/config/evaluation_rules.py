@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime_core.backends import cluster_of, engine_of
 from slime_core.config.problems import Problem, conflict
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
         )
     if not config.eval.eval_async or rollout.debug_train_only:
         return
-    ours = rollout.rollout_router == "auto" and bool(rollout.rollout_external_engine_addrs)
-    if rollout.rollout_engine == "sglang" and rollout.rollout_router != "builtin" and not ours:
+    if engine_of(config).spreads(config):
         yield conflict(
             f"eval_async = true with rollout_router = {rollout.rollout_router}",
             [KEY, "rollout.rollout_router"],
@@ -69,13 +69,12 @@ def notices(config: Config) -> Iterator[str]:
 def engines(config: Config) -> int:
     """Engines that the keys ask for, 2 where a file says it; GPUs count where the device may be one."""
     rollout, cluster = config.rollout, config.cluster
-    if rollout.rollout_engine == "sglang" and rollout.engine_topology:
-        return 2  # whether there are so many is told at the start
-    if rollout.rollout_engine == "sglang" and rollout.rollout_external_engine_addrs:
-        return len(rollout.rollout_external_engine_addrs)
+    engine = engine_of(config)
+    if engine.count is not None:
+        return engine.count(config)
     if rollout.rollout_num_engines:
         return rollout.rollout_num_engines
-    placed = cluster.cluster_backend == "ray" or rollout.rollout_engine == "sglang"
+    placed = cluster_of(config).remote or not engine.embedded
     on_gpus = placed and cluster.device != "cpu"
     return max(1, rollout.rollout_num_gpus // rollout.rollout_num_gpus_per_engine) if on_gpus else 1
 

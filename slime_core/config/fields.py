@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from slime_core.config.schema import SECTIONS, Config
 
 TOP_KEYS = ("schema_version", "name", "seed", "plugins")
-SPACES = ("plugin", "megatron", "sglang")
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from slime_core.backends import BROUGHT_BY, Tables
 from slime_core.config import evaluation_file, rules
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.options import ModelsOf, check_options, plain_options
@@ -26,7 +27,7 @@ from slime_core.config.redact import secrets_in
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
-from slime_core.config.validate import check_config
+from slime_core.config.validate import check_config, unknown
 from slime_core.errors import ConfigError
 
 Models = Mapping[str, "type[BaseModel] | None"]
@@ -56,14 +57,13 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     models: ModelsOf | None = None,
-    megatron: Mapping[str, Any] | None = None,
 ) -> Config:
     """The Config of a recipe file (or of defaults) under flags such as ``["--lr", "1e-3", "train.clip_grad=0.5"]``.
 
     Raises:
         ConfigError: CFG01 to CFG11 and CFG15, each with where and the fix.
     """
-    return read(recipe, overrides, models=models, megatron=megatron or {}).config
+    return read(recipe, overrides, models=models).config
 
 
 def read(
@@ -71,7 +71,6 @@ def read(
     overrides: Sequence[str] | Words = (),
     *,
     models: ModelsOf | None = None,
-    megatron: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Loaded:
     """:func:`load_config`, with notices, secrets and the origin of every key.
@@ -80,14 +79,13 @@ def read(
         recipe: TOML file; None is defaults alone.
         overrides: words of the command line, or what :func:`split` made of them.
         models: options models of plugins by name; without it plugin tables are left to the plugin loader.
-        megatron: names of Megatron options that bare flags may mean, with the types of their values.
         check: False reads an old run's config: files may be gone, backends not installed.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
     file = read_recipe(recipe) if recipe is not None else Recipe(data={})
-    words = overrides if isinstance(overrides, Words) else split(overrides, megatron)
+    words = overrides if isinstance(overrides, Words) else split(overrides)
     if words is not overrides and words.recipe is not None:
         raise ConfigError(
             f"what is '{words.recipe}'?",
@@ -97,17 +95,24 @@ def read(
         )
     base = file.path.parent if file.path is not None else Path.cwd()
     options = models(plugin_names(file.data, words, base)) if models is not None else {}
-    data, origins = _merge(file, words, options, megatron or {})
-    config = _validate(data, origins, options)
+    data, origins = _merge(file, words, options)
+    config = _validate(data, origins, options, words.tables)
     parts = _stages(config, origins, options)
     if check:
         problems = [origins.place(problem) for problem in missing_files(config.model_dump())]
         problems += [place.place(problem) for part, place in parts for problem in rules.conflicts(part)]
+        problems += [
+            origins.place(problem)
+            for name in config.tables
+            for backend in words.tables.backends(name)
+            if backend.name == name
+            for problem in backend.problems(config, origins)
+        ]
         raise_all(problems)
     return Loaded(
         config=config,
         recipe=file.path,
-        notices=tuple(_notices(file, words, parts)),
+        notices=tuple(_notices(file, words, parts, check)),
         secrets=file.secrets | {value for _, value in secrets_in(config.model_dump())},
         origins=origins,
     )
@@ -120,21 +125,23 @@ def plugin_names(data: Mapping[str, Any], words: Words, base: Path) -> list[str]
     return list(dict.fromkeys([*names, *(plugin_path(name, Path.cwd()) for name in words.plugins)]))
 
 
-def _merge(file: Recipe, words: Words, options: Models, megatron: Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
+def _merge(file: Recipe, words: Words, options: Models) -> tuple[dict[str, Any], Origins]:
     """Recipe tables with the flags laid over them, all local paths absolute."""
     base = file.path.parent if file.path is not None else Path.cwd()
     data = absolute_paths(file.data, base, options)
-    overrides, problems = resolve(words, options, megatron)
+    overrides, problems = resolve(words, options)
     origins = file.origins
     for override in overrides:
-        problems += _apply(data, override, origins, options)
+        problems += _apply(data, override, origins, options, words.tables)
     problems += [origins.place(p) for p in not_finite(data)]
     raise_all(problems)
     evaluation_file.expand(data, origins)
     return data, origins
 
 
-def _apply(data: dict[str, Any], override: Override, origins: Origins, options: Models) -> list[Problem]:
+def _apply(
+    data: dict[str, Any], override: Override, origins: Origins, options: Models, backends: Tables
+) -> list[Problem]:
     path, value = override.path, override.value
     if path == ("plugins", "+"):
         names, value = data.setdefault("plugins", []), plugin_path(value, Path.cwd())
@@ -154,9 +161,9 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins, options: 
     else:
         for table in staged:
             _forget(table, path)
-    if path[0] in ("sglang", "megatron"):
-        written = data.get(str(path[0]))
-        inner = written.get("router") if path[1] == "router" and isinstance(written, dict) else written
+    inside = [table for backend in backends.backends(str(path[0])) for table in backend.tables]
+    if path[0] not in Config.model_fields and all(part in inside for part in path[1:-1]):
+        inner = _get(data, path[:-1])
         _forget_spellings(inner, str(path[-1]))
     single: dict[str, Any] = {}
     _set(single, path, value)
@@ -180,7 +187,7 @@ def _forget(table: dict[str, Any], path: KeyPath) -> None:
 
 
 def _forget_spellings(table: Any, name: str) -> None:
-    """Take a recipe's own value of an option of SGLang or Megatron away that is written with dashes."""
+    """Take a recipe's own value of a backend's option away that is written with dashes."""
     for spelling in list(table) if isinstance(table, dict) else ():
         if spelling != name and spelling.replace("-", "_") == name:
             del table[spelling]
@@ -199,8 +206,12 @@ def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
 
 
 def _get(data: Any, path: KeyPath) -> Any:
+    """What lies at ``path``; None where nothing does."""
     for part in path:
-        data = data[part]
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
     return data
 
 
@@ -215,7 +226,7 @@ def _no_stage(override: Override, staged: Sequence[Mapping[str, Any]]) -> Proble
     )
 
 
-def _validate(data: dict[str, Any], origins: Origins, options: Models) -> Config:
+def _validate(data: dict[str, Any], origins: Origins, options: Models, backends: Tables) -> Config:
     """The base config, with plugin tables filled where their models are known."""
     tables = data.get("plugin", {})
     problems: list[Problem] = []
@@ -229,7 +240,14 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models) -> Config
             filled[name] = plain_options(found)
     if isinstance(tables, dict) and filled:
         data = {**data, "plugin": {**tables, **filled}}
-    config = check_config(data)
+    problems += [
+        unknown((key,), [*Config.model_fields, *BROUGHT_BY])
+        for key in data
+        if key not in Config.model_fields and not backends.is_table(key)
+    ]
+    config = check_config(
+        {key: value for key, value in data.items() if not any(p.keys == ((key,),) for p in problems)}
+    )
     if problems or isinstance(config, list):
         problems += config if isinstance(config, list) else []
         raise error_of([origins.place(problem) for problem in problems])
@@ -262,7 +280,7 @@ def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Con
     return parts
 
 
-def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]]) -> list[str]:
+def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]], check: bool) -> list[str]:
     found = [
         f"warning CFG10: {key} looks like a secret ({file.origins.of(_path(key)) or 'recipe'}); it is kept out of "
         f"everything that slime writes, but better: export it and write ${{NAME}}"
@@ -280,7 +298,7 @@ def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]]
         found.append(f"notice: {word.shown} is given twice{values}; the last one holds")
     for config, _ in parts:
         stage = f"stage {stage_name(config)}: " if len(parts) > 1 else ""
-        found += [f"notice: {stage}{text}" for text in rules.notices(config)]
+        found += [f"notice: {stage}{text}" for text in (rules.notices(config) if check else ())]
     return list(dict.fromkeys(found))
 
 

@@ -17,8 +17,10 @@ from pydantic import BaseModel
 
 from slime_core.config.fields import sections_of_keys, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
+from slime_core.config.schema import Config
 from slime_core.errors import nearest
 
+KNOWN = frozenset(Config.model_fields)  # other tables are those of backends
 MOST_NAMES = 1000  # of a folder that are compared with a wrong one
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 _FILES = (".jsonl", ".json", ".parquet", ".gz", ".zst", ".csv", ".toml", ".arrow")
@@ -87,9 +89,9 @@ def _key_of(path: KeyPath) -> str:
 
 def _kind(path: KeyPath) -> str:
     """``data``, ``model``, ``folder``, ``file``, ``program``, ``plugin``, ``function`` or nothing."""
-    if path == ("sglang", "python"):
-        return "program"
-    if not path or {"plugin", "megatron", "sglang"} & set(path):
+    if len(path) == 2 and path[0] not in KNOWN and path[1] == "python":
+        return "program"  # of a backend's own environment
+    if not path or path[0] not in KNOWN or "plugin" in path:
         return ""
     key = _key_of(path)
     if path[0] == "plugins":

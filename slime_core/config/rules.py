@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from slime_core.backends import chosen, cluster_of, engine_of, trainer_of
 from slime_core.config import (
     algorithm_rules,
     buffer_rules,
-    cluster_rules,
     debug_rules,
-    engine_rules,
     evaluation_rules,
-    megatron_rules,
     sampling_rules,
+    server_rules,
 )
 from slime_core.config.paths import plugin_name
-from slime_core.config.problems import Problem, conflict as _conflict
-from slime_core.extras import UPDATE, install_line
+from slime_core.config.problems import Problem, conflict
+from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 SFT = "sft_loss"
 
-BACKENDS: dict[tuple[str, str, str], tuple[str, str, str]] = {
-    ("cluster", "cluster_backend", "ray"): ("ray", "slime_core.clusters.ray", "ray"),
-    ("rollout", "rollout_engine", "sglang"): ("aiohttp", "slime_core.engines.sglang.engine", "sglang"),
-    ("train", "train_backend", "megatron"): ("megatron.core", "slime_core.trainers.megatron.trainer", "megatron"),
-}
-"""(section, key, value) -> (package it needs, our module, extra that brings it)."""
-
 
 def conflicts(config: Config) -> list[Problem]:
     """Everything in one resolved stage that cannot hold together."""
+    if missing := [*_missing(config)]:
+        return missing
     return [
         *_batches(config),
         *_lengths(config),
@@ -43,14 +36,11 @@ def conflicts(config: Config) -> list[Problem]:
         *buffer_rules.conflicts(config),
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
-        *cluster_rules.conflicts(config),
-        *engine_rules.conflicts(config),
         *evaluation_rules.conflicts(config),
-        *megatron_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
-        *_backends(config),
+        *(problem for backend in chosen(config) for problem in backend.rules(config)),
     ]
 
 
@@ -60,13 +50,13 @@ def incomplete(config: Config) -> list[Problem]:
     data, rollout = config.data, config.rollout
     if not rollout.hf_checkpoint:
         problems.append(
-            _conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
+            conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
         )
     named = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path)
     sources = (*named, rollout.load_debug_rollout_data, config.plugins)
     if not any(sources):
         problems.append(
-            _conflict(
+            conflict(
                 "there is nothing to train on",
                 ["data.prompt_data"],
                 why="no data set, task, data source or plugin is named",
@@ -81,8 +71,8 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += [*buffer_rules.notices(config), *cluster_rules.notices(config)]
-    found += [*engine_rules.notices(config), *evaluation_rules.notices(config), *megatron_rules.notices(config)]
+    found += [*buffer_rules.notices(config), *server_rules.notices(config), *evaluation_rules.notices(config)]
+    found += [text for backend in chosen(config) for text in backend.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
     return [*found, *_ahead_notices(config)]
@@ -109,28 +99,28 @@ def _batches(config: Config) -> Iterator[Problem]:
     made = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
     keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.global_batch_size"]
     if batch > rollouts:
-        yield _conflict(
+        yield conflict(
             f"global_batch_size = {batch} is more than there is",
             keys,
             why=made,
             fix=f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size",
         )
     elif batch and rollouts % batch:
-        yield _conflict(
+        yield conflict(
             f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}",
             keys,
             why=made,
             fix=f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}",
         )
     elif batch and steps > 1 and batch * steps != rollouts:
-        yield _conflict(
+        yield conflict(
             f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other",
             [*keys, "train.num_steps_per_rollout"],
             why=made,
             fix="set one of them and leave the other out",
         )
     elif not batch and rollouts % steps:
-        yield _conflict(
+        yield conflict(
             f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps",
             [*keys[:2], "train.num_steps_per_rollout"],
             why=made,
@@ -150,14 +140,14 @@ def _lengths(config: Config) -> Iterator[Problem]:
         return
     keys = ["rollout.rollout_max_response_len", "rollout.rollout_max_context_len"]
     if response >= context:
-        yield _conflict(
+        yield conflict(
             f"rollout_max_response_len = {response} leaves no room in rollout_max_context_len = {context}",
             keys,
             why="the context holds prompt and response",
             fix="lower the response length or raise the context",
         )
     elif data.rollout_max_prompt_len + response > context:
-        yield _conflict(
+        yield conflict(
             f"rollout_max_prompt_len + rollout_max_response_len = {data.rollout_max_prompt_len} + {response} "
             f"is more than rollout_max_context_len = {context}",
             ["data.rollout_max_prompt_len", *keys],
@@ -166,7 +156,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
         )
     evaluated = config.eval.eval_max_response_len
     if evaluated >= context:
-        yield _conflict(
+        yield conflict(
             f"eval_max_response_len = {evaluated} leaves no room in rollout_max_context_len = {context}",
             ["eval.eval_max_response_len", keys[1]],
             why="the context holds prompt and response",
@@ -178,7 +168,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
     supervised = config.train.loss_type == SFT
     if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1 and not supervised:
-        yield _conflict(
+        yield conflict(
             f"rollout_temperature = 0 with n_samples_per_prompt = {rollout.n_samples_per_prompt}",
             ["rollout.rollout_temperature", "rollout.n_samples_per_prompt"],
             code="CFG03",
@@ -186,7 +176,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
             fix="set rollout_temperature above 0",
         )
     if config.reward.group_rm and not config.reward.custom_rm_path:
-        yield _conflict(
+        yield conflict(
             "group_rm is set and custom_rm_path is not",
             ["reward.group_rm"],
             why="group_rm says how custom_rm_path is called",
@@ -197,7 +187,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 def _staleness(config: Config) -> Iterator[Problem]:
     ahead = config.rollout.max_staleness
     if ahead and config.cluster.colocate:
-        yield _conflict(
+        yield conflict(
             f"max_staleness = {ahead} with colocate = true",
             ["rollout.max_staleness", "cluster.colocate"],
             why="an engine that shares the trainer's device cannot generate while it trains",
@@ -208,14 +198,14 @@ def _staleness(config: Config) -> Iterator[Problem]:
 def _schedule(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.min_lr > train.lr:
-        yield _conflict(
+        yield conflict(
             f"min_lr = {train.min_lr} is above lr = {train.lr}",
             ["train.min_lr", "train.lr"],
             why="the learning rate decays from lr to min_lr",
             fix=f"set min_lr to at most {train.lr}",
         )
     if train.lr_decay_iters and train.lr_warmup_iters >= train.lr_decay_iters:
-        yield _conflict(
+        yield conflict(
             f"lr_warmup_iters = {train.lr_warmup_iters} is not below lr_decay_iters = {train.lr_decay_iters}",
             ["train.lr_warmup_iters", "train.lr_decay_iters"],
             why="decay starts where the warm-up ends",
@@ -226,7 +216,7 @@ def _schedule(config: Config) -> Iterator[Problem]:
 def _tasks(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.prompt_data and data.tasks:
-        yield _conflict(
+        yield conflict(
             "data.prompt_data and [[data.tasks]] are both set",
             ["data.prompt_data", "data.tasks"],
             why="each names what to train on",
@@ -235,16 +225,16 @@ def _tasks(config: Config) -> Iterator[Problem]:
     for section, key, tasks in (("data", "tasks", data.tasks), ("eval", "eval_tasks", config.eval.eval_tasks)):
         names = [task.name for task in tasks]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield _conflict(f"two {section}.{key} are named '{name}'", [f"{section}.{key}"], fix="rename one of them")
+            yield conflict(f"two {section}.{key} are named '{name}'", [f"{section}.{key}"], fix="rename one of them")
         for task in tasks:
             if task.plugin and task.plugin not in map(plugin_name, config.plugins):
-                yield _conflict(
+                yield conflict(
                     f"task '{task.name}' belongs to plugin '{task.plugin}', which the run does not load",
                     [f"{section}.{key}", "plugins"],
                     fix=f"--plugin {task.plugin}",
                 )
     if len(config.eval.eval_prompt_data) % 2:
-        yield _conflict(
+        yield conflict(
             "eval_prompt_data is not made of pairs",
             ["eval.eval_prompt_data"],
             why="it lists NAME PATH NAME PATH ...",
@@ -252,26 +242,10 @@ def _tasks(config: Config) -> Iterator[Problem]:
         )
 
 
-def _backends(config: Config) -> Iterator[Problem]:
-    for (section, key, value), (package, ours, extra) in BACKENDS.items():
-        if getattr(getattr(config, section), key) != value:
-            continue
-        if not _installed(package):
-            yield _conflict(
-                f"{key} = {value}, but {package} is not installed here",
-                [f"{section}.{key}"],
-                fix=f"{install_line(extra)}   or leave {key} out",
-            )
-        elif not _installed(ours):
-            yield _conflict(
-                f"{key} = {value} is not part of this slime version",
-                [f"{section}.{key}"],
-                fix=f"leave {key} out, or {UPDATE}",
-            )
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+def _missing(config: Config) -> Iterator[Problem]:
+    """Backends that cannot be had."""
+    for find in (engine_of, trainer_of, cluster_of):
+        try:
+            find(config)
+        except ConfigError as error:
+            yield conflict(error.what, [error.where], why=error.why, fix=error.fix)

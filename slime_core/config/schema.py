@@ -20,8 +20,8 @@ SCHEMA_VERSION = 1
 class ClusterSection(Section):
     """Where engines and trainers live."""
 
-    cluster_backend: Literal["local", "ray"] = Field(
-        "local", description="local: this machine. Short flag: --cluster."
+    cluster_backend: str = Field(
+        "local", min_length=1, description="local (this machine), ray, or one of a plugin. Short flag: --cluster."
     )
     actor_num_nodes: int = Field(1, ge=1, description="Machines that train.")
     actor_num_gpus_per_node: int = Field(1, ge=1, description="Trainer ranks a machine; on CPU, processes.")
@@ -108,7 +108,9 @@ class RolloutSection(Section):
     rollout_top_k: int = Field(0, ge=0, description="0 is off.")
     rollout_stop: tuple[str, ...] = Field((), description="Strings that end a response.")
     rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
-    rollout_engine: Literal["local", "sglang"] = Field("local", description="local: the embedded engine.")
+    rollout_engine: str = Field(
+        "local", min_length=1, description="local (the embedded engine), sglang, or one of a plugin."
+    )
     rollout_slots: int = Field(
         0,
         ge=0,
@@ -207,7 +209,7 @@ class RolloutSection(Section):
 class TrainSection(Section):
     """How the policy learns."""
 
-    train_backend: Literal["fsdp", "megatron"] = Field("fsdp", description="FSDP2, or Megatron-core.")
+    train_backend: str = Field("fsdp", min_length=1, description="fsdp (FSDP2), megatron, or one of a plugin.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of compute; masters are float32. auto: bfloat16 where the processor has it."
     )
@@ -341,8 +343,13 @@ class ReportSection(Section):
     custom_eval_rollout_log_function_path: str = Field("", description="Function by path.")
 
 
-class Config(Section):
-    """A whole run, resolved. Written to config.toml in the run directory."""
+class Config(Section, extra="allow"):
+    """A whole run, resolved. Written to config.toml in the run directory.
+
+    Further tables are those of backends, such as ``[sglang]``; :meth:`table` reads one.
+    """
+
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
     schema_version: int = Field(SCHEMA_VERSION, description="Of the recipe format.")
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="The run directory is runs/NAME-N.")
@@ -358,11 +365,18 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     report: ReportSection = ReportSection()
     plugin: dict[str, dict[str, Any]] = Field({}, description="[plugin.NAME] tables, typed by each plugin.")
-    megatron: dict[str, Any] = Field({}, description="Megatron-core's own options.")
-    sglang: dict[str, Any] = Field({}, description="SGLang's own options.")
     stage: tuple[dict[str, Any], ...] = Field(
         (), description="[[stage]] tables: a name and overriding core keys; run in order, one version counter."
     )
+
+    def table(self, name: str) -> dict[str, Any]:
+        """The table ``[NAME]`` of a backend; empty where there is none."""
+        return self.tables.get(name, {})
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The tables of backends, by name."""
+        return self.__pydantic_extra__
 
 
 SECTIONS = ("cluster", "data", "rollout", "train", "reward", "eval", "report")

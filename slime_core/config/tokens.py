@@ -2,9 +2,9 @@
 
     slime run recipe.toml --lr 1e-6 --no-colocate --rollout-stop "a" "b" train.clip_grad=0.5 --plugin rm_math
 
-A bare name is a core key, else an option of a named plugin, else Megatron's; two candidates in the last two are an
-error that names both full keys. ``--sglang-NAME`` is an option of SGLang, ``--sglang-router-NAME`` one of its router;
-which there are is not known here.
+A bare name is a core key, else an option of a named plugin, else one of a trainer such as Megatron; two candidates in
+the last two are an error that names both full keys. ``--sglang-NAME`` is an option of that engine,
+``--sglang-router-NAME`` one of its table ``router``; which there are is not known here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from slime_core.backends import BROUGHT_BY, Tables
 from slime_core.config.absent import absent
-from slime_core.config.fields import SPACES, Key, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.fields import Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
-_SGLANG = re.compile(r"(no_)?sglang_(router_)?(\w+)")
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 Models = Mapping[str, "type[BaseModel] | None"]
@@ -46,6 +46,7 @@ class Words:
 
     recipe: str | None = None
     overrides: list[Word] = field(default_factory=list)
+    tables: Tables = field(default_factory=Tables)
 
     @property
     def plugins(self) -> list[str]:
@@ -58,7 +59,7 @@ class Words:
         pairs = []
         for word in self.overrides:
             head, _, rest = word.name.partition(".")
-            name = rest if head in (*SECTIONS, "megatron") else word.name
+            name = rest if head in SECTIONS or rest in self.tables.bare() else word.name
             earlier = last.get(name, word)
             if name != "plugins" and written(earlier) != written(word):
                 pairs.append((earlier, word))
@@ -75,19 +76,19 @@ class Override:
     place: str  # "command line: --lr"
 
 
-def split(tokens: Sequence[str], megatron: Mapping[str, Any] | None = None) -> Words:
-    """Take apart what stands after `slime run`; ``megatron``: names of its options, with the types of their values.
+def split(tokens: Sequence[str], tables: Tables | None = None) -> Words:
+    """Take apart what stands after `slime run`.
 
     Raises:
         ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
     """
-    words, keys, at = Words(), core_keys(), 0
+    words, keys, at = Words(tables=tables or Tables()), core_keys(), 0
     while at < len(tokens):
         token = tokens[at]
         at += 1
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token[2:].partition("=")
-            word, at = _flag(name, value if equals else None, tokens, at, keys, megatron or {})
+            word, at = _flag(name, value if equals else None, tokens, at, keys, words.tables)
             words.overrides.append(word)
         elif found := _DOTTED.fullmatch(token):
             words.overrides.append(Word(_name(found[1]), (found[2],), found[1]))
@@ -110,22 +111,25 @@ def _flag(
     tokens: Sequence[str],
     at: int,
     keys: Mapping[str, Key],
-    megatron: Mapping[str, Any],
+    tables: Tables,
 ) -> tuple[Word, int]:
     plain = _name(name)
     plain = ALIASES.get(plain, plain)
     shown = f"--{name}"
-    if (option := _sglang_option(plain)) and value is None:
-        return _sglang_flag(option, shown, tokens, at)
-    if plain not in keys and (found := _megatron_flag(plain, shown, value, tokens, at, megatron)):
+    ours = plain in keys or "." in plain or plain.removeprefix("no_") in keys
+    option = None if ours else tables.prefixed(plain.removeprefix("no_"))
+    if option and value is None:
+        return _prefixed_flag(option, shown, tokens, at, negated=plain.startswith("no_"))
+    if not ours and (found := _bare_flag(plain, shown, value, tokens, at, tables)):
         return found
-    key = keys.get(plain.rpartition(".")[2]) if plain.count(".") < 2 and not plain.startswith(SPACES) else None
+    head, dot, last = plain.rpartition(".")
+    key = keys.get(last) if not dot or head in SECTIONS else None
     if key is None and value is None and plain.startswith("no_"):
         following = at < len(tokens) and not _is_key(tokens[at])
         if plain[3:] in keys or not following:
             return Word(plain[3:], (), shown, negated=True), at
     if value is not None:
-        return Word(f"sglang.{option[1]}" if option and not option[0] else plain, (value,), shown), at
+        return Word(".".join(option) if option and not plain.startswith("no_") else plain, (value,), shown), at
     annotation = key.info.annotation if key else None
     if key and unwrap(annotation) is bool:
         if at < len(tokens) and tokens[at].lower() in ("true", "false"):
@@ -150,37 +154,34 @@ def _flag(
     return Word(plain, (), shown), at
 
 
-def _sglang_option(plain: str) -> tuple[bool, str] | None:
-    """Whether ``sglang_x`` or ``no_sglang_x`` is negated, and ``x`` (``router.x``); None for any other name."""
-    found = _SGLANG.fullmatch(plain)
-    return (bool(found[1]), ("router." if found[2] else "") + found[3]) if found else None
+def _prefixed_flag(
+    option: tuple[str, ...], shown: str, tokens: Sequence[str], at: int, *, negated: bool
+) -> tuple[Word, int]:
+    """An option of an engine with what follows: nothing (true), a value, or several: only the first may be a path.
 
-
-def _sglang_flag(option: tuple[bool, str], shown: str, tokens: Sequence[str], at: int) -> tuple[Word, int]:
-    """An option of SGLang with what follows: nothing (true), a value, or several: only the first may be a path.
-
-    Which options are flags is known to SGLang alone, so a recipe stands before them.
+    Which options are flags is known to the engine alone, so a recipe stands before them.
     """
-    negated, name = option
     end = at
     while not negated and end < len(tokens) and not _is_key(tokens[end]) and (end == at or "/" not in tokens[end]):
         end += 1
-    return Word(f"sglang.{name}", tuple(tokens[at:end]), shown, negated=negated), end
+    return Word(".".join(option), tuple(tokens[at:end]), shown, negated=negated), end
 
 
-def _megatron_flag(
-    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, megatron: Mapping[str, Any]
+def _bare_flag(
+    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, tables: Tables
 ) -> tuple[Word, int] | None:
-    """An option of Megatron with the words that are its value; None for any other name, and after ``=``."""
-    if value is not None or not (plain in megatron or (plain.startswith("no_") and plain[3:] in megatron)):
+    """An option of a trainer with the words that are its value; None for any other name, and after ``=``."""
+    if value is not None:
         return None
-    if plain not in megatron:
-        return Word(plain[3:], (), shown, negated=True), at
+    options = tables.bare()
+    if plain not in options:
+        return (Word(plain[3:], (), shown, negated=True), at) if plain[3:] in options and plain[:3] == "no_" else None
+    table, kind = options[plain]
     end = at
-    if megatron[plain] is bool:
+    if kind is bool:
         end += at < len(tokens) and tokens[at].lower() in ("true", "false")
         return Word(plain, tuple(tokens[at:end]), shown), end
-    while end < len(tokens) and not _is_key(tokens[end]) and (end == at or megatron[plain] is list):
+    while end < len(tokens) and not _is_key(tokens[end]) and (end == at or kind is list):
         end += 1
     if end > at:
         return Word(plain, tuple(tokens[at:end]), shown), end
@@ -188,7 +189,7 @@ def _megatron_flag(
         f"{shown} needs a value",
         code="CFG02",
         where=f"command line: {shown}",
-        why=f"megatron.{plain} takes {describe(megatron[plain]) if megatron[plain] is not list else 'values'}",
+        why=f"{table}.{plain} takes {describe(kind) if kind is not list else 'values'}",
         fix=f"{shown} VALUE",
     )
 
@@ -199,20 +200,18 @@ def _is_key(token: str) -> bool:
 
 def _name(text: str) -> str:
     head, dot, rest = text.partition(".")
-    if head in ("plugin", "megatron", "sglang") and dot:
+    if dot and head not in SECTIONS and head != "stage":
         middle, dot2, tail = rest.rpartition(".")
         return f"{head}.{middle}{dot2}{tail.replace('-', '_')}"
     return text.replace("-", "_")
 
 
-def resolve(
-    words: Words, models: Models, megatron: Mapping[str, Any] | None = None
-) -> tuple[list[Override], list[Problem]]:
+def resolve(words: Words, models: Models) -> tuple[list[Override], list[Problem]]:
     """Every override with its full key and typed value, and what is wrong with the others."""
     keys, overrides, problems = core_keys(), [], []
     for word in words.overrides:
         place = f"command line: {word.shown}"
-        found = _locate(word, keys, models, megatron or {}, place)
+        found = _locate(word, keys, models, words.tables, place)
         if isinstance(found, Problem):
             problems.append(found)
             continue
@@ -228,11 +227,11 @@ def resolve(
 
 
 def _locate(
-    word: Word, keys: Mapping[str, Key], models: Models, megatron: Mapping[str, Any], place: str
+    word: Word, keys: Mapping[str, Key], models: Models, tables: Tables, place: str
 ) -> tuple[KeyPath, Any] | Problem:
     parts = word.name.split(".")
     if len(parts) == 1:
-        return _bare(word, keys, models, megatron, place)
+        return _bare(word, keys, models, tables, place)
     head, last = parts[0], parts[-1]
     if head in SECTIONS and len(parts) == 2:
         key = keys.get(last)
@@ -242,11 +241,11 @@ def _locate(
         model = models.get(name)
         info = model.model_fields.get(last) if model is not None else None
         return ("plugin", name, last), info.annotation if info else Any
-    if head in ("megatron", "sglang") and len(parts) >= 2:
-        return (head, *parts[1:]), Any
     if head == "stage" and len(parts) == 3:
         return ("stage", parts[1], last), keys[last].info.annotation if last in keys else Any
-    near = nearest(head, [*SECTIONS, *SPACES, "stage"])
+    if head not in SECTIONS and tables.is_table(head):
+        return (head, *parts[1:]), Any
+    near = nearest(head, [*SECTIONS, *BROUGHT_BY, "plugin", "stage"])
     return Problem(
         code="CFG01",
         what=f"unknown key '{word.name}'",
@@ -256,7 +255,7 @@ def _locate(
 
 
 def _bare(
-    word: Word, keys: Mapping[str, Key], models: Models, megatron: Mapping[str, Any], place: str
+    word: Word, keys: Mapping[str, Key], models: Models, tables: Tables, place: str
 ) -> tuple[KeyPath, Any] | Problem:
     name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
     if name in keys:
@@ -267,8 +266,10 @@ def _bare(
         for plugin, model in models.items()
         if model is not None and name in model.model_fields
     ]
-    if name in megatron:
-        found.append((("megatron", name), Any if megatron[name] is list else megatron[name]))
+    bare = tables.bare()
+    if name in bare:
+        table, kind = bare[name]
+        found.append(((table, name), Any if kind is list else kind))
     if len(found) == 1:
         return found[0]
     if found:
@@ -283,15 +284,17 @@ def _bare(
     options = {
         key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
     }
-    near = "" if absent(name) else nearest(name, [*keys, *options, *megatron])
+    near = "" if absent(name) else nearest(name, [*keys, *options, *bare])
     known = near.split("'")[1] if near else ""
-    full_name = keys[known].path if known in keys else options.get(known, f"megatron.{known}")
+    full_name = (
+        keys[known].path if known in keys else options.get(known) or f"{bare[known][0] if near else ''}.{known}"
+    )
     flag = f"--{known.replace('_', '-')}"
     return Problem(
         code="CFG01",
         what=f"unknown key '{name}'",
         where=place,
-        why=absent(name) or "no core key, option of a named plugin or Megatron option has this name",
+        why=absent(name) or "no core key, option of a named plugin or of a trainer has this name",
         fix="\n".join(
             filter(None, [f"did you mean {flag}? ({full_name})" if near else "", "all keys: slime config keys"])
         ),

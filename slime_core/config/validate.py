@@ -117,7 +117,7 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
     name = str(path[-1])
     keys = core_keys()
     at_home = keys.get(name)
-    if at_home is not None and path[0] not in ("plugin", "megatron", "sglang"):
+    if at_home is not None and path[0] != "plugin" and (len(path) == 1 or path[0] in Config.model_fields):
         fix = (
             f"it is {at_home.path}: put it under [{at_home.section}]" if at_home.section else f"put {name} at the top"
         )

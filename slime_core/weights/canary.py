@@ -11,14 +11,16 @@ as many as a layer has kinds). The other half is `plain`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 from slime_core.errors import EngineError
 from slime_core.transfer import Check, Held
-from slime_core.weights.layout import EMBED, HEAD, LAYER
 
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER = re.compile(r"^(model\.layers\.\d+\.)(.+)$")
 TWIN = "#"  # NAME#2,0,1: what NAME would hold with its pieces in that order; no engine has such a name
 ON = " on "  # CHECKSUM on LABEL, CHECKSUM on LABEL: of servers that differ
 SHOWN = 5  # names in a message

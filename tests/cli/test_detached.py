@@ -236,7 +236,7 @@ def test_a_run_that_somebody_goes_on_with_is_not_looked_for_on_its_old_cluster(t
 GIVEN_UP = """
 import subprocess, sys, time
 from pathlib import Path
-from slime_core.clusters.ray.driver import Driver
+from slime_ray.driver import Driver
 
 keeper = Driver.__new__(Driver)
 keeper._path, keeper._name = Path(sys.argv[1]), "old"
@@ -277,7 +277,7 @@ def test_a_cluster_that_is_gone_is_told_with_the_way_to_go_on(cli, tmp_path):
 
 @pytest.mark.parametrize("words", [("attach",), ("attach", "nobody"), ("stop", "nobody")], ids=" ".join)
 def test_without_ray_detached_runs_are_told_to_need_it(cli, monkeypatch, words):
-    for name in [name for name in sys.modules if name.startswith("slime_core.clusters.ray.")]:
+    for name in [name for name in sys.modules if name.startswith("slime_ray.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     done = cli(*words)

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from slime_cli.checks import sglang
-from slime_core.engines.sglang.installation import PYTHON_ENV
 from slime_core.testing import tiny_model
+from slime_sglang.installation import PYTHON_ENV
+from slime_sglang.planning import sglang
 
 pytestmark = pytest.mark.integration
 
@@ -189,7 +189,7 @@ def test_the_doctor_needs_no_sglang(monkeypatch):
 def test_an_installation_that_does_not_work_is_a_failed_row(cli, stand_in):
     stand_in(server_args="import no_such_kernel\n")
     done = cli("doctor", "--json")
-    (row,) = [row for row in json.loads(done.out)["checks"] if row["name"] == "sglang"]
+    (row,) = [row for row in json.loads(done.out)["checks"] if row["name"] == "sglang: installation"]
     assert (done.code, row["status"]) == (1, "fail")
     assert "no usable SGLang" in row["found"]
     assert "must work" in row["fix"]

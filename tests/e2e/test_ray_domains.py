@@ -14,7 +14,7 @@ DRIVER = """
 import asyncio, json, sys
 import ray
 from ray.util.placement_group import placement_group_table
-from slime_core.clusters.ray.joining import reserve
+from slime_ray.joining import reserve
 
 ray.init(sys.argv[1], log_to_driver=False)
 names = {node["NodeID"]: node["Labels"].get("nvidia.com/gpu.clique", "") for node in ray.nodes()}

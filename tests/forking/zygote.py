@@ -74,7 +74,7 @@ def import_megatron() -> None:
     with suppress(ImportError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_module("megatron.core.optimizer")
-        trainer = import_module("slime_core.trainers.megatron")
+        trainer = import_module("slime_megatron")
         for module in pkgutil.iter_modules(trainer.__path__, f"{trainer.__name__}."):
             import_module(module.name)
 

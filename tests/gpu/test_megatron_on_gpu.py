@@ -72,7 +72,7 @@ def test_compiled_layers_give_the_numbers_of_transformers(models):
 def test_attention_by_sequence_is_that_of_all_in_one_call(lengths):
     """Both of a GPU's ways, beside float64 on the same numbers; keys and values are strided as a model has them."""
     from slime_core.trainers.flash import varlen
-    from slime_core.trainers.megatron.attention import by_sequence, has_cudnn
+    from slime_megatron.attention import by_sequence, has_cudnn
 
     print("cuDNN first:", has_cudnn(torch.device("cuda")))
     torch.manual_seed(0)

@@ -15,7 +15,8 @@ import pytest
 from raw_server import ENVIRONMENT, Loop, RawServer, start, words
 from served_run import Driver, Work
 
-from slime_core.engines.sglang.home import Launch
+from slime_core.clusters.host import Launch
+from slime_sglang.ports import server_launch
 
 RM_MATH = Path(__file__).parents[2] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
 CONTEXT = 4096
@@ -58,7 +59,12 @@ def launch(sglang_python: str, served_model: Path, tmp_path_factory: pytest.Temp
 
     def of(*more: str, model: Path = served_model) -> Launch:
         log = tmp_path_factory.mktemp("server") / "log.txt"
-        return Launch(python=sglang_python, arguments=words(model, *more), env=ENVIRONMENT, log=log)
+        return server_launch(
+            python=sglang_python,
+            arguments=words(model, *more),
+            env=ENVIRONMENT,
+            log=log,
+        )
 
     return of
 

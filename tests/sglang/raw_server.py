@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
+from slime_core.clusters import ports
+from slime_core.clusters.host import Launch
+from slime_sglang.server import Server
 
 T = TypeVar("T")
 STUBS = Path(__file__).with_name("stubs")

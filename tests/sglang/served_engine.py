@@ -12,20 +12,20 @@ import torch
 from raw_server import RawServer
 from safetensors.torch import load_file
 
-from slime_core.clusters import sglang as cluster
-from slime_core.clusters.lineup import Part
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.engine import SglangEngine
-from slime_core.engines.sglang.external import features
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.pulse import Limits
-from slime_core.engines.sglang.server import Server
-from slime_core.engines.sglang.topology import POLICY
 from slime_core.testing.contracts import EngineCase, EngineCheck
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.hashing import expected
+from slime_sglang import start as cluster
+from slime_sglang.engine import SglangEngine
+from slime_sglang.external import features
+from slime_sglang.health import Watch
+from slime_sglang.lineup import Part
+from slime_sglang.pulse import Limits
+from slime_sglang.server import Server
+from slime_sglang.topology import POLICY
 
 EPOCH = 7
 PROMPT = [13, 14, 15]

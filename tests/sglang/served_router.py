@@ -10,18 +10,18 @@ from pathlib import Path
 
 from served_engine import EPOCH, VERSION
 
-from slime_core.clusters import gateway as gateways, sglang as cluster
-from slime_core.clusters.lineup import Part
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.engine import SglangEngine
-from slime_core.engines.sglang.external import features
-from slime_core.engines.sglang.gateway import Gateway
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.installation import Installation
-from slime_core.engines.sglang.pulse import Limits
-from slime_core.engines.sglang.server import Server
-from slime_core.engines.sglang.topology import POLICY
 from slime_core.weights.folder import ModelFolder
+from slime_sglang import start as cluster, start_gateway as gateways
+from slime_sglang.engine import SglangEngine
+from slime_sglang.external import features
+from slime_sglang.gateway import Gateway
+from slime_sglang.health import Watch
+from slime_sglang.installation import Installation
+from slime_sglang.lineup import Part
+from slime_sglang.pulse import Limits
+from slime_sglang.server import Server
+from slime_sglang.topology import POLICY
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from raw_server import ENVIRONMENT, RawServer
 from served_recipe import recipe
 
 from durability.audit import Audit, audit
-from slime_core.engines.sglang import ports
+from slime_core.clusters import ports
 from slime_core.ledger.ledger import SqliteLedger
 
 TABLES: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 from raw_server import RawServer
 from served_engine import assert_holds, begin, computing, load, request, serving, update, whole
 
-from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.errors import EngineError
+from slime_sglang.engine import SglangEngine
 
 pytestmark = pytest.mark.system
 

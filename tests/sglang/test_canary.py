@@ -20,7 +20,6 @@ from served_engine import serving
 
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.engine import SglangEngine
 from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
@@ -28,6 +27,7 @@ from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import WeightUpdate
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.update import Canary, sync_weights
+from slime_sglang.engine import SglangEngine
 
 pytestmark = pytest.mark.system
 

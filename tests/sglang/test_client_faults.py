@@ -18,11 +18,11 @@ from faults import BROKEN, REJECTED
 from faulty import FaultProxy
 from raw_server import RawServer
 
-from slime_core.engines.sglang.address import Address
-from slime_core.engines.sglang.client import Client, ServerFault
 from slime_core.errors import EngineError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 from slime_core.weights.folder import ModelFolder
+from slime_sglang.address import Address
+from slime_sglang.client import Client, ServerFault
 
 pytestmark = pytest.mark.system
 

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 from raw_server import ENVIRONMENT
 
-from slime_core.engines.sglang.installation import arguments, read_installation
-from slime_core.engines.sglang.options import OWN
 from slime_core.errors import ConfigError
+from slime_sglang.installation import arguments, read_installation
+from slime_sglang.options import OWN
 
 pytestmark = pytest.mark.integration
 

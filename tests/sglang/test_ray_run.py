@@ -19,15 +19,15 @@ from served_run import SERVED, WARMUP, Driver, Work, children, in_order, served_
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters.ray.joining import entered, hosts
-from slime_core.clusters.ray.placement import plan
-from slime_core.clusters.ray.servers import RaySite
+from slime_core.clusters import ports
+from slime_core.clusters.host import Launch
 from slime_core.config.load import load_config
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.health import Limits
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCheck
+from slime_ray.joining import entered, hosts
+from slime_ray.placement import plan
+from slime_ray.servers import RaySites
+from slime_sglang.health import Limits
+from slime_sglang.server import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -44,8 +44,8 @@ def hosted(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Ite
         placed, stack = plan(config), AsyncExitStack()
         with entered(nodes.address):
             found = loop.run(stack.enter_async_context(hosts(config, placed)))
-            home = RaySite(config, placed, found).lodging(0).home
-            server = Server.launch(launch(), home=home)
+            host = RaySites(config, placed, found).server(0).host
+            server = Server.launch(launch(), host=host)
 
             async def up() -> None:
                 stack.push_async_callback(server.stop)
@@ -151,7 +151,7 @@ def test_a_run_whose_server_and_then_whose_host_is_killed_comes_to_its_end_by_it
     assert "was lost with its host" in ended.output
     in_order(work)
     assert [title(pid) for pid in seen if title(pid)] == []
-    assert list(temporary_files.glob("slime-sglang-*")) == []
+    assert list(temporary_files.glob("slime-server-*")) == []
 
 
 def below(pid: int) -> set[int]:

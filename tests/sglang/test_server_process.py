@@ -10,7 +10,7 @@ import sys
 import pytest
 from raw_server import ENVIRONMENT, START_TIMEOUT, seen, shared, temporary, words
 
-from slime_core.engines.sglang import ports
+from slime_core.clusters import ports
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -44,12 +44,12 @@ def test_the_token_is_asked_for_and_shows_nowhere(server):
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 async def main():
     given = json.loads(sys.argv[1])
-    launch = Launch(python=given["python"], arguments=tuple(given["words"]), log=Path(given["log"]), env=given["env"])
+    launch = server_launch(python=given["python"], arguments=tuple(given["words"]), log=Path(given["log"]), env=given["env"])
     server = Server.launch(launch)
     await server.start()
     await server.ready(given["timeout"])

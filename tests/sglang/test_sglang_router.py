@@ -15,12 +15,12 @@ from raw_server import START_TIMEOUT, RawServer
 from served_engine import EPOCH, PROMPT, assert_holds, begin, computing, load, request, whole
 from served_router import routed
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.http import Transport
-from slime_core.engines.sglang.installation import Installation, read_installation
-from slime_core.engines.sglang.pulse import Limits
+from slime_core.clusters import ports
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase, EngineCheck
 from slime_core.types import WeightUpdate
+from slime_sglang.http import Transport
+from slime_sglang.installation import Installation, read_installation
+from slime_sglang.pulse import Limits
 
 pytestmark = pytest.mark.system
 

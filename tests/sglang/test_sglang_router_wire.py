@@ -12,16 +12,17 @@ from faulty import TOKEN
 from routing import Kind, routed
 from serving import EPOCH, request, update
 
-from slime_core.clusters.sglang import sglang_engines
+from slime_core.clusters import ports
+from slime_core.clusters.host import Launch
 from slime_core.config.load import load_config
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.gateway_router import GatewayRouter
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.http import fault
-from slime_core.engines.sglang.installation import read_installation
-from slime_core.engines.sglang.router_options import router_arguments
 from slime_core.errors import EngineError
 from slime_core.weights.folder import ModelFolder
+from slime_sglang.gateway_router import GatewayRouter
+from slime_sglang.http import fault
+from slime_sglang.installation import read_installation
+from slime_sglang.ports import server_launch
+from slime_sglang.router_options import router_arguments
+from slime_sglang.start import sglang_engines
 
 pytestmark = pytest.mark.system
 
@@ -39,7 +40,7 @@ def program(sglang_python: str, tmp_path: Path) -> Program:
         config = load_config(None, ["--rollout-engine", "sglang", *flags])
         words = router_arguments(config, installation, paired=paired)
         log = tmp_path / "log" / "gateway.log"
-        return Launch(python=sglang_python, arguments=words, env={}, log=log, program="router")
+        return server_launch(python=sglang_python, arguments=words, env={}, log=log, program="router")
 
     return of
 

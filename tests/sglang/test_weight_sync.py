@@ -14,9 +14,6 @@ import torch
 from raw_server import RawServer
 
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.client import Client
-from slime_core.engines.sglang.loading import load
-from slime_core.engines.sglang.probe import features
 from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
@@ -24,8 +21,11 @@ from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.transfer import WeightRoute
 from slime_core.types import WeightUpdate
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.layout import layout
 from slime_core.weights.transports import nccl
+from slime_sglang.client import Client
+from slime_sglang.layout import layout
+from slime_sglang.loading import load
+from slime_sglang.probe import features
 
 pytestmark = pytest.mark.system
 

@@ -7,8 +7,8 @@ import pytest
 
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError
-from slime_core.trainers.megatron.flags import kinds, problems
-from slime_core.trainers.megatron.settings import settings
+from slime_megatron.flags import kinds, problems
+from slime_megatron.settings import settings
 from slime_models.arguments import model_args
 from slime_models.families import BRIDGES
 from slime_models.presets import presets
@@ -109,7 +109,7 @@ DEEPSEEK = SimpleNamespace(
 
 
 def table(line):
-    return load_config(None, shlex.split(line), megatron=kinds()).megatron
+    return load_config(None, shlex.split(line)).table("megatron")
 
 
 def made(name, line, **config):

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from slime_core.trainers.megatron.agreement import disagreements
-from slime_core.trainers.megatron.flags import flags, problems
+from slime_megatron.agreement import disagreements
+from slime_megatron.flags import flags, problems
 from slime_models.arguments import model_args, pattern
 from slime_models.families import BRIDGES
 from slime_models.presets import count, presets, short

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import os
 import secrets
 import signal
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime_core.addresses import is_loopback
 from slime_core.buffer.service.tables import Limits
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
@@ -79,7 +79,7 @@ def find_token(settings: Settings) -> tuple[str, Path | None]:
     """
     if settings.token_file is not None:
         return _read_token(settings.token_file), settings.token_file
-    if not _is_loopback(settings.host):
+    if not is_loopback(settings.host):
         raise ConfigError(
             f"{settings.host} can be reached from other machines",
             code="CFG04",
@@ -228,15 +228,6 @@ def _sound(token: str, where: str) -> str:
             fix="python -c 'import secrets; print(secrets.token_urlsafe(32))'",
         )
     return token
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _url(listening: socket.socket) -> str:

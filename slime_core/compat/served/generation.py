@@ -8,10 +8,10 @@ from typing import Any
 
 from slime_core.compat import sglang
 from slime_core.compat.http import post
-from slime_core.compat.locate import locate
 from slime_core.compat.sample import FINISH, Sample
 from slime_core.compat.served.rewards import async_rm, batched_async_rm
 from slime_core.plugins.boundary import together
+from slime_core.plugins.locate import locate
 from slime_core.rollout.sampling import training_params
 from slime_core.types import Status
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_core.compat.locate import locate
+from slime_core.plugins.locate import locate
 
 
 def load_function(path: str) -> Any:

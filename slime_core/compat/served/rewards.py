@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from slime_core.compat.locate import locate
 from slime_core.compat.sample import Sample
 from slime_core.plugins.boundary import together
+from slime_core.plugins.locate import locate
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from slime_core.clusters import gateway as gateways
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.installation import Installation
-from slime_core.engines.sglang.options import Option
-from slime_core.engines.sglang.server import Server
 from slime_core.errors import ConfigError, EngineError
+from slime_sglang import start_gateway as gateways
+from slime_sglang.installation import Installation
+from slime_sglang.options import Option
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +20,7 @@ KNOWN = {"policy": Option(name="policy", flag="--policy", choices=("cache_aware"
 def servers(tmp_path, *modes, owned=True, token=""):
     found = []
     for number, mode in enumerate(modes):
-        launch = Launch(python="python", arguments=(), log=tmp_path / f"{number}.log")
+        launch = server_launch(python="python", arguments=(), log=tmp_path / f"{number}.log")
         one = Server.launch(launch, number=number, token=token) if owned else Server.attach(f"http://h:{number + 1}")
         one.facts = {"disaggregation_mode": mode}
         found.append(one)

@@ -11,8 +11,8 @@ pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
 from ray.exceptions import ActorDiedError
 
-from slime_core.clusters.ray.channel import RayChannel
 from slime_core.clusters.wire import encode
+from slime_ray.channel import RayChannel
 
 pytestmark = pytest.mark.unit
 

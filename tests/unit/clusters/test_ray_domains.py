@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters.ray.domains import LABELS, selectors
+from slime_ray.domains import LABELS, selectors
 
 OURS, THEIRS = LABELS
 RACK, OTHER = {OURS: "rack-1"}, {OURS: "rack-2"}

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters.ray.head import head_kept
 from slime_core.errors import ConfigError
+from slime_ray.head import head_kept
 
 pytestmark = pytest.mark.unit
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slime_core.clusters.ray.placement import Plan, Seat, lacking, oversize, plan, table
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.topology import topology
 from slime_core.errors import ConfigError
+from slime_ray.placement import Plan, Seat, lacking, oversize, plan, table
+from slime_sglang.topology import topology
 
 pytestmark = pytest.mark.unit
 

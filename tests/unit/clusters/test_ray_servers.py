@@ -19,19 +19,18 @@ from watching import QUICK, Engine
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters import nccl
+from slime_core.clusters import nccl, ports
 from slime_core.clusters.machine import resolve_machine
-from slime_core.clusters.ray import device, servers as ray_servers
-from slime_core.clusters.ray.joining import entered, hosts
-from slime_core.clusters.ray.placement import plan
-from slime_core.clusters.ray.servers import RayServers, RaySite
 from slime_core.config.load import load_config
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.gateway import Process
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
 from slime_core.errors import ConfigError, EngineError
+from slime_ray import device, servers as ray_servers
+from slime_ray.joining import entered, hosts
+from slime_ray.placement import plan
+from slime_ray.servers import RayServers, RaySites
+from slime_sglang.gateway import Process
+from slime_sglang.health import Watch
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -68,18 +67,18 @@ async def site(nodes, *flags, device="cpu"):
     placed = plan(config)
     with entered(nodes.address):
         async with hosts(config, placed) as found:
-            yield RaySite(config, placed, found), placed, found
+            yield RaySites(config, placed, found), placed, found
 
 
-def served(tmp_path, lodging, *behave, python=sys.executable):
-    launch = Launch(
+def served(tmp_path, place, *behave, python=sys.executable):
+    launch = server_launch(
         python=python,
         arguments=("--behave", ",".join(behave)),
         log=tmp_path / "log" / "engine-0.log",
-        env={"PYTHONPATH": str(STAND_IN), "PYTHONDONTWRITEBYTECODE": "1", **lodging.env},
-        host=lodging.host,
+        env={"PYTHONPATH": str(STAND_IN), "PYTHONDONTWRITEBYTECODE": "1", **place.env},
+        address=place.address,
     )
-    return Server.launch(launch, home=lodging.home)
+    return Server.launch(launch, host=place.host)
 
 
 async def until(true):
@@ -91,9 +90,9 @@ async def until(true):
 def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_is_killed(nodes, tmp_path):
     async def check():
         async with site(nodes, *APART) as (where, placed, found):
-            lodging, machine = where.lodging(0), found.machines[placed.engines[0].bundle]
+            place, machine = where.server(0), found.machines[placed.engines[0].bundle]
             assert {one.address for one in found.machines} == {machine.address, where.meeting(["http://10.0.0.1:1"])}
-            server = served(tmp_path, lodging, "children")
+            server = served(tmp_path, place, "children")
             await server.start()
             await server.ready(LONG)
             url, token, session = server.address.url, server.address.token, server.pid
@@ -137,7 +136,7 @@ def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_
     async def check():
         async with site(nodes, *APART) as (where, placed, found):
             machine = found.machines[placed.engines[0].bundle]
-            server = served(tmp_path, where.lodging(0), "children")
+            server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)
             session, engine = server.pid, Engine()
@@ -165,7 +164,7 @@ def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, mo
     async def check():
         async with site(nodes, *APART) as (where, placed, found):
             machine = found.machines[placed.engines[0].bundle]
-            server = served(tmp_path, where.lodging(0))
+            server = served(tmp_path, where.server(0))
             await server.start()
             await server.ready(LONG)
             session = server.pid
@@ -187,15 +186,15 @@ def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where
         flags = ("--debug-rollout-only", "--engine-topology", tmp_path / "groups.toml")
         async with site(nodes, *flags, "--cpu-threads", "1") as (where, placed, found):
             assert len(found.machines) == len(placed.engines) == 3
-            homes = [where.lodging(number).home for number in range(3)]
-            assert [home.machine for home in homes] == found.machines
-            at = where.lodging_of_router("policy")
-            assert (at.home.machine, at.host) == (found.machines[0], found.reached(found.machines[0]))
+            machines = [where.server(number).host.machine for number in range(3)]
+            assert machines == found.machines
+            at = where.beside("policy")
+            assert (at.host.machine, at.address) == (found.machines[0], found.reached(found.machines[0]))
             words = routing.launch(tmp_path)
-            router = Process.launch(replace(words, host=at.host), number=-1, home=at.home)
+            router = Process.launch(replace(words, address=at.address), number=-1, host=at.host)
             await router.start()
             await router.ready(LONG)
-            assert router.address.url.startswith(f"http://{at.host}:")
+            assert router.address.url.startswith(f"http://{at.address}:")
             pid = router.pid
             await router.stop()
             assert ports.members(pid) == []
@@ -208,15 +207,17 @@ def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, t
     async def check():
         async with site(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
             name = found.machines[placed.engines[0].bundle].name
-            server = served(tmp_path, where.lodging(0), python="/no/such/python")
+            server = served(tmp_path, where.server(0), python="/no/such/python")
             with pytest.raises(EngineError) as caught:
                 await server.start()
             assert (caught.value.code, caught.value.where) == ("ENG69", f"{name}:{server.log}")
             assert "No such file" in caught.value.what
             with pytest.raises(ConfigError) as caught:
-                await where.installation()
+                await where.on_server("slime_sglang.installation:read_here", {"python": "/no/such/python"})
             assert (caught.value.code, caught.value.where) == ("CFG05", f"{name}: sglang.python")
-            assert await where.torch() == version("torch")  # the machine's, which is here the driver's too
+            assert await where.on_trainer("importlib.metadata:version", "torch") == version(
+                "torch"
+            )  # the machine's, which is here the driver's too
 
     asyncio.run(check())
 
@@ -228,7 +229,7 @@ def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkey
 
     async def check():
         async with site(nodes, *flags, device="cuda") as (where, placed, found):
-            server = served(tmp_path, where.lodging(0), "children")
+            server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)
             words = seen(f"/proc/{ports.members(server.pid)[-1]}/environ").split("\0")
@@ -254,7 +255,7 @@ def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
 
     async def check():
         async with site(nodes, "--no-colocate", "--rollout-num-gpus", 1, device="cuda") as (where, _, found):
-            server = served(tmp_path, where.lodging(0), "children")
+            server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)
             session = server.pid
@@ -266,6 +267,6 @@ def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
             how = await asyncio.wait_for(server.died(), LONG)
             assert how.startswith(f"was lost with its host on {found.machines[0].name}"), how
             assert server.lost == how
-            assert await where.lodging(0).home.listener(1) == "nobody"
+            assert await where.server(0).host.listener(1) == "nobody"
 
     asyncio.run(check())

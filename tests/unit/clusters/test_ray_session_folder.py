@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters.ray.joining import session_folder
+from slime_ray.joining import session_folder
 
 
 @pytest.mark.parametrize(("length", "expected"), [(39, {}), (40, {"_temp_dir": "/tmp/ray"})])

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters.ray.channel import _path
-from slime_core.clusters.ray.travelling import check_travelling, read_wheel, travelling
 from slime_core.config.load import load_config
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import ConfigError
+from slime_ray.channel import _path
+from slime_ray.travelling import check_travelling, read_wheel, travelling
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slime_core.clusters.republish import Republish
+from slime_core.clusters.resync import Resync
 from slime_core.clusters.turns import FreeTurns
 from slime_core.testing.fakes import FakeEngine, FakeTrainer
 from slime_core.transfer import WeightRoute
@@ -17,7 +17,7 @@ ROUTE = WeightRoute(transport="disk", dtype="float32")
 async def republish(version=4):
     trainer, engine = FakeTrainer(), FakeEngine()
     await engine.load(await trainer.publish(version))
-    return Republish(FreeTurns(), trainer, engine), trainer, engine
+    return Resync(FreeTurns(), trainer, engine), trainer, engine
 
 
 def test_between_two_updates_the_version_that_is_served_is_published():

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.clusters import sglang
-from slime_core.clusters.lineup import Part, attached
 from slime_core.clusters.turns import FreeTurns, QuietTurns, server_turns
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.router import chained
-from slime_core.engines.sglang.server import Server
 from slime_core.errors import PluginError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
+from slime_sglang import start as sglang
+from slime_sglang.lineup import Part, attached
+from slime_sglang.router import chained
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.unit
 

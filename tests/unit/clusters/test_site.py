@@ -5,26 +5,25 @@ import shutil
 
 import pytest
 
-from slime_core.clusters import site
-from slime_core.clusters.site import LOOPBACK, Lodging, OneMachine, elsewhere, own_address
+from slime_core.clusters.host import LOOPBACK, LocalHost, LocalSites, Site, elsewhere, own_address
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.home import Here
-from slime_core.engines.sglang.installation import PYTHON_ENV
 from slime_core.errors import ConfigError
+from slime_sglang import installation
+from slime_sglang.installation import PYTHON_ENV
 
 pytestmark = pytest.mark.unit
 
 
 def here(*flags):
-    return OneMachine(load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags]))
+    return LocalSites(load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags]))
 
 
 def test_servers_of_this_machine_listen_on_the_loopback_and_so_does_the_trainer():
     place = here()
-    lodging = place.lodging(3)
-    assert isinstance(lodging.home, Here)
-    assert (lodging.host, dict(lodging.env), place.gpus()) == (LOOPBACK, {}, None)
-    assert lodging.home is not Lodging().home, "one home has one process"
+    site = place.server(3)
+    assert isinstance(site.host, LocalHost)
+    assert (site.address, dict(site.env), place.gpus()) == (LOOPBACK, {}, None)
+    assert site.host is not Site().host, "one host has one process"
     assert place.meeting(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
 
 
@@ -38,19 +37,19 @@ def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_
 
 
 def test_the_driver_names_an_sglang_where_nothing_else_does(monkeypatch):
-    monkeypatch.setattr(site, "is_here", lambda: False)
+    monkeypatch.setattr(installation, "is_here", lambda: False)
     monkeypatch.delenv(PYTHON_ENV, raising=False)
     asked = []
-    monkeypatch.setattr(site, "read_installation", lambda python, env: asked.append(python))
+    monkeypatch.setattr(installation, "read_installation", lambda python, env: asked.append(python))
     shell = shutil.which("sh")
-    site.read_here({}, "sh")
-    site.read_here({"python": "ls"}, "sh")
+    installation.read_here({}, "sh")
+    installation.read_here({"python": "ls"}, "sh")
     monkeypatch.setenv(PYTHON_ENV, "cat")
-    site.read_here({}, "sh")
+    installation.read_here({}, "sh")
     assert asked == [shell, shutil.which("ls"), shutil.which("cat")]
 
 
 def test_an_sglang_that_is_not_there_is_told_as_ever():
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(here("sglang.python=/no/such/python").installation())
+        asyncio.run(here().on_server("slime_sglang.installation:read_here", {"python": "/no/such/python"}))
     assert caught.value.code == "CFG05"

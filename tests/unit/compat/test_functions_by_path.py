@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from slime_core.compat.locate import locate
 from slime_core.config.schema import Config, RewardSection, RolloutSection, Task
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
+from slime_core.plugins.locate import locate
 
 pytestmark = pytest.mark.unit
 

@@ -271,7 +271,7 @@ def test_a_log_function_is_told_of_a_step_with_its_samples(write, connect, make_
     plugins.batch(batch, ctx)
     report = StepReport(version=3, stage="main", step=2, of=5, metrics={"reward/mean": 1.0}, seconds={"rollout": 0.25})
     plugins.step_done(report, ctx)
-    from slime_core.compat.locate import locate
+    from slime_core.plugins.locate import locate
 
     calls = locate(f"{path}:fn", "key").__globals__["CALLS"]
     assert calls == [(2, ["main/5-0", "main/5-1"], {"reward/mean": 1.0}, 0.25)]
@@ -285,7 +285,7 @@ def test_an_evaluation_log_function_is_told_of_every_set(write, connect, make_gr
     group = scored(make_group(), 1.0, 0.0)
     group.samples[1].status = Status.TRUNCATED
     plugins.evaluated({"held": [group]}, {"held/reward": 0.5}, replace(ctx, evaluation=True))
-    from slime_core.compat.locate import locate
+    from slime_core.plugins.locate import locate
 
     ((version, data, metrics),) = locate(f"{path}:fn", "key").__globals__["CALLS"]
     assert (version, metrics) == (2, {"held/reward": 0.5})

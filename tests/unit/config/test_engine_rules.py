@@ -2,9 +2,10 @@
 
 import pytest
 
-from slime_core.config import engine_rules
+from slime_core.config import rules, server_rules
 from slime_core.config.load import read
 from slime_core.config.schema import Config, RolloutSection
+from slime_sglang import rules as engine_rules
 
 pytestmark = pytest.mark.unit
 
@@ -134,7 +135,7 @@ def test_each_contradiction_names_its_keys_and_the_way_out(cluster, rollout, wha
     assert what in problem.what
     assert fix in problem.fix
     assert problem.keys
-    assert list(engine_rules.conflicts(config_of(cluster, engine="local", **rollout))) == []
+    assert rules.conflicts(config_of(cluster, engine="local", **rollout)) == []
 
 
 @pytest.mark.parametrize(
@@ -203,20 +204,20 @@ def test_strings_that_end_a_response_need_a_tokenizer():
 # -- what has no effect
 
 
-@pytest.mark.parametrize("name", engine_rules.SERVER_KEYS)
+@pytest.mark.parametrize("name", server_rules.SERVER_KEYS)
 def test_a_key_of_servers_without_servers_is_said(name):
     default = RolloutSection.model_fields[name].default
     other = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}[type(default)]
     chosen = {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
     chosen |= {"check_weights": "all"}
-    (notice,) = engine_rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
+    (notice,) = server_rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
     assert notice == f"{name}: no effect with rollout_engine = local; servers read them"
 
 
 def test_options_of_sglang_without_sglang_are_said():
-    (notice,) = engine_rules.notices(config_of(engine="local", sglang={"dtype": "auto"}, rollout_num_gpus=1))
-    assert notice.startswith("rollout_num_gpus, [sglang]: no effect")
-    assert list(engine_rules.notices(config_of(engine="local"))) == []
+    notices = list(server_rules.notices(config_of(engine="local", sglang={"dtype": "auto"}, rollout_num_gpus=1)))
+    assert [text.partition(":")[0] for text in notices] == ["rollout_num_gpus", "[sglang] dtype"]
+    assert list(server_rules.notices(config_of(engine="local"))) == []
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import pytest
 
-from slime_core.config import megatron_rules, rules
-from slime_core.config.changes import MEGATRON, compare
+from slime_core.config import rules, server_rules
+from slime_core.config.changes import compare
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
-from slime_core.trainers.megatron.flags import flags, kinds, problems
+from slime_megatron.flags import flags, problems
+from slime_megatron.plugin import RESUMABLE
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.unit
 )
 def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, what, fix, where):
     recipe()
-    error = refused(None, "--train-backend", "megatron", *words, megatron=kinds())
+    error = refused(None, "--train-backend", "megatron", *words)
     assert (error.code, error.what, error.where) == ("CFG04", what, where)
     assert fix in error.fix
 
@@ -43,17 +44,17 @@ def test_the_same_keys_hold_where_fsdp_trains():
 
 
 def test_megatrons_table_without_megatron_is_said_to_have_no_effect():
-    loaded = read(None, ["--tensor-model-parallel-size", "2", "--swiglu"], megatron=kinds())
+    loaded = read(None, ["--tensor-model-parallel-size", "2", "--swiglu"])
     (notice,) = [text for text in loaded.notices if "[megatron]" in text]
-    assert "tensor_model_parallel_size, swiglu: no effect with train_backend = fsdp" in notice
-    assert read(None, ["--train-backend", "megatron", "--swiglu"], megatron=kinds()).notices == ()
+    assert "[megatron] tensor_model_parallel_size, swiglu: no effect without the backend megatron" in notice
+    assert read(None, ["--train-backend", "megatron", "--swiglu"]).notices == ()
 
 
 def test_functions_of_megatron_ranks_without_megatron_are_said_to_have_no_effect():
     train = {"custom_megatron_init_path": "mine.py:init"}
-    (notice,) = megatron_rules.notices(Config(train=train))
+    (notice,) = server_rules.notices(Config(train=train))
     assert notice == "custom_megatron_init_path: no effect with train_backend = fsdp, which has no such place"
-    assert not list(megatron_rules.notices(Config(train=train | {"train_backend": "megatron"})))
+    assert not list(server_rules.notices(Config(train=train | {"train_backend": "megatron"})))
 
 
 def test_a_resumed_run_may_have_another_layout_but_no_other_mathematics():
@@ -67,7 +68,7 @@ def test_a_resumed_run_may_have_another_layout_but_no_other_mathematics():
 
 def test_a_flag_stands_before_a_recipes_other_spelling(recipe):
     path = recipe("[megatron]\ntensor-model-parallel-size = 2\n")
-    config = read(path, ["--tensor-model-parallel-size", "4"], megatron=kinds()).config
+    config = read(path, ["--tensor-model-parallel-size", "4"]).config
     assert config.megatron == {"tensor_model_parallel_size": 4}
 
 
@@ -78,26 +79,26 @@ def test_a_name_in_two_spellings_is_given_twice():
 
 def test_what_a_resumed_run_may_change_are_flags_of_the_run():
     known = flags()
-    assert {known[name].role for name in MEGATRON.keys} == {"run"}
+    assert {known[name].role for name in RESUMABLE} == {"run"}
 
 
 def test_a_flag_takes_the_words_that_are_its_value_and_leaves_the_recipe(recipe):
     path = recipe("[megatron]\nnum_layers = 3\n")
-    config = read(None, ["--swiglu", "--num-layers", "4", "--no-qk-layernorm"], megatron=kinds()).config
+    config = read(None, ["--swiglu", "--num-layers", "4", "--no-qk-layernorm"]).config
     assert config.megatron == {"swiglu": True, "num_layers": 4, "qk_layernorm": False}
-    over = read(path, ["--swiglu", "--recompute-modules", "mlp", "moe", "--lr", "1e-5"], megatron=kinds()).config
+    over = read(path, ["--swiglu", "--recompute-modules", "mlp", "moe", "--lr", "1e-5"]).config
     assert over.megatron == {"num_layers": 3, "swiglu": True, "recompute_modules": ["mlp", "moe"]}
     assert over.train.lr == 1e-5
 
 
 def test_a_flag_without_its_value_is_refused(recipe, refused):
     recipe()
-    error = refused(None, "--num-layers", "--swiglu", megatron=kinds())
+    error = refused(None, "--num-layers", "--swiglu")
     assert (error.code, error.what) == ("CFG02", "--num-layers needs a value")
     assert error.why == "megatron.num_layers takes an integer"
 
 
 def test_an_unknown_bare_flag_finds_megatrons_nearest(recipe, refused):
     recipe()
-    error = refused(None, "--tensor-model-paralel-size", "2", megatron=kinds())
+    error = refused(None, "--tensor-model-paralel-size", "2")
     assert error.fix.startswith("did you mean --tensor-model-parallel-size? (megatron.tensor_model_parallel_size)")

@@ -20,6 +20,7 @@ class Options(BaseModel):
     strict: bool = False
     table: Path | None = None
     gamma: float = 1.0
+    seq_length: int = 0
 
 
 class Contrary(BaseModel):
@@ -45,14 +46,21 @@ def models(names):
     return {name: MODELS[name] for name in names}
 
 
-def load(path, *flags, megatron=None):
-    return read(path, flags, models=models, megatron=megatron)
+def load(path, *flags):
+    return read(path, flags, models=models)
 
 
 def test_plugin_defaults_stand_below_recipe_and_flags_and_are_written_out(recipe):
     path = recipe("plugins = ['calc']\n[plugin.calc]\nratio = 0.25\ndigits = 1\n")
     config = load(path, "--digits", "3").config
-    assert config.plugin["calc"] == {"digits": 3, "ratio": 0.25, "names": ["a"], "strict": False, "gamma": 1.0}
+    assert config.plugin["calc"] == {
+        "digits": 3,
+        "ratio": 0.25,
+        "names": ["a"],
+        "strict": False,
+        "gamma": 1.0,
+        "seq_length": 0,
+    }
     again = load(recipe(to_toml(config), name="config.toml")).config
     assert again == config
 
@@ -91,13 +99,13 @@ def test_a_bare_flag_that_two_plugins_know_names_both_full_keys(recipe):
 
 def test_a_bare_flag_that_a_plugin_and_megatron_know_names_both_full_keys(recipe):
     with pytest.raises(ConfigError) as caught:
-        load(recipe("plugins = ['calc']\n"), "--gamma", "0.9", megatron={"gamma": float})
-    assert "plugin.calc.gamma or megatron.gamma" in caught.value.what
-    assert "megatron.gamma=0.9" in caught.value.fix
+        load(recipe("plugins = ['calc']\n"), "--seq-length", "9")
+    assert "plugin.calc.seq_length or megatron.seq_length" in caught.value.what
+    assert "megatron.seq_length=9" in caught.value.fix
 
 
 def test_a_bare_flag_that_only_megatron_knows_goes_there(recipe):
-    config = load(recipe(), "--num-layers", "4", megatron={"num_layers": int}).config
+    config = load(recipe(), "--num-layers", "4").config
     assert config.megatron == {"num_layers": 4}
 
 

@@ -1,6 +1,7 @@
 """The example in every hook's text is a plugin that loads, and its sentence says what it may do."""
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 import slime_core
 from slime_core import hookspecs
+from slime_core.backends import ClusterBackend, EngineBackend, Served, TrainerBackend
+from slime_core.config.problems import conflict
+from slime_core.config.schema import Config
 from slime_core.hookspecs import HOOKS
 from slime_core.plugins.load import answers_of
 from slime_core.plugins.provider import Provider
@@ -26,13 +30,16 @@ NAMES = {
     "pydantic": pydantic,
     "click": click,
     "asyncio": asyncio,
+    "contextlib": contextlib,
+    "conflict": conflict,
     "dataclasses": dataclasses,
     "Path": Path,
     "torch": SimpleNamespace(),
     "__file__": __file__,
     "curriculum": SimpleNamespace(),
     "BRIDGE": SimpleNamespace(),
-    "MySink": SimpleNamespace,
+    **dict.fromkeys(("MySink", "MyEngine", "MyTrainer", "my_cluster"), SimpleNamespace),
+    **{kind.__name__: kind for kind in (EngineBackend, TrainerBackend, ClusterBackend, Served)},
     **{kind.__name__: kind for kind in (Group, Prompt, Reward, Sample, SamplingParams, Status)},
     **{name: getattr(slime_core, name) for name in ("Check", "CheckResult", "Drop", "Estimator", "Loss")},
 }
@@ -74,3 +81,10 @@ def test_the_examples_that_answer_from_values_do_what_they_say(group):
     for sample in group.samples:
         sample.reward = 1.0
     assert drop(group, None).reason == "zero_std"
+    for hook, backend in (("engine", EngineBackend), ("trainer", TrainerBackend), ("cluster", ClusterBackend)):
+        (brought,) = vars(plugin_of(f"slime_{hook}"))[f"slime_{hook}"]()
+        assert (type(brought), brought.name) == (backend, "mine")
+    (problem,) = vars(plugin_of("slime_config_rules"))["slime_config_rules"](
+        Config(rollout={"n_samples_per_prompt": 1})
+    )
+    assert problem.keys == (("rollout", "n_samples_per_prompt"),)

@@ -12,7 +12,7 @@ import pytest
 from slime_core.config.fields import core_keys
 from slime_core.errors import ConfigError
 from slime_core.testing import tiny_model
-from slime_core.trainers.megatron.flags import flags
+from slime_megatron.flags import flags
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ from slime_core.transfer import WeightRoute
 from slime_core.types import WeightUpdate
 from slime_core.weights.canary import Choice, merged
 from slime_core.weights.hashing import checksum, expected
-from slime_core.weights.layout import layout
+from slime_sglang.layout import layout
 
 VOCAB, HIDDEN, LAYERS = 70, 8, 3
 

@@ -6,7 +6,7 @@ from small_engine import hf_tensors, small_config
 from slime_core.errors import EngineError
 from slime_core.transfer import Held, Piece
 from slime_core.weights.canary import Choice, compare, merged
-from slime_core.weights.layout import layout
+from slime_sglang.layout import layout
 
 pytestmark = pytest.mark.unit
 

@@ -7,10 +7,10 @@ import faulty
 import pytest
 from faulty import TOKEN, Canned, FaultProxy
 
-from slime_core.engines.sglang.address import Address
-from slime_core.engines.sglang.client import Client
 from slime_core.errors import EngineError
 from slime_core.types import GenerateRequest, SamplingParams
+from slime_sglang.address import Address
+from slime_sglang.client import Client
 
 FEATURES = frozenset({"version_spans"})
 

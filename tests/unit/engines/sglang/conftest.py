@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.engines.sglang import tries
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
+from slime_sglang import tries
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 STAND_IN = Path(__file__).with_name("stand_in")
 
@@ -23,7 +23,9 @@ def stand_in(tmp_path):
         env = {"PYTHONPATH": str(STAND_IN), "PYTHONDONTWRITEBYTECODE": "1"}
         log = tmp_path / "log" / f"engine-{number}.log"
         return Server.launch(
-            launch or Launch(python=python, arguments=arguments, log=log, env=env), number=number, group="rollout"
+            launch or server_launch(python=python, arguments=arguments, log=log, env=env),
+            number=number,
+            group="rollout",
         )
 
     return make

@@ -22,7 +22,7 @@ def seen(path):
 def temporary(pid):
     """The temporary folder of a process of a server; empty where it is the launcher, whose own is another."""
     words = [word for word in seen(f"/proc/{pid}/environ").split("\0") if word.startswith("TMPDIR=")]
-    return next((word[len("TMPDIR=") :] for word in words if "slime-sglang-" in word), "")
+    return next((word[len("TMPDIR=") :] for word in words if "slime-server-" in word), "")
 
 
 async def until(true):

@@ -9,11 +9,11 @@ from aiohttp import web
 from faulty import TOKEN, VOCAB
 from serving import EPOCH, NEW, PATIENCE, Serving
 
-from slime_core.engines.sglang.engine import Settings, SglangEngine
-from slime_core.engines.sglang.gateway import Gateway
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
-from slime_core.engines.sglang.weights import Ways, Weights
+from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.gateway import Gateway
+from slime_sglang.ports import router_launch
+from slime_sglang.server import Server
+from slime_sglang.weights import Ways, Weights
 
 STAND_IN = Path(__file__).with_name("stand_in")
 
@@ -50,7 +50,12 @@ def launch(tmp_path, *behave, more=()):
     env = {"PYTHONPATH": str(STAND_IN), "PYTHONDONTWRITEBYTECODE": "1"}
     words = ["--disable-retries", "--behave", ",".join(behave), *more]
     log = tmp_path / "log" / "gateway.log"
-    return Launch(python=sys.executable, arguments=tuple(words), log=log, env=env, program="router")
+    return router_launch(
+        python=sys.executable,
+        arguments=tuple(words),
+        log=log,
+        env=env,
+    )
 
 
 @asynccontextmanager

@@ -8,11 +8,11 @@ from aiohttp import web
 from faulty import TOKEN, VOCAB, Canned
 from safetensors.numpy import save_file
 
-from slime_core.engines.sglang.engine import Settings, SglangEngine
-from slime_core.engines.sglang.external import NEW, OLD
-from slime_core.engines.sglang.server import Server
-from slime_core.engines.sglang.weights import Ways, Weights
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.external import NEW, OLD
+from slime_sglang.server import Server
+from slime_sglang.weights import Ways, Weights
 
 __all__ = ["EPOCH", "NEW", "OLD", "PATIENCE", "Serving", "request", "serving", "update"]
 

@@ -5,7 +5,7 @@ import asyncio
 from faulty import draw
 from serving import PATIENCE, request
 
-from slime_core.engines.sglang.bodies import seed
+from slime_sglang.bodies import seed
 
 EXPECTED = [draw(seed(11), position) for position in range(3, 9)]  # of request(...)
 

@@ -12,7 +12,7 @@ import pytest
 from asking import ask, both, error_of, held, request, right
 from faulty import TOKEN
 
-from slime_core.engines.sglang import calls, http, seats, tries
+from slime_sglang import calls, http, seats, tries
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 

@@ -8,8 +8,8 @@ import pytest
 from asking import ask, both, client_of, error_of, held, right
 from faults import BROKEN, REJECTED
 
-from slime_core.engines.sglang import calls, client as client_module
-from slime_core.engines.sglang.client import ServerFault
+from slime_sglang import calls, client as client_module
+from slime_sglang.client import ServerFault
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 

@@ -11,8 +11,8 @@ import pytest
 from asking import ask, both, client_of, closed_port, error_of, right
 from faulty import TOKEN, Canned, FaultProxy
 
-from slime_core.engines.sglang import http
-from slime_core.engines.sglang.client import ServerFault
+from slime_sglang import http
+from slime_sglang.client import ServerFault
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 

@@ -8,8 +8,8 @@ import pytest
 from asking import both, error_of, held, request, right
 from faulty import Canned
 
-from slime_core.engines.sglang.client import ServerFault
 from slime_core.errors import EngineError
+from slime_sglang.client import ServerFault
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 

@@ -3,11 +3,11 @@
 import pytest
 
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.command import command, commands
-from slime_core.engines.sglang.installation import Installation
-from slime_core.engines.sglang.options import OWN, Option
-from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, topology
 from slime_core.errors import ConfigError
+from slime_sglang.command import command, commands
+from slime_sglang.installation import Installation
+from slime_sglang.options import OWN, Option
+from slime_sglang.topology import ServerGroup, ServerPlace, topology
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,9 @@ import pytest
 from serving import EPOCH, OLD, PATIENCE, request, serving, update
 from spread import EXPECTED, begun, run
 
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.pulse import Limits
 from slime_core.errors import EngineError
+from slime_sglang.health import Watch
+from slime_sglang.pulse import Limits
 
 pytestmark = pytest.mark.unit
 

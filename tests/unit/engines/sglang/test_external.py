@@ -2,9 +2,9 @@
 
 import pytest
 
-from slime_core.engines.sglang.external import NEW, OLD, common_dtype, common_features
-from slime_core.engines.sglang.server import Server
 from slime_core.errors import EngineError
+from slime_sglang.external import NEW, OLD, common_dtype, common_features
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.unit
 

@@ -10,12 +10,13 @@ from faulty import TOKEN
 from routing import launch, routed
 from serving import EPOCH, PATIENCE, request, update
 
-from slime_core.engines.sglang import gateway as module, ports
-from slime_core.engines.sglang.gateway import Gateway, Worker
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.http import fault
-from slime_core.engines.sglang.pulse import Limits, Look, Pulse
+from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang import gateway as module
+from slime_sglang.gateway import Gateway, Worker
+from slime_sglang.health import Watch
+from slime_sglang.http import fault
+from slime_sglang.pulse import Limits, Look, Pulse
 
 pytestmark = pytest.mark.unit
 

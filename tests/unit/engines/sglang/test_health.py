@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 from watching import LONG, QUICK, Engine, until
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.http import ServerFault
-from slime_core.engines.sglang.pulse import Limits
+from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang.health import Watch
+from slime_sglang.http import ServerFault
+from slime_sglang.pulse import Limits
 
 pytestmark = pytest.mark.integration
 

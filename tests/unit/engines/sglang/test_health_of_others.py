@@ -7,9 +7,9 @@ import pytest
 from aiohttp import web
 from watching import LONG, QUICK, Engine, until
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.server import Server
+from slime_core.clusters import ports
+from slime_sglang.health import Watch
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.integration
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from slime_core.engines.sglang import installation
-from slime_core.engines.sglang.installation import (
+from slime_core.errors import ConfigError
+from slime_sglang import installation
+from slime_sglang.installation import (
     PYTHON_ENV,
     arguments,
     cache_folder,
@@ -16,7 +17,6 @@ from slime_core.engines.sglang.installation import (
     find_python,
     read_installation,
 )
-from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 

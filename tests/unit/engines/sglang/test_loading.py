@@ -8,13 +8,13 @@ import torch
 from aiohttp import web
 from travelling import sent, tensors_of
 
-from slime_core.engines.sglang.address import Address
-from slime_core.engines.sglang.client import Client, ServerFault
-from slime_core.engines.sglang.loading import load
 from slime_core.errors import EngineError
 from slime_core.transfer import WeightRoute
 from slime_core.types import WeightUpdate
 from slime_core.weights.transports import disk, nccl, tensor
+from slime_sglang.address import Address
+from slime_sglang.client import Client, ServerFault
+from slime_sglang.loading import load
 
 pytestmark = pytest.mark.unit
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from slime_core.engines.sglang.options import OWN, Option, arguments, describe, read_options
 from slime_core.errors import ConfigError
+from slime_sglang.options import OWN, Option, arguments, describe, read_options
 
 pytestmark = pytest.mark.unit
 

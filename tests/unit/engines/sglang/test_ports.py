@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slime_core.engines.sglang import ports
+from slime_core.clusters import ports
 
 pytestmark = pytest.mark.unit
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from slime_core.engines.sglang.http import ServerFault
-from slime_core.engines.sglang.pulse import LONGEST_PAUSE, REFUSALS, Limits, Look, Pulse, Ward
+from slime_sglang.http import ServerFault
+from slime_sglang.pulse import LONGEST_PAUSE, REFUSALS, Limits, Look, Pulse, Ward
 
 pytestmark = pytest.mark.unit
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.engines.sglang.router import Lane, Router, chained
 from slime_core.errors import EngineError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
+from slime_sglang.router import Lane, Router, chained
 
 pytestmark = pytest.mark.unit
 

@@ -3,10 +3,10 @@
 import pytest
 
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.installation import Installation
-from slime_core.engines.sglang.options import Option
-from slime_core.engines.sglang.router_options import OWN, options_of, router_arguments, wanted
 from slime_core.errors import ConfigError
+from slime_sglang.installation import Installation
+from slime_sglang.options import Option
+from slime_sglang.router_options import OWN, options_of, router_arguments, wanted
 
 pytestmark = pytest.mark.unit
 

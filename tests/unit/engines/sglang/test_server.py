@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from launching import LONG, failure, running, seen, stranger, temporary, until
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.http import Transport
-from slime_core.engines.sglang.server import Server
+from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang.http import Transport
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.integration
 
@@ -171,17 +171,21 @@ def test_a_server_that_says_its_address_is_in_use_is_started_on_another(stand_in
     asyncio.run(check())
 
 
-def test_a_port_that_is_taken_every_time_is_an_error(stand_in, tmp_path):
-    """Case 70: it is not tried for ever."""
+def test_a_port_that_is_taken_every_time_is_an_error(stand_in, tmp_path, monkeypatch):
+    """It is not tried for ever."""
+    monkeypatch.syspath_prepend(tmp_path)
 
     async def check():
         async with running(stand_in(f"busy@{tmp_path / 'no such folder' / 'x'}", "ends")) as server:
             error = await failure(server)
             assert error.code == "ENG69"  # open() of the stand-in fails: it ends without the words
-        launch = Launch(
-            python=sys.executable, arguments=(), log=tmp_path / "busy.log", launcher=tmp_path / "launcher.py"
+        launch = server_launch(
+            python=sys.executable,
+            arguments=(),
+            log=tmp_path / "busy.log",
+            launcher="busy_launcher",
         )
-        launch.launcher.write_text("print('ERROR: address already in use'); raise SystemExit(1)")
+        (tmp_path / "busy_launcher.py").write_text("print('ERROR: address already in use'); raise SystemExit(1)")
         async with running(Server.launch(launch)) as server:
             error = await failure(server)
             assert error.code == "ENG69"

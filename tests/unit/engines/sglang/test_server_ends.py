@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import LONG, running, seen, temporary, until
 
-from slime_core.engines.sglang import ports
+from slime_core.clusters import ports
 
 pytestmark = pytest.mark.integration
 
@@ -127,12 +127,12 @@ def test_a_stop_that_is_cancelled_kills_all_the_same(stand_in):
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
-from slime_core.engines.sglang.home import Launch
-from slime_core.engines.sglang.server import Server
+from slime_sglang.ports import server_launch
+from slime_sglang.server import Server
 
 async def main():
     env = {"PYTHONPATH": sys.argv[1], "PYTHONDONTWRITEBYTECODE": "1"}
-    launch = Launch(python=sys.executable, arguments=("--behave", "children"), log=Path(sys.argv[2]), env=env)
+    launch = server_launch(python=sys.executable, arguments=("--behave", "children"), log=Path(sys.argv[2]), env=env)
     server = Server.launch(launch)
     await server.start()
     await server.ready(100)

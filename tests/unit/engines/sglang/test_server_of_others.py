@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from launching import LONG, failure, stranger
 
-from slime_core.engines.sglang import ports
-from slime_core.engines.sglang.server import Server
+from slime_core.clusters import ports
+from slime_sglang.server import Server
 
 pytestmark = pytest.mark.integration
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from slime_core.clusters.sglang import _start, _stop
-from slime_core.engines.sglang import ports
+from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang.start import _start, _stop
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,7 @@
 import pytest
 from wiring import answer, expected, request
 
-from slime_core.engines.sglang import stops, wire
+from slime_sglang import stops, wire
 
 pytestmark = pytest.mark.unit
 

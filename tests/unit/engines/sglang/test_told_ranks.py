@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.engines.sglang.router import Lane
-from slime_core.engines.sglang.weights import Ways, Weights, told
+from slime_sglang.router import Lane
+from slime_sglang.weights import Ways, Weights, told
 
 pytestmark = pytest.mark.unit
 

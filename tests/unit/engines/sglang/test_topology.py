@@ -4,8 +4,8 @@ import pytest
 
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
-from slime_core.engines.sglang.topology import Topology, parallel_size, topology, visible
 from slime_core.errors import ConfigError
+from slime_sglang.topology import Topology, parallel_size, topology, visible
 
 pytestmark = pytest.mark.unit
 

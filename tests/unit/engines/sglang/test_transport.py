@@ -6,14 +6,14 @@ from importlib.metadata import version
 import pytest
 from serving import NEW
 
-from slime_core.clusters.lineup import check_transport
-from slime_core.clusters.sglang import unused
 from slime_core.config.load import load_config
-from slime_core.engines.sglang.installation import Installation
-from slime_core.engines.sglang.router import Lane
-from slime_core.engines.sglang.topology import ServerGroup, ServerPlace, Topology
-from slime_core.engines.sglang.weights import Ways, Weights, why_unmapped
 from slime_core.errors import ConfigError, EngineError
+from slime_sglang.installation import Installation
+from slime_sglang.lineup import check_transport
+from slime_sglang.router import Lane
+from slime_sglang.start import unused
+from slime_sglang.topology import ServerGroup, ServerPlace, Topology
+from slime_sglang.weights import Ways, Weights, why_unmapped
 
 pytestmark = pytest.mark.unit
 

@@ -7,12 +7,12 @@ import pytest
 from faulty import VOCAB, draw
 from serving import PATIENCE, request, serving, update
 
-from slime_core.engines.sglang.bodies import seed
-from slime_core.engines.sglang.health import Watch
-from slime_core.engines.sglang.pulse import Limits
 from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
 from slime_core.types import SamplingParams
+from slime_sglang.bodies import seed
+from slime_sglang.health import Watch
+from slime_sglang.pulse import Limits
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from wiring import VOCAB, answer, code_of, expected, request
 
-from slime_core.engines.sglang import wire
-from slime_core.engines.sglang.http import ServerFault
+from slime_sglang import wire
+from slime_sglang.http import ServerFault
 
 pytestmark = pytest.mark.unit
 

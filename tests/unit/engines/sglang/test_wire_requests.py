@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from wiring import CONTEXT, VOCAB, body, code_of, request
 
-from slime_core.engines.sglang import bodies, http
+from slime_sglang import bodies, http
 
 pytestmark = pytest.mark.unit
 

@@ -8,9 +8,9 @@ import pytest
 from faulty import Canned
 from wiring import answer, code_of, expected, request
 
-from slime_core.engines.sglang import bodies, wire
-from slime_core.engines.sglang.http import ServerFault
-from slime_core.engines.sglang.pieces import Pieces
+from slime_sglang import bodies, wire
+from slime_sglang.http import ServerFault
+from slime_sglang.pieces import Pieces
 
 pytestmark = pytest.mark.unit
 

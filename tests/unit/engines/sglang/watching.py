@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from slime_core.engines.sglang.pulse import Limits
 from slime_core.errors import EngineError
+from slime_sglang.pulse import Limits
 
 LONG = 120.0  # seconds in which a busy machine starts a stand-in
 

@@ -3,9 +3,9 @@
 import pytest
 from faulty import Canned
 
-from slime_core.engines.sglang import bodies, wire
 from slime_core.errors import EngineError
 from slime_core.types import GenerateRequest, SamplingParams
+from slime_sglang import bodies, wire
 
 VOCAB, CONTEXT = 1000, 64
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what megatron-core imports
-    from slime_core.trainers.megatron import experts
+    from slime_megatron import experts
 
 COUNTS = {"all": [5, 2, 4, 3], "some have none": [0, 9, 0, 5], "one": [0, 0, 0, 14], "no token": [0, 0, 0, 0]}
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}

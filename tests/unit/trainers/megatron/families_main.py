@@ -51,12 +51,12 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     """One family on this rank."""
     from slime_core.config.load import load_config
     from slime_core.protocols import Loss
-    from slime_core.trainers.megatron.learner import Learner
-    from slime_core.trainers.megatron.model import build_model
-    from slime_core.trainers.megatron.passes import speaks, totals
-    from slime_core.trainers.megatron.settings import build, settings
     from slime_core.trainers.share import Sums
     from slime_core.weights.bridge import join, shard
+    from slime_megatron.learner import Learner
+    from slime_megatron.model import build_model
+    from slime_megatron.passes import speaks, totals
+    from slime_megatron.settings import build, settings
     from slime_models.families import BRIDGES
 
     folder = Folder(root / name / "model")
@@ -107,7 +107,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 
 def copied(stage) -> list:
     """Layers whose experts are multiplied from a copy of their weights."""
-    from slime_core.trainers.megatron.experts import GroupedExperts, stacked
+    from slime_megatron.experts import GroupedExperts, stacked
 
     found = []
     for name, module in stage.named_modules():
@@ -122,8 +122,8 @@ def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
     torch.set_num_threads(1)
     with cpu_redirect() if DEVICE == "cpu" else nullcontext():
         from slime_core.trainers.meeting import meet
-        from slime_core.trainers.megatron.layout import Layout
-        from slime_core.trainers.megatron.state import start
+        from slime_megatron.layout import Layout
+        from slime_megatron.state import start
 
         meet(rank, world, DEVICE, root / "rendezvous")
         start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN}, world), 0)

@@ -27,9 +27,9 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
 
         from slime_core.config.schema import Config
         from slime_core.plugins import load_plugins
-        from slime_core.trainers.megatron.verify import verify
-        from slime_core.trainers.megatron.worker import Worker
         from slime_core.weights.folder import ModelFolder
+        from slime_megatron.verify import verify
+        from slime_megatron.worker import Worker
 
         def config(**train):
             given = {

@@ -30,7 +30,7 @@ OFFLOADS = {
 
 def offload(ranks, **flags):
     """Give both models of a worker fresh optimizers with the settings of a run that offloads on GPUs."""
-    from slime_core.trainers.megatron.settings import build, settings
+    from slime_megatron.settings import build, settings
 
     worker = ranks.worker
     table = {**worker.config.megatron, "optimizer_cpu_offload": True, **flags}
@@ -52,7 +52,7 @@ def same_kernel(ranks):
 
 def kept(ranks):
     """Every master and moment of this rank."""
-    from slime_core.trainers.megatron.masters import MOMENTS, masters
+    from slime_megatron.masters import MOMENTS, masters
 
     found = []
     for learner in ranks.worker._learners():

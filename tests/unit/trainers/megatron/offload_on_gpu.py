@@ -18,8 +18,8 @@ def made(root, flags):
     from saving_main import PPO, config_of, with_columns
 
     from slime_core.plugins import load_plugins
-    from slime_core.trainers.megatron.worker import Worker
     from slime_core.weights.folder import ModelFolder
+    from slime_megatron.worker import Worker
 
     config = config_of(root / "model", flags, dtype="bfloat16", clip_grad=0.05, weight_decay=0.1, **PPO)
     worker = Worker(config, load_plugins(config), ModelFolder.open(root / "model"), 0, 1, "cuda:0", None)
@@ -34,7 +34,7 @@ def weights(worker):
 
 def kept(worker):
     """Every master and moment, on the host."""
-    from slime_core.trainers.megatron.masters import MOMENTS, masters
+    from slime_megatron.masters import MOMENTS, masters
 
     found = []
     for learner in worker._learners():

@@ -100,8 +100,8 @@ def learn(trainer, folders, stage_of):
 def main(rank, world, folders, out, megatron):
     """Everything on this rank."""
     from slime_core.plugins import load_plugins
-    from slime_core.trainers.megatron.trainer import MegatronTrainer
     from slime_core.weights.folder import ModelFolder
+    from slime_megatron.trainer import MegatronTrainer
 
     def stage_of(**train):
         return config_of(folders, ("models", "watch"), megatron, **train)
@@ -132,8 +132,8 @@ def larger(rank, world, folders, out, megatron):
     The reference comes from a Megatron checkpoint.
     """
     from slime_core.plugins import load_plugins
-    from slime_core.trainers.megatron.trainer import MegatronTrainer
     from slime_core.weights.folder import ModelFolder
+    from slime_megatron.trainer import MegatronTrainer
 
     def stage_of(**train):
         return config_of(folders, ("models",), megatron, **train)

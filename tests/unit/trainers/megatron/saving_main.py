@@ -58,8 +58,8 @@ class Ranks:
         from megatron.core import parallel_state
 
         from slime_core.plugins import load_plugins
-        from slime_core.trainers.megatron.worker import Worker
         from slime_core.weights.folder import ModelFolder
+        from slime_megatron.worker import Worker
 
         parallel_state.destroy_model_parallel()
         if dist.is_initialized() and dist.get_world_size() != world:
@@ -294,7 +294,7 @@ async def killed(root):
     from slime_core import failpoints
     from slime_core.checkpoint.manifest import About
     from slime_core.checkpoint.store import Checkpoints
-    from slime_core.trainers.megatron.trainer import MegatronTrainer
+    from slime_megatron.trainer import MegatronTrainer
 
     class Nothing:
         async def counts(self):

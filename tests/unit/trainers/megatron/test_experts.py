@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core", reason="an optional extra: pip install slim
 from expert_pairs import COUNTS, HALF, SWIGLU, alone, assert_same, both, passed
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from slime_core.trainers.megatron.experts import GroupedExperts, LastFirst, product, stacked
+from slime_megatron.experts import GroupedExperts, LastFirst, product, stacked
 
 pytestmark = pytest.mark.unit
 

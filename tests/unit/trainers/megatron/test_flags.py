@@ -11,12 +11,12 @@ import pytest
 
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
-from slime_core.trainers.megatron.agreement import DEFAULTS
-from slime_core.trainers.megatron.flags import flags, kinds, problems, values
-from slime_core.trainers.megatron.flags_elsewhere import IDLE, ONLY, REFUSED
-from slime_core.trainers.megatron.flags_of_model import MODEL
-from slime_core.trainers.megatron.flags_of_run import RUN
-from slime_core.trainers.megatron.layout import Layout
+from slime_megatron.agreement import DEFAULTS
+from slime_megatron.flags import flags, kinds, problems, values
+from slime_megatron.flags_elsewhere import IDLE, ONLY, REFUSED
+from slime_megatron.flags_of_model import MODEL
+from slime_megatron.flags_of_run import RUN
+from slime_megatron.layout import Layout
 
 pytestmark = pytest.mark.unit
 
@@ -157,7 +157,7 @@ def test_what_a_bridge_leaves_out_is_megatrons_default(installed):
 
 def test_names_and_types_load_no_torch_and_no_megatron():
     code = (
-        "import sys; from slime_core.trainers.megatron.flags import kinds, problems; kinds(); problems({'swiglu': True})\n"
+        "import sys; from slime_megatron.flags import kinds, problems; kinds(); problems({'swiglu': True})\n"
         "print([name for name in ('torch', 'numpy', 'megatron', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

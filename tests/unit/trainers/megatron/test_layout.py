@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_core.trainers.megatron.layout import (
+from slime_core.weights.bridge import Sizes
+from slime_megatron.layout import (
     ALONE,
     FLAGS,
     Coordinates,
@@ -16,7 +17,6 @@ from slime_core.trainers.megatron.layout import (
     of_model,
     of_ranks,
 )
-from slime_core.weights.bridge import Sizes
 
 pytestmark = pytest.mark.unit
 

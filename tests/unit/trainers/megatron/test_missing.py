@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_settings import built, made, refused
 
-from slime_core.trainers.megatron import missing
+from slime_megatron import missing
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ import torch
 
 from slime_core.errors import PluginError
 from slime_core.trainers.fingerprint import sums_at
-from slime_core.trainers.megatron.places import BITS, Piece, check_shapes, share
 from slime_core.weights.bridge import Entry, Sizes, join, shard
+from slime_megatron.places import BITS, Piece, check_shapes, share
 
 pytestmark = pytest.mark.unit
 
@@ -106,7 +106,7 @@ def short_blocks(request, monkeypatch):
     """Blocks of so many elements; tables of others are forgotten."""
     pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
     from slime_core.trainers import fingerprint as sums
-    from slime_core.trainers.megatron import fingerprint
+    from slime_megatron import fingerprint
 
     caches = (sums.table, fingerprint._blocks)
     for module in (sums, fingerprint):
@@ -123,7 +123,7 @@ def short_blocks(request, monkeypatch):
 @pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] != "columns"])
 def test_shards_of_whole_blocks_sum_to_the_folders_tensors(name, size, short_blocks, monkeypatch):
     test_ranges_of_shards_sum_to_the_folders_tensors(name, size, 0, monkeypatch)
-    from slime_core.trainers.megatron import fingerprint
+    from slime_megatron import fingerprint
 
     assert short_blocks > 1 or fingerprint._blocks.cache_info().currsize
 
@@ -133,7 +133,7 @@ def test_shards_of_whole_blocks_sum_to_the_folders_tensors(name, size, short_blo
 def test_ranges_of_shards_sum_to_the_folders_tensors(name, size, long, monkeypatch):
     pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
     from slime_core.trainers.fingerprint import sums
-    from slime_core.trainers.megatron import fingerprint
+    from slime_megatron import fingerprint
 
     monkeypatch.setattr(fingerprint, "LONG", long)
     held = SimpleNamespace(sizes=SIZES)

@@ -10,10 +10,10 @@ import torch
 from slime_core.config.load import load_config
 from slime_core.config.problems import Origins
 from slime_core.errors import ConfigError
-from slime_core.trainers.megatron.others import Run, settings_of
-from slime_core.trainers.megatron.settings import build, settings
-from slime_core.trainers.megatron.smaller import smaller
 from slime_core.weights.bridge import Bridge, Given
+from slime_megatron.others import Run, settings_of
+from slime_megatron.settings import build, settings
+from slime_megatron.smaller import smaller
 
 pytestmark = pytest.mark.unit
 

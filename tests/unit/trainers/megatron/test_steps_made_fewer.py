@@ -13,12 +13,12 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import layers
 
     from slime_core.trainers.cudnn import LEAST, STEPS, filled
-    from slime_core.trainers.megatron import accumulating
-    from slime_core.trainers.megatron.attention import _by_span, by_sequence
-    from slime_core.trainers.megatron.norms import rms_norm
-    from slime_core.trainers.megatron.packing import make_pack
-    from slime_core.trainers.megatron.rotary import turn, turns
-    from slime_core.trainers.megatron.vocabulary import Slice, log_probs
+    from slime_megatron import accumulating
+    from slime_megatron.attention import _by_span, by_sequence
+    from slime_megatron.norms import rms_norm
+    from slime_megatron.packing import make_pack
+    from slime_megatron.rotary import turn, turns
+    from slime_megatron.vocabulary import Slice, log_probs
 from family_models import _pack as micro_of
 
 from slime_core.trainers.compiling import Compiled

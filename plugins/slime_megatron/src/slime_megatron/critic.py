@@ -1,0 +1,45 @@
+"""The critic of PPO: a stage of a value model that learns beside the policy, in the same optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slime_core.trainers import critic
+from slime_core.trainers.share import Sums
+from slime_megatron.learner import Learner
+from slime_megatron.others import settings_of
+from slime_megatron.passes import totals
+from slime_megatron.settings import build
+from slime_megatron.values import build_values
+
+if TYPE_CHECKING:
+    from slime_core.types import MicroBatch
+    from slime_core.weights.folder import ModelFolder
+    from slime_megatron.model import Model
+    from slime_megatron.others import Run
+    from slime_megatron.settings import Settings
+
+
+class Critic:
+    """A stage of a value model with its optimizer. ``path`` is ``train.critic_load``; empty copies the policy."""
+
+    def __init__(self, path: str, policy: ModelFolder, mine: Model, made: Settings, run: Run) -> None:
+        self.path = path
+        self.model, self._folder = build_values(path, policy, mine, made, run)
+        self.learner = Learner(self.model.stage)
+        self.learner.wrap(build(self._settings(made, run)))
+        self.model.learn(self.learner.ddp)
+
+    def begin(self, train: Any, optimizer_steps: int, made: Settings, run: Run) -> None:
+        """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
+        self.value_clip = float(train.value_clip)
+        self.learner.begin(train, critic.schedule(train, optimizer_steps), build(self._settings(made, run)))
+
+    def _settings(self, made: Settings, run: Run) -> Settings:
+        """Its own, or the policy's where it has the policy's layers."""
+        return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else made
+
+    def backward(self, micros: list[MicroBatch], sums: Sums) -> tuple[dict[str, float], list[int], float]:
+        """An optimizer step's gradients; its sums, samples whose loss is not finite, and the gradient's norm."""
+        self.model.passes.backward_values(micros, self.value_clip, sums)
+        return *totals(sums), self.learner.norm()

@@ -1,0 +1,181 @@
+"""A worker's parameters in, the checksum of `trainers.fingerprint` out: the same at every layout, in float32 FSDP's.
+
+Nothing is gathered. Each rank knows where its rows, or its columns of them, lie in the tensors of the model folder,
+and sums the float32 masters that it alone has, or its share of copies. Experts that transformers keeps as one stack
+are summed as that stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from slime_core.trainers.fingerprint import BLOCK, block_sums, digest, sums, sums_at
+from slime_megatron.masters import Master, masters
+from slime_megatron.places import BITS, Piece, share
+from slime_megatron.saving import Learned, learned, piece_of
+
+if TYPE_CHECKING:
+    from slime_core.weights.bridge import Entry, Sizes
+    from slime_megatron.tensors import Held, Tensors
+    from slime_megatron.worker import Worker
+
+EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
+LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
+
+
+@dataclass(slots=True, frozen=True)
+class Spot:
+    """A tensor of the model folder in a parameter of transformers: from element ``begin`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+
+@torch.no_grad()
+def fingerprint(worker: Worker) -> str:
+    """32 hex digits, the same on every rank; a collective. A critic's parameters are part of it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in learned(worker):
+        for entry in one.tensors.entries:
+            if not entry.megatron.endswith("expert_bias"):  # a buffer
+                shapes |= {one.prefix + spot.name: spot.shape for spot in spots(entry, one.tensors)}
+    names = sorted(shapes)
+    number = {name: n for n, name in enumerate(names)}
+    total = torch.zeros(len(names), 2, dtype=torch.int64, device=worker.device)
+    for one in learned(worker):
+        for master, held, begin, end in _owned(one):
+            places = [number[one.prefix + spot.name] for spot in spots(held.entry, one.tensors)]
+            found = _sums(master.weights(), master.begin, begin, end, piece_of(held), one.tensors, held.entry)
+            total.index_add_(0, torch.tensor(places, device=total.device), found.to(total.device))
+    dist.all_reduce(total)
+    return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
+
+
+def _owned(one: Learned) -> Iterator[tuple[Master, Held, int, int]]:
+    """Elements of shards that this rank sums: each of the model's is some rank's, once."""
+    by_id = {id(held.tensor): held for held in one.tensors.held.values()}
+    for master in masters(one.learner.optimizer):
+        held = by_id.get(id(master.parameter))
+        if held is None or (master.dealt and held.entry.kind == "whole" and held.group.rank()):
+            continue
+        begin, end = master.begin, master.end
+        if not master.dealt:
+            begin, end = share(begin, end, piece_of(held).width, *held.replicas)
+        if begin < end:
+            yield master, held, begin, end
+
+
+def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
+    """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
+    found = []
+    for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        stack = EXPERT.fullmatch(name)
+        if stack is None or entry.expert < 0:
+            found.append(Spot(name, shape))
+            continue
+        rows, columns = shape
+        down = stack[2] == "down"
+        whole = (tensors.sizes.experts, rows if down else 2 * rows, columns)
+        begin = (entry.expert * whole[1] + (rows if stack[2] == "up" else 0)) * columns
+        found.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _rows(piece: Piece, sizes: Sizes, device: torch.device) -> torch.Tensor:
+    return piece.source_rows(sizes).to(device)
+
+
+@lru_cache(maxsize=256)
+def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows that follow each other in the folder too: first of the shard, count, the tensor's number, row there.
+
+    Nothing where a row of the shard is no whole row there. Filling is left out.
+    """
+    if piece.column or piece.whole[1:] != piece.shape[1:]:
+        return ()
+    source = piece.source_rows(sizes)
+    apart = (source[1:] != source[:-1] + 1) | (source[:-1] < 0)
+    cuts = [0, *(torch.nonzero(apart).flatten() + 1).tolist(), len(source)]
+    firsts = source[cuts[:-1]].tolist()
+    found = zip(cuts, cuts[1:], firsts, strict=False)
+    return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in found if first >= 0)
+
+
+def _within(
+    runs: tuple[tuple[int, int, int, int], ...], begins: tuple[int, ...], width: int, begin: int, end: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Of each run what lies in elements ``begin`` to ``end`` of a shard: both ends, its tensor, its element there."""
+    for top, count, which, there in runs:
+        low, high = max(begin, top * width), min(end, (top + count) * width)
+        if low < high:
+            yield low, high, which, begins[which] + (there - top) * width + low
+
+
+@lru_cache(maxsize=256)
+def _blocks(
+    runs: tuple[tuple[int, int, int, int], ...],
+    begins: tuple[int, ...],
+    width: int,
+    begin: int,
+    end: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The blocks, for `block_sums`, of elements ``begin`` to ``end`` of a shard; None where it is not made of them."""
+    found, at = list[tuple[int, int]](), begin
+    for low, high, which, element in _within(runs, begins, width, begin, end):
+        block, inside = divmod(element, BLOCK)
+        if low != at or inside or (high - low) % BLOCK:
+            return None
+        found += [(which, block + n) for n in range((high - low) // BLOCK)]
+        at = high
+    return torch.tensor(found, device=device).T if found and at == end else None
+
+
+def _sums(
+    values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
+) -> torch.Tensor:
+    """Both sums for each tensor of ``entry.hf``, over elements ``begin`` to ``end`` of a shard; [tensors, 2] int64.
+
+    ``values`` are its elements from ``first`` on.
+    """
+    width, device = piece.width, values.device
+    row, last = begin // width, -(-end // width)
+    alike = replace(entry, megatron="", hf=("",) * len(entry.hf), layer=-1, expert=-1)  # as in other layers
+    alike_piece = replace(piece, entry=alike)
+    found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
+    runs = _runs(alike_piece, tensors.sizes)
+    if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
+        begins = tuple(spot.begin for spot in spots(entry, tensors))
+        if (blocks := _blocks(runs, begins, width, begin, end, device)) is not None:
+            return block_sums(values[begin - first : end - first].float(), blocks, len(begins))
+        for low, high, which, element in _within(runs, begins, width, begin, end):
+            found[which] += sums(values[low - first : high - first].float(), element)
+        return found
+    source = _rows(alike_piece, tensors.sizes, device)[row:last]
+    number = source >> BITS
+    start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
+    start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
+    most, at = max(1, (AT_ONCE if values.is_cuda else AT_ONCE_ON_CPU) // width), begin
+    while at < end:
+        line, inside = divmod(at, width)
+        if inside or end - at < width:  # the end of a row, or the begin of one
+            rows, columns = 1, min(width - inside, end - at)
+        else:
+            rows, columns = min((end - at) // width, most), width
+        mine = slice(line - row, line - row + rows)
+        index = start[mine, None] + torch.arange(inside, inside + columns, device=device)
+        block = values[at - first : at - first + rows * columns].view(rows, columns)
+        both = sums_at(block.float(), index).sum(-1) * (number[mine] >= 0)
+        found.index_add_(0, number[mine].clamp(min=0), both.T)
+        at += rows * columns
+    return found

@@ -1,0 +1,115 @@
+"""Models that do not learn: the reference, a second set of the policy's shards, and the teacher, a model of its own.
+
+A stage holds what its estimator and loss say they read (`Plugins.needs`). Both score with the policy's temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.errors import DataError
+from slime_core.trainers import checks
+from slime_core.weights.conversion import DistTensors
+from slime_core.weights.dist import is_dist
+from slime_core.weights.shards import Shards
+from slime_megatron.model import Model, build_model
+from slime_megatron.others import settings_of
+from slime_megatron.tensors import stored
+
+if TYPE_CHECKING:
+    from slime_core.protocols import Role
+    from slime_core.types import Batch
+    from slime_core.weights.folder import ModelFolder
+    from slime_megatron.others import Run
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Frozen:
+    """The reference and the teacher of a stage, each where it is needed."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self.reference: Tensors | None = None
+        self.teacher: Model | None = None
+        self._teacher_path = ""
+        self._teacher_vocab = 0
+
+    def begin(self, needs: frozenset[Role], train: Any, policy: Model, run: Run) -> None:
+        """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
+
+        Raises:
+            TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named.
+            DataError: a reference in a torch_dist folder that is damaged or does not fit (TOK46, TOK201 to TOK203).
+        """
+        self.reference = self._reference(train.ref_load, policy, run) if "reference" in needs else None
+        if "teacher" not in needs:
+            self.teacher, self._teacher_path = None, ""
+            return
+        path = checks.teacher_of(train)
+        if self.teacher is None or self._teacher_path != path:
+            self.teacher = None
+            folder = checks.open_model("train.teacher_load", path, self._folder)
+            bridge = run.bridge(folder.config)
+            self.teacher = build_model(settings_of(folder, bridge, run), bridge, folder, run.device)
+            self.teacher.stage.requires_grad_(False)
+            self._teacher_path, self._teacher_vocab = path, folder.vocab_size
+        self.teacher.passes.chunk = train.logprob_chunk_tokens
+
+    def _reference(self, path: str, policy: Model, run: Run) -> Tensors:
+        """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
+        if not path:
+            return {name: held.tensor.detach().clone() for name, held in policy.tensors.held.items()}
+        if is_dist(Path(path)):
+            config = self._folder.config
+            try:
+                return policy.tensors.read(DistTensors.open(Path(path), config, run.bridge(config)))
+            except DataError as error:
+                error.where = f"train.ref_load = {path}: {error.where}"
+                raise
+        folder = checks.open_model("train.ref_load", path, self._folder)
+        mine = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
+        theirs = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
+        if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
+            theirs.pop("lm_head.weight", None)
+        checks.same_tensors("train.ref_load", folder, mine, theirs, self._folder)
+        return policy.tensors.read(stored(folder))
+
+    @contextmanager
+    def as_reference(self, policy: Model) -> Iterator[None]:
+        """The policy computes with the reference's weights inside the block."""
+        assert self.reference is not None
+        mine = {name: held.tensor for name, held in policy.tensors.held.items()}
+        kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        try:
+            _put(policy, self.reference)
+            yield
+        finally:
+            _put(policy, kept)
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
+
+        Raises:
+            TrainerError: TRN104 with the sample.
+        """
+        checks.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights."""
+        if self.reference is not None:
+            yield from self.reference.values()
+        if self.teacher is not None:
+            yield from self.teacher.stage.parameters()
+
+
+@torch.no_grad()
+def _put(policy: Model, weights: Tensors) -> None:
+    for name, held in policy.tensors.held.items():
+        held.tensor.copy_(weights[name])
+    policy.spread_embedding()

@@ -1,0 +1,152 @@
+"""A stage that learns: megatron-core's gradient buffers and its optimizer, at slime's rates, stepped or left alone.
+
+gradients over micro-batches -> reduced over data-parallel ranks -> norm over all ranks -> clip -> Adam
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from slime_core.trainers.schedule import Schedule
+from slime_megatron import offloading
+
+if TYPE_CHECKING:
+    from slime_megatron.model import PackedGPT
+    from slime_megatron.settings import Built
+
+
+@dataclass(slots=True)
+class Learner:
+    """``begin`` gives it a fresh optimizer; a step that is not made advances neither Adam nor the schedule."""
+
+    stage: PackedGPT
+    ddp: Any = None
+    optimizer: Any = None
+    schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
+    clip_grad: float = 0.0
+    weight_decay: float = 0.0
+    steps: int = 0  # optimizer steps made in this stage
+
+    def wrap(self, built: Built) -> None:
+        """Make the gradient buffers; once."""
+        config = self.stage.config
+        self.ddp = DistributedDataParallel(config, built.ddp, self.stage)
+        config.no_sync_func = self.ddp.no_sync
+        config.finalize_model_grads_func = _finalize
+        if built.ddp.overlap_param_gather:
+            self.stage.wait_for = self._wait_for
+
+    def _wait_for(self, parameter: torch.Tensor) -> None:
+        self.ddp.param_to_bucket_group[parameter].finish_param_sync()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have whole parameters on every rank, where they are gathered during the next forward pass; a collective."""
+        if self.ddp.ddp_config.overlap_param_gather:
+            self.ddp.start_param_sync(force_sync=True)
+
+    def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
+        """A fresh optimizer with the [train] section's settings."""
+        self.optimizer = None  # its memory first
+        with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
+            self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+        for one in _each(self.optimizer):
+            _fuse(one.optimizer)
+        for one in self._offloaded():
+            offloading.page_lock(one)
+        self.schedule, self.clip_grad, self.weight_decay = schedule, train.clip_grad, train.weight_decay
+        self.steps = 0
+
+    def ready(self) -> None:
+        """No gradients, and the rate of the next step, which a hook before its first pass may change."""
+        self.forget()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Every parameter's ``main_grad`` whole on each data-parallel rank, where each has a part; a collective."""
+        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+            if buffer.ddp_config.use_distributed_optimizer:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def norm(self) -> float:
+        """Make gradients ready, and their Euclidean norm over all ranks; not finite where one is not; a collective."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def update(self, norm: float) -> float:
+        """Clip and step; after :meth:`ready`. The gradients are of no more use. The answer is the learning rate."""
+        rate = self.rate
+        if self.clip_grad > 0:
+            for one in _each(self.optimizer):
+                if parameters := one.get_parameters():
+                    apart = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(
+                        parameters, max_norm=self.clip_grad, total_norm=norm, use_decoupled_grad=apart
+                    )
+        for one in self._offloaded():
+            offloading.hand_over(one)
+        self.optimizer.step_with_ready_grads()
+        self.steps += 1
+        return rate
+
+    def _offloaded(self) -> list[Any]:
+        return [one for one in _each(self.optimizer) if offloading.is_offloaded(one)]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.schedule.at(self.steps)
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """What the optimizer keeps, some of it parameters."""
+        for one in _each(self.optimizer) if self.optimizer is not None else ():
+            if offloading.is_offloaded(one):
+                yield from offloading.tensors(one)
+                continue
+            for group in one.optimizer.param_groups:
+                yield from group["params"]
+            for state in one.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradient buffers."""
+        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+            yield buffer.grad_data
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.ddp.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            for one in self._offloaded():
+                offloading.let_go(one)
+
+
+def _finalize(model: Any, tokens: Any, **kwargs: Any) -> None:
+    """Reduce gradients over ranks and divide them by nothing: weights are those of the whole step."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _fuse(inner: Any) -> None:
+    """One kernel for all of Adam, where it is torch's: step by step it reads and writes its states several times."""
+    for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
+        group["fused"], group["foreach"] = True, False
+
+
+def _each(optimizer: Any) -> Iterable[Any]:
+    """Dense parameters and experts have an optimizer each."""
+    return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]

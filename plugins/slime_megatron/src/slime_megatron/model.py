@@ -1,0 +1,163 @@
+"""A pipeline stage of a bridge's model: megatron-core's GPTModel, fed packs, that ends in hidden states.
+
+Pack -> embedding -> layers with our core attention -> last norm -> rows that predict -> `vocabulary.log_probs`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as concentration,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from slime_core.trainers.compiling import Choice, pays
+from slime_megatron.accumulating import provide
+from slime_megatron.passes import Passes
+from slime_megatron.rotary import PackRotary, turns
+from slime_megatron.settings import Settings, build
+from slime_megatron.spec import block_spec
+from slime_megatron.tensors import Tensors, stored
+from slime_megatron.vocabulary import Slice, log_probs
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from slime_core.weights.bridge import Bridge
+    from slime_core.weights.folder import ModelFolder
+    from slime_megatron.packing import Pack
+
+ENTRIES = 64  # forms of a compiled function that are kept, before it is run step by step
+
+
+class PackedGPT(GPTModel):  # type: ignore[misc]
+    """GPTModel over packs. ``vocab`` is the number of real ids: rows of the vocabulary beyond are filling.
+
+    Example:
+        model = PackedGPT(config, bridge, vocab=151936, vocab_size=151936, max_sequence_length=40960)
+        hidden = model(pack)
+        log_prob, entropy = model.score(hidden, pack, target, temperature, chunk=2048)
+    """
+
+    def __init__(self, config: TransformerConfig, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
+        provide()
+        super().__init__(config=config, transformer_layer_spec=block_spec(config, bridge), **kwargs)
+        self.vocab = vocab
+        if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for name, parameter in self.named_parameters():
+                if ".mlp.experts." in name:  # megatron-core looks at the number of expert-parallel ranks alone, and
+                    parameter.allreduce = False  # would sum over ranks that have other shards, or not over all copies
+        self.wait_for: Callable[[torch.Tensor], None] | None = None  # until a parameter that is used here is gathered
+        mla = bool(config.multi_latent_attention)
+        owners: list[Any] = [layer.self_attention for layer in self.decoder.layers] if mla else [self]
+        for owner in owners:
+            owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
+
+    def forward(self, pack: Pack) -> torch.Tensor:
+        """Hidden states [T, 1, h] of this stage; with sequence parallelism this rank's rows of them."""
+        decoder_input = None
+        if self.pre_process:
+            assert pack.tokens is not None
+            assert pack.positions is not None
+            decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
+        if not self.config.multi_latent_attention:  # its layers turn by themselves; else core attention does
+            made = self.rotary_pos_emb(pack)
+            angles = made[0] if isinstance(made, tuple) else made
+            pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
+        hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
+        return hidden
+
+    def choose_compiling(self, choice: Choice) -> None:
+        """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
+        parameters = list(self.parameters())
+        wanted = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
+        if wanted:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, ENTRIES)
+        for module in self.modules():
+            if hasattr(module, "compiled"):
+                module.compiled = wanted
+
+    def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
+        """The rows that predict this rank's response tokens, [R, h], from the last stage's hidden states."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
+        assert pack.predict is not None
+        return hidden[:, 0].index_select(0, pack.predict)
+
+    def score(
+        self, hidden: torch.Tensor, pack: Pack, target: torch.Tensor, temperature: torch.Tensor | None, *, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy of this context-parallel rank's response tokens; see `vocabulary.log_probs`."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.wait_for is not None:  # its module is never called, which would wait
+            self.wait_for(weight)
+        tp = self.pg_collection.tp
+        part = Slice(first=tp.rank() * len(weight), vocab=self.vocab, group=tp if tp.size() > 1 else None)
+        return log_probs(self.predicting(hidden, pack), weight, target, temperature, part=part, chunk=chunk)
+
+
+class Model:
+    """A stage with what belongs to it: its tensors by the bridge, and passes over micro-batches."""
+
+    def __init__(self, stage: PackedGPT, tensors: Tensors, device: torch.device) -> None:
+        self.stage, self.tensors, self.device = stage, tensors, device
+        self.passes = Passes(stage, stage, device)
+
+    def learn(self, ddp: Any) -> None:
+        """Passes go through megatron-core's gradient buffers from now on."""
+        self.passes.wrapped = ddp
+
+    @torch.no_grad()
+    def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
+        """This rank's shards from a folder's tensors."""
+        self.tensors.fill(folder)
+        self.spread_embedding()
+
+    @torch.no_grad()
+    def spread_embedding(self) -> None:
+        """Give a last stage that is tied to the first its copy of the embedding; a collective of the two."""
+        stage = self.stage
+        if (
+            not stage.share_embeddings_and_output_weights
+            or parallel_state.get_pipeline_model_parallel_world_size() == 1
+        ):
+            return
+        if parallel_state.is_rank_in_embedding_group():
+            weight = stage.shared_embedding_or_output_weight()
+            if not stage.pre_process:
+                weight.zero_()
+            dist.all_reduce(weight, group=parallel_state.get_embedding_group())
+
+
+def build_model(made: Settings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0) -> Model:
+    """This rank's stage of a folder's model, with its weights.
+
+    Raises:
+        TrainerError: TRN108 the bridge and the model disagree.
+        DataError: the folder lacks a tensor, or is damaged.
+    """
+    built = build(made)
+    stage = PackedGPT(
+        built.transformer,
+        bridge,
+        vocab=made.sizes.vocab,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **made.model,
+    ).to(device)
+    stage.choose_compiling(made.compile)
+    model = Model(stage, Tensors([stage], bridge, folder.config, multiple=made.vocabulary_multiple), device)
+    model.fill(stored(folder, seed))
+    return model

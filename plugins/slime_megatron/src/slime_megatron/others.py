@@ -1,0 +1,52 @@
+"""Models beside the policy: what of the run's settings is theirs.
+
+[megatron] describes the policy where it describes a model; the layout and everything else of the run is for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_megatron.flags import flags
+from slime_megatron.settings import Settings, settings
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import TrainSection
+    from slime_core.weights.bridge import Bridge
+    from slime_core.weights.folder import ModelFolder
+
+UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+"""Flags that fit one number of layers."""
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """What every model of a rank is made of. ``train`` has a settled dtype."""
+
+    megatron: Mapping[str, Any]
+    train: TrainSection
+    world: int
+    device: torch.device
+    layers: int  # of the policy
+    bridge: Callable[[Any], Bridge]  # of a folder's config
+
+
+def settings_of(folder: ModelFolder, bridge: Bridge, run: Run) -> Settings:
+    """Settings of a model of its own.
+
+    Raises:
+        ConfigError: CFG04 the layout does not divide it.
+    """
+    sizes = bridge.sizes(folder.config)
+    known = flags()
+    table = {name.replace("-", "_"): value for name, value in run.megatron.items()}
+    table = {name: value for name, value in table.items() if known[name].role != "model"}
+    if sizes.layers != run.layers:
+        table = {name: value for name, value in table.items() if name not in UNEVEN}
+    if not sizes.experts:
+        table = {name: value for name, value in table.items() if not name.startswith(("expert_", "moe_"))}
+    return settings(bridge, folder.config, table, run.train, run.world, run.device.type)

@@ -1,0 +1,171 @@
+"""All micro-batches of an optimizer step through the pipeline's schedule: log-probs, or gradients and the step's sums.
+
+The last stage makes the loss. Context-parallel ranks give each other their log-probs, so that a loss sees whole
+sequences; tensor-parallel ranks have them all. Sums count once a data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slime_core.trainers import critic
+from slime_core.trainers.share import Share, Sums, on
+from slime_megatron.packing import Pack, make_pack
+
+if TYPE_CHECKING:
+    from slime_core.protocols import Loss
+    from slime_core.types import MicroBatch
+    from slime_megatron.model import PackedGPT
+
+
+@dataclass(slots=True, frozen=True)
+class Work:
+    """One micro-batch as this rank computes it."""
+
+    micro: MicroBatch
+    pack: Pack
+    temperature: torch.Tensor | None  # [R]
+
+
+class Passes:
+    """Passes of one model; every rank calls the same one with its data-parallel rank's micro-batches.
+
+    ``wrapped`` is the stage as it learns (megatron-core's DistributedDataParallel), or the stage itself.
+    """
+
+    def __init__(self, wrapped: Any, stage: PackedGPT, device: torch.device) -> None:
+        self.wrapped, self.stage, self.device = wrapped, stage, device
+        self.chunk = 0
+
+    def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
+        """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
+
+        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            both = self._score(work, hidden)
+            return hidden.new_zeros(()), self._one(), tuple(x.detach() for x in both)
+
+        self.stage.eval()
+        with torch.no_grad():
+            return self._run(micros, last, forward_only=True)
+
+    def backward(self, micros: Sequence[MicroBatch], loss: Loss, train: Any, sums: Sums) -> None:
+        """Add the gradients of an optimizer step to the stage's, reduced over ranks, and its sums to ``sums``."""
+
+        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            share = Share(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
+            log_prob, entropy = self._score(work, hidden)
+            total = share(slice(None), log_prob, entropy)
+            if speaks():
+                sums.add({"loss": total, **share.seen})
+                if not torch.isfinite(total.detach()):
+                    share.blame(sums)
+            return total, self._one(), None
+
+        self.stage.train()
+        self._run(micros, last, forward_only=False)
+
+    def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: Sums) -> None:
+        """The same of a value model and the value loss; ``clip`` is ``train.value_clip``."""
+
+        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            (values,) = self._score(work, hidden)
+            return critic.share(values, work.micro, clip, sums if speaks() else None), self._one(), None
+
+        self.stage.train()
+        self._run(micros, last, forward_only=False)
+
+    def _run(self, micros: Sequence[MicroBatch], last: Any, *, forward_only: bool) -> list[Any]:
+        """The schedule over the micro-batches; what ``last`` noted, one a micro-batch, on the last stage."""
+
+        def step(works: Iterator[Work], model: Any) -> tuple[torch.Tensor, Any]:
+            work = next(works)
+            return model(work.pack), lambda hidden: last(work, hidden)
+
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([self._work(micro) for micro in micros]),
+            model=[self.wrapped],
+            num_microbatches=len(micros),
+            seq_length=1,  # of no use where lengths vary
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return found
+
+    def _work(self, micro: MicroBatch) -> Work:
+        config = self.stage.config
+        pack = make_pack(
+            micro,
+            cp=parallel_state.get_context_parallel_world_size(),
+            rank=parallel_state.get_context_parallel_rank(),
+            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            device=self.device,
+        )
+        given = micro.temperature
+        return Work(micro, pack, None if given is None or (given == 1).all() else on(given, self.device))
+
+    def _score(self, work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""
+        pack = work.pack
+        assert pack.local is not None
+        target = on(work.micro.target, self.device)
+        temperature = work.temperature[pack.local] if work.temperature is not None else None
+        mine: tuple[torch.Tensor, ...] = self.stage.score(
+            hidden, pack, target[pack.local], temperature, chunk=self.chunk
+        )
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return mine
+        return tuple(_Spread.apply(x, pack.local, len(target), group) for x in mine)
+
+    def _one(self) -> torch.Tensor:
+        """The number of tokens that megatron-core would divide by; weights are already those of the whole step."""
+        return torch.ones((), dtype=torch.int, device=self.device)
+
+
+def speaks() -> bool:
+    """Whether this rank counts for its data-parallel rank: the last stage's first rank of both other kinds."""
+    return bool(
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+def totals(sums: Sums) -> tuple[dict[str, float], list[int]]:
+    """A step's sums over all data-parallel ranks, and the samples whose loss is not finite; the same on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (sums.totals, sorted(sums.bad)))
+    found: dict[str, float] = {}
+    for mine, _ in everyone:
+        for name, number in mine.items():
+            found[name] = found.get(name, 0.0) + number
+    return found, sorted({sample for _, bad in everyone for sample in bad})
+
+
+class _Spread(torch.autograd.Function):
+    """Values of the rows that each context-parallel rank has, [r], to all of them on every rank, [R].
+
+    Every rank computes the same of the whole, so the gradient of its own rows is already complete: nothing is summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, rows: torch.Tensor, count: int, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        whole = mine.new_zeros(count)
+        whole[rows] = mine
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grads[0][rows], None, None, None

@@ -1,0 +1,112 @@
+"""Megatron's layout and flags checked before anything starts, the row of a plan, the tables of its flags."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from slime_core.backends import Plan, Planning
+from slime_core.clusters.embedded import open_folder
+from slime_core.config.values import show
+from slime_megatron import settings as megatron
+from slime_megatron.flags import KINDS, flags
+
+
+def plan(planning: Planning) -> Plan | None:
+    """How Megatron's ranks share the model, everything about it checked; None where it trains nothing.
+
+    A complete plan makes megatron-core's config objects too, so that it can refuse; that imports it.
+
+    Raises:
+        ConfigError: flags that mean nothing or disagree with config.json, a layout that does not divide, no bridge.
+        DataError: a model folder that cannot be read.
+    """
+    config = planning.config
+    if config.rollout.debug_rollout_only:
+        return None
+    folder = planning.folder or open_folder(config)
+    bridge = planning.plugins.bridge(folder.config)
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    made = megatron.settings(
+        bridge,
+        folder.config,
+        config.table("megatron"),
+        config.train,
+        world,
+        config.cluster.device,
+        origins=planning.origins,
+    )
+    if planning.complete:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            megatron.build(made)
+    layout = made.layout
+    idle = () if config.cluster.device == "cuda" else ("this machine has no GPU, and megatron-core trains on GPUs",)
+    names = ("tp", "pp", "cp", "dp", *(("ep", "etp", "edp") if made.sizes.experts else ()))
+    facts = {
+        "family": bridge.family,
+        "ranks": world,
+        "layout": {name: getattr(layout, name) for name in names},
+        "layers": [len(stage) for stage in layout.stages(made.sizes.layers)],
+        "vocabulary": made.sizes.padded_vocab,
+        "sequence_parallel": made.transformer["sequence_parallel"],
+        "notices": [*idle, *made.notices],
+    }
+    return Plan(facts=facts, rows={"megatron": line(facts)})
+
+
+def line(found: dict[str, Any]) -> str:
+    """The same in one line."""
+    sizes = [f"{name} {size}" for name, size in found["layout"].items()]
+    shared, experts = " * ".join(sizes[:4]), " * ".join(sizes[4:])
+    stages = ", ".join(map(str, found["layers"]))
+    text = f"{found['family']}, {found['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
+    return "; ".join([f"{text}; layers {stages}; vocabulary {found['vocabulary']}", *found["notices"]])
+
+
+HEADINGS = {
+    "model": "Flags that describe the model",
+    "run": "Flags of the run",
+    "only": "Flags whose value slime fixes",
+    "idle": "Flags that mean nothing here and do no harm",
+    "refused": "Flags that are refused",
+}
+"""Role of a flag -> the heading of its table."""
+
+
+def option_rows() -> list[dict[str, str]]:
+    """Every name of [megatron]: ``section key flag type default text role``."""
+    return [
+        {
+            "section": "megatron",
+            "key": f"megatron.{flag.name}",
+            "flag": flag.dashed,
+            "type": f"one of {', '.join(show(one) for one in flag.choices)}" if flag.choices else KINDS[flag.kind],
+            "default": "",
+            "text": flag.text,
+            "role": flag.role,
+        }
+        for flag in flags().values()
+    ]
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """The tables of docs/megatron.md: one a role; names with the same text share a line where they are of no use."""
+    lines = []
+    for role, heading in HEADINGS.items():
+        mine = [row for row in rows if row["role"] == role]
+        if not mine:
+            continue
+        useful = role in ("model", "run", "only")
+        lines += [f"### {heading}", ""]
+        if useful:
+            lines += ["| flag | value | meaning |", "| --- | --- | --- |"]
+            lines += [f"| `{row['flag']}` | {row['type']} | {row['text']} |" for row in mine]
+        else:
+            lines += ["| flags | why | instead |" if role == "refused" else "| flags | why |"]
+            lines += ["| --- | --- | --- |" if role == "refused" else "| --- | --- |"]
+            for text in dict.fromkeys(row["text"] for row in mine):
+                names = " ".join(f"`{row['flag']}`" for row in mine if row["text"] == text)
+                lines.append(f"| {names} | {text.replace('; ', ' | ')} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,37 @@
+"""Rules of training with Megatron: a resolved stage in; what cannot hold, and what has no effect, out.
+
+Names and values of [megatron] itself are judged where its table lives, `slime_megatron.flags`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slime_core.config.problems import Problem, conflict
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+RECOMPUTE = ("recompute_granularity", "recompute_activations", "moe_layer_recompute")
+"""Names of [megatron] that say what the backward pass makes again."""
+
+
+def conflicts(config: Config) -> Iterator[Problem]:
+    """What cannot hold together where Megatron trains."""
+    if config.cluster.device == "cpu":
+        yield conflict(
+            "train_backend = megatron with device = cpu",
+            ["train.train_backend", "cluster.device"],
+            why="megatron-core trains on GPUs",
+            fix="--train-backend fsdp   or leave device out",
+        )
+    names = {name.replace("-", "_") for name in config.table("megatron")}
+    both = [name for name in RECOMPUTE if name in names]
+    if config.train.gradient_checkpointing and both:
+        yield conflict(
+            f"gradient_checkpointing and megatron.{both[0]} are both set",
+            ["train.gradient_checkpointing", f"megatron.{both[0]}"],
+            why="with Megatron gradient_checkpointing means recompute_granularity = full, one layer at a time",
+            fix="leave gradient_checkpointing out",
+        )

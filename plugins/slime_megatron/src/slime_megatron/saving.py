@@ -1,0 +1,252 @@
+"""A worker's state to a folder and back, at any layout: weights, masters, moments, reference, counters, generators.
+
+    __R_0.distcp    rank R's boxes of whole tensors         .metadata common.pt metadata.json  what makes it torch_dist
+    trainer.json    counters, the layout, names of files    generators-R-of-W.json
+
+Weights have the keys that Megatron-LM gives them, so its users and `slime convert dist-to-hf` read the folder; states
+of the optimizer are `optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.KEY` in the coordinates of whole tensors. Nothing
+is gathered: each rank writes the rows that it alone has, and its share of those that others have too.
+
+megatron-core's own `dist_checkpointing.save` is not called. It writes through processes that it forks, or waits until
+all is on the disk; it syncs no folder, tells no hash of what was meant, and what it makes of a distributed optimizer
+(fully_reshardable) gathers whole tensors on a rank first. Of the format itself only boxes and names are needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from slime_core import durable
+from slime_core.durable import storage_error
+from slime_core.seeds import generators
+from slime_core.weights.dist import METADATA
+from slime_core.weights.dist_keys import BESIDE, extra_states, places
+from slime_megatron import dist_files
+from slime_megatron.dist_files import Archives, Written
+from slime_megatron.masters import MASTER, MOMENTS, masters
+from slime_megatron.places import Piece, share
+
+if TYPE_CHECKING:
+    from slime_megatron.learner import Learner
+    from slime_megatron.model import Model
+    from slime_megatron.tensors import Held, Tensors
+    from slime_megatron.worker import Worker
+
+FORMAT = "torch_dist-1"
+STATE, GENERATORS = "trainer.json", "generators"
+REFERENCE, CRITIC = BESIDE
+
+
+@dataclass(slots=True, frozen=True)
+class Learned:
+    """A model with its optimizer; ``prefix`` stands before its keys and its counters."""
+
+    prefix: str
+    model: Model
+    learner: Learner
+
+    @property
+    def tensors(self) -> Tensors:
+        """Of the model."""
+        return self.model.tensors
+
+
+@dataclass(slots=True, frozen=True)
+class Item:
+    """A run of a rank's shard that it writes: elements ``begin`` to ``end``, of which ``read`` gives all."""
+
+    keys: tuple[str, ...]
+    index: tuple[int, ...]
+    of: tuple[int, ...]
+    piece: Piece
+    begin: int
+    end: int
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    first: int = 0  # the element of the shard that ``read`` begins with
+    temporary: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """A rank's file, and where each part of it comes from."""
+
+    file: Archives
+    copies: list[tuple[Item, int, int, str]] = field(default_factory=list)  # begin, end, name in the file
+
+    def add(self, item: Item) -> None:
+        """Put an item's boxes behind those that are there."""
+        for box in item.piece.boxes(item.begin, item.end):
+            name = self.file.add(
+                item.keys,
+                (*item.of, *item.piece.whole),
+                (*item.index, *box.offsets),
+                (*(1 for _ in item.of), *box.sizes),
+                item.dtype,
+            )
+            self.copies.append((item, box.begin, box.end, name))
+
+
+def learned(worker: Worker) -> list[Learned]:
+    """Every model that learns."""
+    found = [Learned("", worker.policy, worker.actor)]
+    if worker.critic is not None:
+        found.append(Learned(CRITIC, worker.critic.model, worker.critic.learner))
+    return found
+
+
+def piece_of(held: Held) -> Piece:
+    """A rank's shard of a tensor."""
+    return Piece(held.entry, tuple(held.tensor.shape), held.group.rank(), held.group.size())
+
+
+@torch.no_grad()
+def save(worker: Worker, path: Path) -> None:
+    """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
+
+    What the trainer gave away is read where it is: the device need not have room for it. States that are kept in
+    another form are the exception; they come back for as long as it takes to copy them.
+
+    Raises:
+        StorageError: the folder cannot be made.
+    """
+    staging, away = worker.staging, worker.parking.away
+    staging.wait()
+    for one in learned(worker) if "parameters" not in away else ():
+        one.learner.settle()
+    try:
+        durable.disk.make_folder(path)
+    except FileExistsError:
+        pass  # another rank made it
+    except OSError as error:
+        raise storage_error(error, path, "the trainer's state cannot be written") from error
+    first = dist_files.empty_state() if worker.rank == 0 else b""
+    plan = Plan(Archives(f"__{worker.rank}_0.distcp", {}, first=first))
+    items = list(_items(worker))
+    for item in items:
+        plan.add(item)
+    staging.plan([plan.file])
+    starts = plan.file.starts()
+    known: tuple[int, torch.Tensor] = -1, torch.empty(0)
+    with worker.parking.present(away if any(item.temporary for item in items) else ()):
+        for item, begin, end, name in plan.copies:
+            if known[0] != id(item):
+                known = id(item), worker.parking.seen(item.read().detach()).reshape(-1)
+            staging.copy(starts[name], known[1][begin - item.first : end - item.first], temporary=item.temporary)
+    staging.write(path, _texts(worker, plan.file))
+
+
+def reserve(worker: Worker) -> None:
+    """Make the host memory of a save before it is due."""
+    size = 0
+    for item in _items(worker, moments=True):
+        size += (item.end - item.begin) * item.dtype.itemsize
+    worker.staging.reserve(size)
+
+
+def _items(worker: Worker, *, moments: bool = False) -> Iterator[Item]:
+    """All that this rank writes; with ``moments`` those too that will be there after a step."""
+    for one in learned(worker):
+        tensors = {name: held.tensor for name, held in one.tensors.held.items()}
+        yield from _weights(one.tensors, tensors, one.prefix)
+        yield from _states(one, moments)
+    if worker.frozen.reference is not None:
+        yield from _weights(worker.policy.tensors, worker.frozen.reference, REFERENCE)
+
+
+def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> Iterator[Item]:
+    for name, held in tensors.held.items():
+        piece, tensor = piece_of(held), values[name]
+        begin, end = share(0, tensor.numel(), piece.width, *held.replicas)
+        found = places(held.entry, tensors.sizes, tensors.attention, tensors.layers_apart)
+        keys = tuple(prefix + place.key for place in found)
+        yield Item(keys, found[0].index, found[0].of, piece, begin, end, tensor.dtype, partial(_same, tensor))
+
+
+def _states(one: Learned, planned: bool) -> Iterator[Item]:
+    """Masters, where the parameters are not their own, and moments, where there was a step."""
+    by_id = {id(held.tensor): held for held in one.tensors.held.values()}
+    for master in masters(one.learner.optimizer):
+        held = by_id.get(id(master.parameter))
+        if held is None:
+            continue  # a copy of what another stage writes
+        piece, (number, count) = piece_of(held), held.replicas
+        begin, end = master.begin, master.end
+        if not master.dealt:
+            begin, end = share(begin, end, piece.width, number, count)
+        elif held.entry.kind == "whole" and held.group.rank():
+            continue
+        found = places(held.entry, one.tensors.sizes, one.tensors.attention, one.tensors.layers_apart)[0]
+        reads: dict[str, Callable[[], torch.Tensor]] = {}
+        if not master.exact:
+            reads[MASTER] = master.weights
+        if one.learner.steps or planned:
+            reads |= {name: partial(master.moment, name) for name in MOMENTS}
+        for name, read in reads.items():
+            key = f"{one.prefix}optimizer.state.{name}.{found.key}"
+            yield Item(
+                (key,), found.index, found.of, piece, begin, end, torch.float32, read, master.begin, master.made
+            )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _texts(worker: Worker, file: Archives) -> dict[str, Any]:
+    """The small files: this rank's generators, on rank 0 what makes all files a checkpoint too; a collective."""
+    everyone: list[Any] = [None] * worker.world
+    dist.gather_object(file.chunks, everyone if worker.rank == 0 else None)
+    name = generators_name(worker.rank, worker.world)
+    texts: dict[str, Any] = {name: json.dumps(generators()).encode()}
+    if worker.rank == 0:
+        chunks: list[Written] = [chunk for mine in everyone for chunk in mine]
+        states = _empty_states(worker.policy.tensors)
+        texts[METADATA] = partial(dist_files.metadata, chunks, states, (file.name, len(file.first)))
+        texts |= dist_files.common(worker.policy.tensors.layers_apart, worker.actor.steps)
+        names = [*texts, *(f"__{rank}_0.distcp" for rank in range(worker.world))]
+        names += [generators_name(rank, worker.world) for rank in range(1, worker.world)]
+        state = {"format": FORMAT, **_state(worker), "files": sorted(names)}
+        texts[STATE] = (json.dumps(state, indent=2) + "\n").encode()
+    return texts
+
+
+def generators_name(rank: int, world: int) -> str:
+    """What a rank calls the file of its generators."""
+    return f"{GENERATORS}-{rank + 1}-of-{world}.json"
+
+
+def _empty_states(tensors: Tensors) -> list[str]:
+    """Keys that megatron-core's modules look for beside weights."""
+    found = [
+        extra_states(place)
+        for entry in tensors.entries
+        for place in places(entry, tensors.sizes, tensors.attention, tensors.layers_apart)
+    ]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _state(worker: Worker) -> dict[str, Any]:
+    layout = worker.settings.layout
+    state: dict[str, Any] = {
+        "world": worker.world,
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")},
+        "dtype": worker.train.dtype,
+        "steps": worker.steps,
+        "nonfinite_in_a_row": worker.guard.in_a_row,
+        "reference": worker.frozen.reference is not None,
+    }
+    return state | {counter(one): one.learner.steps for one in learned(worker)}
+
+
+def counter(one: Learned) -> str:
+    """The name of a model's optimizer steps in trainer.json."""
+    return one.prefix.replace(".", "_") + "optimizer_steps"

@@ -1,0 +1,394 @@
+"""A bridge, the config of a model folder, [megatron] and [train] in; what megatron-core's configs are made of out.
+
+    config.json --bridge--> the model  --- flags that describe it must agree
+    [megatron]  --flags---> the run        defaults here, then flags, then what slime fixes
+    [train]                 dtype, learning rate, clipping
+
+`settings` is arithmetic over plain values and imports no megatron; `build` makes the config objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields as fields_of, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.problems import Problem, dotted, raise_all
+from slime_core.errors import ConfigError
+from slime_core.extras import install_line
+from slime_megatron import layout as layouts
+from slime_megatron.agreement import disagreements
+from slime_megatron.flags import Values, problems, values
+from slime_megatron.layout import Layout
+from slime_megatron.missing import IMPLIED, OFFLOAD, installed, missing, unused
+
+if TYPE_CHECKING:
+    from slime_core.config.problems import Origins
+    from slime_core.config.schema import TrainSection
+    from slime_core.trainers.compiling import Choice
+    from slime_core.weights.bridge import Bridge, Sizes
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron-LM's default of make_vocab_size_divisible_by."""
+
+GPT_FIELDS = frozenset(
+    {
+        "position_embedding_type",
+        "rotary_percent",
+        "rotary_base",
+        "rope_scaling",
+        "rope_scaling_factor",
+        "max_sequence_length",
+        "share_embeddings_and_output_weights",
+        "seq_len_interpolation_factor",
+    }
+)
+"""Arguments of GPTModel that a bridge may give; all other fields of a bridge are the config's."""
+MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
+"""Of these, what MLATransformerConfig has as a field of its own."""
+
+
+KERNELS = ("moe_permute_fusion", "moe_router_fusion")
+"""Fields that make experts faster where Transformer Engine is."""
+ALIGNED = 16  # bytes: what torch's grouped product wants rows of matrices to be a multiple of
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Settings:
+    """Everything that a rank makes its model and its optimizer of: plain values, the same on every rank.
+
+    Types are names here (``params_dtype: "bfloat16"``, ``activation_func: "silu"``); `build` looks them up.
+
+    Example:
+        made = settings(bridge, folder.config, config.table("megatron"), config.train, world=8, device="cuda")
+        configs = build(made)
+        model = PackedGPT(configs.transformer, bridge, vocab=made.sizes.vocab, **made.model)
+    """
+
+    layout: Layout
+    sizes: Sizes
+    mla: bool
+    transformer: Mapping[str, Any]  # fields of TransformerConfig or MLATransformerConfig
+    model: Mapping[str, Any]  # arguments of GPTModel: vocab_size, max_sequence_length, rotary_base ...
+    ddp: Mapping[str, Any]  # fields of DistributedDataParallelConfig
+    optimizer: Mapping[str, Any]  # fields of OptimizerConfig
+    vocabulary_multiple: int  # rows of the vocabulary are filled up to one
+    compile: Choice = "auto"  # train.compile
+    notices: tuple[str, ...] = ()
+
+
+def settings(
+    bridge: Bridge,
+    hf_config: Any,
+    megatron: Mapping[str, Any],
+    train: TrainSection,
+    world: int,
+    device: str,
+    *,
+    origins: Origins | None = None,
+) -> Settings:
+    """What a run's model, data parallelism and optimizer are made of, everything about them checked.
+
+    Args:
+        bridge: of the model's family.
+        hf_config: the config of its folder.
+        megatron: the [megatron] table.
+        train: the [train] section; ``dtype`` is settled.
+        world: trainer ranks.
+        device: ``cpu`` or ``cuda``.
+        origins: where each flag was written, for messages.
+
+    Raises:
+        ConfigError: CFG01 to CFG04 flags that are unknown or mean nothing here, flags that disagree with the folder's
+            config.json, a layout that ranks or model do not divide by; all of a kind in one message.
+        DataError: TOK00 the config lacks an attribute.
+    """
+    megatron = {name.replace("-", "_"): value for name, value in megatron.items()}
+    _raise(problems(megatron, train=train), origins)
+    known = bridge.megatron(hf_config)
+    layout = Layout.of(megatron, world)
+    multiple = int(megatron.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)) * layout.tp
+    sizes = bridge.sizes(hf_config, multiple)
+    _raise(disagreements(megatron, bridge, hf_config, known, sizes), origins)
+    mla = bridge.attention == "mla"
+    asked = values(megatron)
+    _raise(missing(asked, device), origins)
+    run, notices = _run(asked.transformer, device)
+    shared = _shared_sequence(megatron, layout)
+    fields = {**known, "multi_latent_attention": mla}
+    layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
+    _raise(_uneven_units(run, layout, sizes), origins)
+    unaligned = _unaligned(known, layout, train.dtype) if sizes.experts and not _engine(device) else []
+    _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
+    if not sizes.experts:
+        known = {name: value for name, value in known.items() if not name.startswith(("moe_", "num_moe"))}
+    of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
+    of_config = {name: value for name, value in known.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)}
+    fixed = _fixed(layout, train, device, mla=mla, shared=shared)
+    if run.get("fp32_residual_connection"):
+        fixed["pipeline_dtype"] = "float32"  # what stages hand on
+    defaults = _defaults(device, sizes, train, grouped=not unaligned)
+    return Settings(
+        layout=layout,
+        sizes=sizes,
+        mla=mla,
+        transformer=_ordered(defaults | of_config | run | fixed),
+        model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
+        ddp=_ordered(_ddp_defaults() | asked.ddp),
+        optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
+        vocabulary_multiple=multiple,
+        compile=train.compile,
+        notices=(*asked.notices, *notices, *unused(asked)),
+    )
+
+
+def _raise(problems: list[Problem], origins: Origins | None) -> None:
+    placed = [origins.place(problem) if origins else problem for problem in problems]
+    raise_all([one if one.where else replace(one, where=", ".join(map(dotted, one.keys))) for one in placed])
+
+
+def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[str]]:
+    """The run's fields with what they imply; kernels that are faster and not installed are left out with a notice."""
+    found, notices = dict(asked), []
+    if asked.get("recompute_granularity") == "full":
+        found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
+    if not _engine(device):
+        for flag in KERNELS:
+            if found.pop(flag, False):
+                notices.append(f"--{flag.replace('_', '-')} has no effect: Transformer Engine is not there")
+    return found, notices
+
+
+def _uneven_units(run: Mapping[str, Any], layout: Layout, sizes: Sizes) -> list[Problem]:
+    """A problem where a stage's layers are not whole units of those that are made again together."""
+    if (run.get("recompute_granularity"), run.get("recompute_method")) != ("full", "uniform"):
+        return []
+    counts = sorted({len(stage) for stage in layout.stages(sizes.layers)})
+    unit, whole = run["recompute_num_layers"], gcd(*counts)
+    if unit > 0 and whole % unit == 0:
+        return []
+    works = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+    return [
+        Problem(
+            code="CFG04",
+            what=f"megatron.recompute_num_layers = {unit} does not divide the layers of a pipeline stage",
+            keys=(("megatron", "recompute_num_layers"),),
+            why=f"uniform recomputes whole units of layers, and stages have {' or '.join(map(str, counts))}",
+            fix=f"one of {works}\nor --recompute-method block",
+        )
+    ]
+
+
+def _unaligned(known: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:
+    """A problem where the matrices of experts are none for torch's grouped product."""
+    multiple = ALIGNED // (2 if dtype == "bfloat16" else 4)
+    widths = {
+        "hidden_size": int(known["hidden_size"]),
+        "an expert's width on a rank": int(known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]) // layout.etp,
+    }
+    if not (odd := {name: width for name, width in widths.items() if width % multiple}):
+        return []
+    return [
+        Problem(
+            code="CFG04",
+            what="megatron.moe_grouped_gemm cannot multiply matrices of this model's experts",
+            keys=(("megatron", "moe_grouped_gemm"),),
+            why=f"rows of {multiple} {dtype} numbers go together, and "
+            + " and ".join(f"{name} is {width}" for name, width in odd.items()),
+            fix="leave moe_grouped_gemm out: experts compute one after the other"
+            + ("\nor --expert-tensor-parallel-size 1" if layout.etp > 1 and "hidden_size" not in odd else ""),
+        )
+    ]
+
+
+def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
+    """Sequence parallelism: on where tensors are shared, unless it is switched off."""
+    asked = megatron.get("sequence_parallel")
+    return layout.tp > 1 if asked is None else bool(asked) and layout.tp > 1
+
+
+def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) -> dict[str, Any]:
+    """What a flag or the bridge may say otherwise; ``grouped``: whether torch's grouped product takes the experts."""
+    gpu, engine = device == "cuda", _engine(device)
+    found: dict[str, Any] = {
+        "add_bias_linear": False,
+        "bias_dropout_fusion": gpu,
+        "bias_activation_fusion": gpu,
+        "gradient_accumulation_fusion": gpu,  # `accumulating` has it where Apex is not
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "deallocate_pipeline_outputs": gpu,
+        "moe_token_dispatcher_type": "alltoall",  # dense pipelines too: allgather wants equal lengths
+    }
+    if train.gradient_checkpointing:
+        some = train.gradient_checkpointing_layers
+        found |= {
+            "recompute_granularity": "full",
+            "recompute_method": "block" if some else "uniform",
+            "recompute_num_layers": some or 1,
+        }
+    if sizes.experts:
+        found |= {
+            "moe_grouped_gemm": engine or (gpu and grouped and train.dtype == "bfloat16"),
+            "moe_permute_fusion": engine,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_router_bias_update_rate": 0.0,
+            "moe_aux_loss_coeff": 0.0,
+        }
+    return found
+
+
+def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, shared: bool) -> dict[str, Any]:
+    """What nothing may say otherwise."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "num_layers_in_first_pipeline_stage": layout.first,
+        "num_layers_in_last_pipeline_stage": layout.last,
+        "sequence_parallel": shared,
+        "multi_latent_attention": mla,
+        "params_dtype": train.dtype,
+        "pipeline_dtype": train.dtype,
+        "bf16": train.dtype == "bfloat16",
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": layout.pp > 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,  # rows of a pack have positions of their own
+        "batch_p2p_comm": False,
+        "cuda_graph_scope": (),  # megatron-core's default warns that it is an old one
+        "use_cpu_initialization": device == "cpu",
+    }
+
+
+def _model_defaults(hf_config: Any, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "position_embedding_type": "rope",
+        "max_sequence_length": int(getattr(hf_config, "max_position_embeddings", 0) or 1 << 20),
+        "share_embeddings_and_output_weights": sizes.tied,
+    }
+
+
+def _ddp_defaults() -> dict[str, Any]:
+    return {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
+
+
+def _optimizer_defaults(asked: Values) -> dict[str, Any]:
+    found = {"optimizer": "adam", "use_distributed_optimizer": True}
+    return found | (IMPLIED if asked.optimizer.get(OFFLOAD) else {})
+
+
+def _of_train(train: TrainSection) -> dict[str, Any]:
+    """What [train] alone says."""
+    keys = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    found: dict[str, Any] = {key: getattr(train, key) for key in keys}
+    return found | {"bf16": train.dtype == "bfloat16", "params_dtype": train.dtype}
+
+
+def _ordered(table: dict[str, Any]) -> Mapping[str, Any]:
+    return {name: table[name] for name in sorted(table)}
+
+
+def _engine(device: str) -> bool:
+    return device == "cuda" and installed("transformer_engine")
+
+
+@dataclass(slots=True, frozen=True)
+class Built:
+    """megatron-core's config objects."""
+
+    transformer: Any
+    ddp: Any
+    optimizer: Any
+
+
+def build(made: Settings) -> Built:
+    """The config objects of megatron-core; imports it.
+
+    Raises:
+        ConfigError: CFG04 the installed megatron-core refuses a value, or has no such field.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if made.mla else TransformerConfig
+    return Built(
+        transformer=_made(kind, made.transformer),
+        ddp=_made(DistributedDataParallelConfig, made.ddp),
+        optimizer=_optimizer(OptimizerConfig, made.optimizer),
+    )
+
+
+def _optimizer(kind: Any, table: Mapping[str, Any]) -> Any:
+    """Masters in main memory are nowhere else; megatron-core asks for Transformer Engine then, and does not use it."""
+    apart = "use_precision_aware_optimizer"
+    if not (table.get(OFFLOAD) and table.get(apart)):
+        return _made(kind, table)
+    made = _made(kind, {**table, apart: False})
+    for name, value in {apart: True, f"{apart}_no_fp8_or_ds_fp8": True, "store_param_remainders": False}.items():
+        setattr(made, name, value)
+    return made
+
+
+def _made(kind: Any, table: Mapping[str, Any]) -> Any:
+    fields = {field.name for field in fields_of(kind)}
+    if missing := [name for name in table if name not in fields]:
+        raise ConfigError(
+            f"the installed megatron-core has no {kind.__name__}.{missing[0]}",
+            code="CFG04",
+            where=", ".join(f"megatron.{name}" for name in missing),
+            why="the flag or the model's family needs another version of it",
+            fix=f"{install_line('megatron')} --upgrade",
+        )
+    try:
+        return kind(**{name: _looked_up(name, value) for name, value in table.items()})
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"megatron-core refuses the settings: {error}",
+            code="CFG04",
+            where=f"[megatron], as {kind.__name__}",
+            fix="change the flag that the message names",
+        ) from error
+
+
+def _looked_up(name: str, value: Any) -> Any:
+    """A value of ours as megatron-core wants it: types and functions by name."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, tuple) else value
+    if name.endswith("dtype") and name != "moe_router_dtype":
+        import torch
+
+        return getattr(
+            torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(value, value)
+        )
+    if name == "activation_func":
+        return _activation(value)
+    if name == "attention_backend":
+        from megatron.core.transformer.enums import AttnBackend
+
+        return AttnBackend[value]
+    return value
+
+
+def _activation(name: str) -> Any:
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    known = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
+    if name not in known:
+        raise ConfigError(
+            f"there is no activation function '{name}'",
+            code="CFG04",
+            where="the bridge's activation_func",
+            fix="one of " + ", ".join(known),
+        )
+    return known[name]

@@ -1,0 +1,96 @@
+"""A bridge's layers as megatron-core builds them: its modules, our core attention and, without Apex, our norms."""
+
+from __future__ import annotations
+
+from copy import copy
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from slime_megatron.attention import CoreAttention
+from slime_megatron.experts import grouped_spec
+from slime_megatron.latent import LatentAttention
+from slime_megatron.norms import Norm, wide_add
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from slime_core.weights.bridge import Bridge
+
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
+
+
+def has_transformer_engine() -> bool:
+    """Whether its modules are used for linear layers, norms and experts."""
+    return find_spec("transformer_engine") is not None
+
+
+class SandwichLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that norms what attention and MLP give, before it is added to the residual (GLM-4)."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, **kwargs)
+        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attention.register_forward_hook(lambda *call: self._normed("post_self_attn_layernorm", call[-1]))
+        self.mlp.register_forward_hook(lambda *call: self._normed("post_mlp_layernorm", call[-1]))
+
+    def _normed(self, norm: str, out: tuple[Any, Any]) -> tuple[Any, Any]:
+        hidden, bias = out
+        return getattr(self, norm)(hidden if bias is None else hidden + bias), None
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """megatron-core 0.16's own gate calls Transformer Engine, also where that is not installed."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [T, 1, experts] in ``moe_router_dtype``, or the input's dtype."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        bias = self.bias.to(dtype) if self.bias is not None else None
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
+def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
+    """The decoder's layers of this pipeline stage, and its last norm."""
+    shown = copy(config)
+    grouped = config.moe_grouped_gemm and not has_transformer_engine()
+    if grouped:
+        shown.moe_grouped_gemm = False  # megatron-core's own keeps all experts in one tensor, and is given up there
+    block = get_gpt_decoder_block_spec(
+        shown, use_transformer_engine=has_transformer_engine(), normalization=config.normalization
+    )
+    for layer in block.layer_specs:
+        if bridge.sandwich:
+            layer.module = SandwichLayer
+        if config.fp32_residual_connection:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = wide_add
+        _replace(layer, grouped=grouped)
+    if not has_transformer_engine():
+        block.layer_norm = Norm
+    return block
+
+
+def _replace(spec: Any, *, grouped: bool) -> None:
+    """Our modules in a layer's tree of specs."""
+    submodules = spec.submodules
+    if spec.module is MLASelfAttention and not has_transformer_engine():
+        spec.module = LatentAttention
+    if not has_transformer_engine():
+        for name in NORMS:
+            if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
+                setattr(submodules, name, Norm)
+        if hasattr(submodules, "router"):
+            submodules.router = Router
+            submodules.experts = grouped_spec() if grouped else submodules.experts
+    if hasattr(submodules, "core_attention"):
+        submodules.core_attention = CoreAttention
+    for child in vars(submodules).values():
+        if isinstance(child, ModuleSpec) and child.submodules is not None:
+            _replace(child, grouped=grouped)

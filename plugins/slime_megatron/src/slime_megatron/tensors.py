@@ -1,0 +1,249 @@
+"""A rank's parameters by the bridge: which whole tensor each is part of, filled from a folder, gathered for engines.
+
+decoder.layers.0.mlp.linear_fc1.weight of stage 2 --names--> decoder.layers.14.mlp.linear_fc1.weight --bridge-->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime_core.errors import TrainerError
+from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
+from slime_core.weights.dist_keys import apart
+from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import Part, Source
+
+if TYPE_CHECKING:
+    from slime_core.weights.folder import ModelFolder
+    from slime_megatron.model import PackedGPT
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+EXPERT = re.compile(
+    r"^(.*mlp\.experts\.)(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+)|(linear_fc[12])\.(\w+?)(\d+))$"
+)
+FUSED = (  # Transformer Engine keeps a norm with the linear layer behind it
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """A parameter or buffer of this rank, and the tensor of the model that it is a shard of."""
+
+    entry: Entry
+    tensor: torch.Tensor
+
+    @property
+    def group(self) -> Any:
+        """The ranks that share the whole tensor."""
+        if self.entry.expert >= 0:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """Which of how many copies of this shard it is."""
+        if self.entry.expert >= 0:
+            others = parallel_state.get_expert_data_parallel_group()
+        else:
+            others = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self.entry.kind != "whole":
+            return others.rank(), others.size()
+        return others.rank() + others.size() * self.group.rank(), others.size() * self.group.size()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts for all that hold a copy: the first of its group, and of the copies."""
+        return bool(self.group.rank() == 0 and self.replicas[0] == 0)
+
+
+@dataclass(slots=True, frozen=True)
+class Kept:
+    """What ranks tell each other of a tensor that they hold."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    speaks: bool
+
+
+class Tensors:
+    """Every tensor of a model's stages on this rank.
+
+    Example:
+        tensors = Tensors([stage], bridge, hf_config, multiple=128)
+        tensors.fill(folder.tensors())
+        sources = tensors.sources()
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PackedGPT],
+        bridge: Bridge,
+        config: Any,
+        *,
+        multiple: int,
+        entries: Sequence[Entry] | None = None,  # where they are not the bridge's
+    ) -> None:
+        self.sizes: Sizes = bridge.sizes(config, multiple)
+        self.entries = list(entries) if entries is not None else bridge.entries(config)
+        by_name = {entry.megatron: entry for entry in self.entries}
+        self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
+        self.held: dict[str, Held] = {}
+        self._sources: list[Source] | None = None
+        self.copies: list[Held] = []  # of what other stages hold: an output matrix that is tied
+        for stage in stages:
+            for name, tensor in _stored(stage):
+                whole = canonical(name, stage)
+                if whole not in by_name:
+                    if whole == "output_layer.weight" and self.sizes.tied:
+                        embedding = by_name["embedding.word_embeddings.weight"]
+                        self.copies.append(Held(embedding, tensor))  # kept equal by megatron-core
+                        continue
+                    raise TrainerError(
+                        f"the bridge of {bridge.family} has no row for {whole}",
+                        code="TRN108",
+                        why=f"the model holds it, of shape {list(tensor.shape)}",
+                        fix="add a row to the bridge",
+                    )
+                self.held[whole] = Held(by_name[whole], tensor)
+
+    def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
+        other = copy(self)
+        other._sources = None
+        other.held = {name: Held(held.entry, tensors[name]) for name, held in self.held.items() if name in tensors}
+        other.entries = [entry for entry in self.entries if self._trained(entry)]
+        return other
+
+    def _trained(self, entry: Entry) -> bool:
+        """Whether it is a parameter, on whichever rank."""
+        return not entry.megatron.endswith("expert_bias")
+
+    @torch.no_grad()
+    def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
+        for held in self.held.values():
+            held.tensor.copy_(self._mine(held, folder))
+
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
+        return {n: self._mine(held, tensors).to(held.tensor, copy=True) for n, held in self.held.items()}
+
+    def _mine(self, held: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        whole = join(held.entry, [folder[name] for name in held.entry.hf], self.sizes)
+        mine = shard(held.entry, whole, held.group.rank(), held.group.size())
+        if mine.shape != held.tensor.shape:
+            raise TrainerError(
+                f"{held.entry.megatron} has shape {list(held.tensor.shape)} in the model and {list(mine.shape)} "
+                f"made of {', '.join(held.entry.hf)}",
+                code="TRN108",
+            )
+        return mine
+
+    def sources(self) -> list[Source]:
+        """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective, once."""
+        if self._sources is None:
+            mine = {name: Kept(list(h.tensor.shape), h.tensor.dtype, h.speaks) for name, h in self.held.items()}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            self._sources = [self._source(entry, everyone) for entry in self.entries]
+        return self._sources
+
+    def _source(self, entry: Entry, everyone: Sequence[Mapping[str, Kept]]) -> Source:
+        name = entry.megatron
+        owner = next(rank for rank, kept in enumerate(everyone) if name in kept and kept[name].speaks)
+        kept = everyone[owner][name]
+        form = torch.empty(self._whole_shape(entry, kept.shape), dtype=kept.dtype, device="meta")
+        pieces = part(entry, form, self.sizes)
+        parts = tuple(
+            Part(hf, tuple(piece.shape), partial(self._cut, entry, number))
+            for number, (hf, piece) in enumerate(zip(entry.hf, pieces, strict=True))
+        )
+        return Source(parts, partial(self.gather, entry, owner, form))
+
+    @torch.no_grad()
+    def gather(self, entry: Entry, owner: int, form: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, shaped as ``form``, on rank 0, from the owner's group; empty elsewhere; a collective."""
+        rank, whole = dist.get_rank(), torch.empty(0)
+        held = self.held.get(entry.megatron)
+        if held is not None:
+            mine = held.tensor.detach().contiguous()
+            shards = [torch.empty_like(mine) for _ in range(held.group.size())]
+            if len(shards) > 1 and entry.kind != "whole":
+                dist.all_gather(shards, mine, group=held.group)
+            else:
+                shards = [mine]
+            whole = unshard(entry, shards)
+        if owner != 0 and rank == owner:
+            dist.send(whole.contiguous(), 0)
+        elif owner != 0 and rank == 0:
+            whole = torch.empty_like(form, device=next(iter(self.held.values())).tensor.device)
+            dist.recv(whole, owner)
+        return whole if rank == 0 else torch.empty(0)
+
+    def _cut(self, entry: Entry, number: int, whole: torch.Tensor) -> torch.Tensor:
+        return part(entry, whole, self.sizes)[number]
+
+    def _whole_shape(self, entry: Entry, mine: list[int]) -> list[int]:
+        expert = entry.expert >= 0
+        size = (
+            parallel_state.get_expert_tensor_parallel_world_size()
+            if expert
+            else parallel_state.get_tensor_model_parallel_world_size()
+        )
+        if entry.kind == "whole":
+            return mine
+        axis = 1 if entry.kind == "columns" else 0
+        return [n * size if i == axis else n for i, n in enumerate(mine)]
+
+
+def stored(folder: ModelFolder, seed: int = 0) -> Mapping[str, torch.Tensor]:
+    """A folder's tensors by name; of one without weights, those that are drawn from the seed."""
+    if folder.init_weights == "load":
+        return folder.tensors()
+    with TemporaryDirectory() as drawn:
+        model: Any = folder.build_model("float32", seed)
+        model.save_pretrained(drawn)
+        return dict(Shards.open(Path(drawn)))
+
+
+def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds (an expert bias)."""
+    yield from stage.named_parameters()
+    for prefix, module in stage.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and name == "expert_bias":
+                yield f"{prefix}.{name}", buffer
+
+
+def canonical(name: str, stage: PackedGPT) -> str:
+    """A parameter's name in a stage to its name in the whole model, as the local spec without fusion has it."""
+    if found := LAYER.match(name):
+        number, rest = int(found[1]), found[2]
+        layer = stage.decoder.layers[number]
+        for fused, plain in FUSED:
+            if rest.startswith(fused):
+                rest = plain + rest.removeprefix(fused)
+        name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
+    if expert := EXPERT.match(name):
+        prefix, local, linear, leaf, te_linear, te_leaf, te_local = expert.groups()
+        per_rank = stage.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        first = per_rank * parallel_state.get_expert_model_parallel_rank()
+        number = first + int(local if local is not None else te_local)
+        name = f"{prefix}local_experts.{number}.{linear or te_linear}.{leaf or te_leaf}"
+    return name

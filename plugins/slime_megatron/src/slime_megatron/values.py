@@ -1,0 +1,140 @@
+"""A model folder in, this rank's stage of a value model out: the same layers, and a scalar head behind the last.
+
+    pack -> layers -> hidden state of the position that predicts a response token -> score -> its value
+
+The head is a copy on every tensor-parallel rank, computes in float32, and sees whole rows: its gradient is the same on
+all of them, so nothing is summed over them, and each gives the layers back the gradient of its own rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import nn
+
+from slime_core.trainers.critic import open_critic
+from slime_core.weights.bridge import Entry, check_tensors
+from slime_megatron.model import Model, PackedGPT
+from slime_megatron.others import settings_of
+from slime_megatron.settings import Settings, build
+from slime_megatron.tensors import Tensors, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from slime_core.weights.bridge import Bridge
+    from slime_core.weights.folder import ModelFolder
+    from slime_core.weights.shards import Shards
+    from slime_megatron.others import Run
+    from slime_megatron.packing import Pack
+
+OUTPUT = "output_layer.weight"
+
+
+class ValueGPT(PackedGPT):
+    """PackedGPT whose last stage ends in ``score`` in place of the output matrix. Starts at zero."""
+
+    def __init__(self, config: Any, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
+        super().__init__(config, bridge, vocab=vocab, **{**kwargs, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            with torch.device("cpu"):
+                self.score_head = nn.Linear(config.hidden_size, 1)
+            nn.init.zeros_(self.score_head.weight)
+            nn.init.zeros_(self.score_head.bias)
+
+    def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
+        """The rows that predict this rank's response tokens, [R, h]; each rank's gradient of them is the whole one."""
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp)
+        assert pack.predict is not None
+        return hidden[:, 0].index_select(0, pack.predict)
+
+    def score(  # type: ignore[override]
+        self, hidden: torch.Tensor, pack: Pack, target: torch.Tensor, temperature: torch.Tensor | None, *, chunk: int
+    ) -> tuple[torch.Tensor]:
+        """The value at each of this context-parallel rank's rows, [R] float32."""
+        return (self.score_head(self.predicting(hidden, pack).float())[:, 0],)
+
+
+def build_values(path: str, policy: ModelFolder, mine: Model, made: Settings, run: Run) -> tuple[Model, ModelFolder]:
+    """The value model of ``train.critic_load``, or with the layers that the policy has now; and its folder.
+
+    A folder with ``score.weight`` or ``value_head.weight`` of shape [1, hidden] brings its own head. A causal language
+    model starts with a head of zeros.
+
+    Args:
+        mine, made: the policy and its settings
+
+    Raises:
+        TrainerError: TRN104 another vocabulary.
+        DataError: TOK46 tensors that do not fit, a head of another shape among them.
+    """
+    folder, shards, head = open_critic(path, policy)
+    bridge = run.bridge(folder.config)
+    made = settings_of(folder, bridge, run) if path else made
+    given: Mapping[str, torch.Tensor] | None = stored(folder) if path and shards is None else None
+    if shards is not None:
+        given = _fitting(shards, head, bridge, folder)
+    stage = ValueGPT(
+        build(made).transformer,
+        bridge,
+        vocab=made.sizes.vocab,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **made.model,
+    ).to(run.device)
+    stage.choose_compiling(made.compile)
+    multiple, entries = made.vocabulary_multiple, _entries(bridge, folder)
+    tensors = Tensors([stage], bridge, folder.config, multiple=multiple, entries=entries)
+    model = Model(stage, tensors, run.device)
+    if given is not None:
+        model.fill(given)
+    else:
+        copy(mine, model)
+    return model, folder
+
+
+@torch.no_grad()
+def copy(policy: Model, values: Model) -> None:
+    """Give the layers the policy's weights of now."""
+    mine, theirs = values.tensors.held, policy.tensors.held
+    for name in mine.keys() & theirs.keys():
+        mine[name].tensor.copy_(theirs[name].tensor)
+
+
+def _entries(bridge: Bridge, folder: ModelFolder, head: str = "score") -> list[Entry]:
+    hidden = bridge.sizes(folder.config).hidden
+    entries = [entry for entry in bridge.entries(folder.config) if entry.megatron != OUTPUT]
+    return [
+        *entries,
+        Entry("score_head.weight", (f"{head}.weight",), "whole", shapes=((1, hidden),)),
+        Entry("score_head.bias", (f"{head}.bias",), "whole", shapes=((1,),)),
+    ]
+
+
+def _fitting(shards: Shards, head: str, bridge: Bridge, folder: ModelFolder) -> Mapping[str, torch.Tensor]:
+    """The folder's tensors with its head under our name, names and shapes checked; an output matrix is let through."""
+    outputs = {name for e in bridge.entries(folder.config) if e.megatron == OUTPUT for name in e.hf}
+    infos = {name: info.shape for name, info in shards.infos.items() if name not in outputs}
+    infos.setdefault(f"{head}.bias", (1,))
+    check_tensors(_entries(bridge, folder, head), bridge.sizes(folder.config), infos, folder.path)
+    return _Headed(shards, head)
+
+
+class _Headed(dict[str, torch.Tensor]):
+    """Tensors read when they are asked for; the head's by our names, its bias 0 where it has none."""
+
+    def __init__(self, shards: Shards, head: str) -> None:
+        super().__init__()
+        self._shards, self._head = shards, head
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        stored_as = name.replace("score.", f"{self._head}.") if name.startswith("score.") else name
+        if stored_as == f"{self._head}.bias" and stored_as not in self._shards.infos:
+            return torch.zeros(1)
+        return self._shards[stored_as]

@@ -1,0 +1,114 @@
+"""A step's gradient by packs, shards and stages against transformers' own model; see `slime_core.trainers.verify`.
+
+Shards are gathered on rank 0 under the names of the model folder, where both ways meet.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from slime_core.trainers.dealing import check_portion, dealer_of
+from slime_core.trainers.share import Sums
+from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_model
+from slime_core.weights import build
+from slime_core.weights.transports.buckets import stream
+from slime_megatron.passes import totals
+
+if TYPE_CHECKING:
+    from slime_core.trainers.portion import Portion
+    from slime_core.types import Batch, Columns, MicroBatch
+    from slime_megatron.tensors import Tensors as Places
+    from slime_megatron.worker import Worker
+
+WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, only to see what rounding does
+
+
+def verify(worker: Worker, batch: Batch) -> dict[str, float]:
+    """Errors of one step's loss and gradients; a collective, the same answer on every rank. The policy's, no critic's.
+
+    Parameters are named as in the model folder. Every rank holds the slow model whole.
+    """
+    dealer = dealer_of(worker, batch)
+    batch, tensors = dealer.ready(batch), worker.policy.tensors
+    portion = dealer.portions(batch)[worker.seat.number]
+    check_portion(worker, portion)
+    assert worker.stage is not None
+    buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
+
+    def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
+        sums = Sums(portion, worker.device)
+        worker.actor.forget()
+        worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
+        loss = totals(sums)[0]["loss"]
+        worker.actor.gather_gradients()
+        parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
+        grads = {name: parameter.main_grad for name, parameter in parameters.items()}
+        found = _everywhere(tensors.like(grads), worker)
+        worker.actor.forget()
+        for name, kept in buffers.items():  # a bias of experts follows their load
+            tensors.held[name].tensor.copy_(kept)
+        return loss, {name: grad.double().cpu() for name, grad in found.items()}
+
+    slow = _slow(worker, _model(worker))
+    return compared(batch, worker._pack(portion), fast, slow, stored_names(slow.model))
+
+
+def log_probs_in(worker: Worker, portion: Portion, dtype: torch.dtype) -> Columns:
+    """Log-probs of a portion by transformers' model in a dtype, nothing of a model that is too large; a collective."""
+    whole = build.skeleton(worker.folder.config, trust_remote_code=worker.folder.trust_remote_code)
+    size = sum(p.numel() for p in whole.parameters())
+    if size > WHOLE_UP_TO:
+        return {}
+    slow = _slow(worker, _model(worker).to(dtype))
+    with torch.no_grad():
+        rows = [slow.rows(portion.batch, i)[0].float().cpu() for i in range(len(portion.batch))]
+    return {"log_probs": torch.cat(rows).numpy()}
+
+
+def _slow(worker: Worker, model: Any) -> Slow:
+    assert worker.stage is not None
+    return Slow(model, worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world)
+
+
+@torch.no_grad()
+def _everywhere(tensors: Places, worker: Worker) -> Tensors:
+    """Whole tensors by their names in the model folder, float32, on every rank; a collective."""
+    found: Tensors = {}
+    for parts, tensor in stream(tensors.sources()):
+        for part in parts:
+            whole = torch.empty(part.shape, device=worker.device)
+            if worker.rank == 0:
+                whole.copy_(part.cut(tensor))
+            dist.broadcast(whole, 0)
+            found[part.name] = whole
+    return found
+
+
+def _model(worker: Worker) -> Any:
+    """transformers' model with the weights that the ranks hold together; a collective."""
+    weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors, worker).items()}
+    folder = worker.folder
+    with TemporaryDirectory() as kept, torch.random.fork_rng(devices=[]):
+        for file in [folder.path / "config.json", *folder.path.glob("*.py")]:
+            shutil.copy(file, kept)
+        save_file(weights, str(Path(kept) / "model.safetensors"), metadata={"format": "pt"})
+        model: Any = build.load_converted(Path(kept), "float32", "eager", folder.trust_remote_code)
+    return slow_model(model, worker.device)
+
+
+def stored_names(model: Any) -> Rename:
+    """From tensors by the names of transformers' modules to those of its folders: some families keep experts apart."""
+
+    def rename(tensors: Tensors) -> Tensors:
+        found: Tensors = revert_weight_conversion(model, dict(tensors))
+        return found
+
+    return rename

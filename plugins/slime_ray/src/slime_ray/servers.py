@@ -1,0 +1,174 @@
+"""Servers of an engine on the machines of a Ray cluster: started, watched and ended there by hosts, asked from here.
+
+    Server --Host--> RayHost --calls--> channel.Host (actor) --> LocalHost --> launcher --> server
+    Server ------------------ HTTP, with its token ----------------------------------^
+
+A server listens on the address that its machine has in the cluster; on the loopback where all machines are this one.
+Its log lies in the run directory, which all machines see. A host that is gone takes its servers with it: their
+launchers hang on a pipe that it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from slime_core.clusters import nccl
+from slime_core.clusters.channel import within
+from slime_core.clusters.hangs import Member
+from slime_core.clusters.host import CLEANING, LOOPBACK, UNDYING, Launch, Listener, Site, StartedProcess, elsewhere
+from slime_core.clusters.looking import Look
+from slime_core.errors import EngineError, SlimeError
+from slime_ray.channel import gone
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import ServerProcess
+    from slime_ray.joining import Hosts, Machine
+    from slime_ray.placement import Plan, Seat
+
+STARTING = 60.0
+"""Seconds in which a host must have started a process; one that takes longer is stopped, or its machine is."""
+
+
+class RayHost:
+    """Implements `host.Host` on a host's machine; ``name`` tells its servers apart."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine, self.place, self.pid, self.lost = machine, machine.name, 0, ""
+        self._name = name
+
+    async def start(self, launch: Launch, token: str) -> StartedProcess:
+        """See `Host`."""
+        call: Awaitable[StartedProcess] = self._call("start", launch, token)
+        try:
+            begun = await asyncio.wait_for(call, STARTING)
+        except TimeoutError:
+            raise TimeoutError(f"the host on {self.place} does not answer in {STARTING:g} s") from None
+        except RayTaskError as failed:
+            raise OSError(str(failed.cause)) from failed
+        self.pid = begun.pid
+        return begun
+
+    async def ended(self) -> str:
+        """See `Host`."""
+        try:
+            how: str = await self._call("ended")
+        except ConnectionError:
+            return self.lost
+        return how
+
+    async def stop(self, grace: float) -> None:
+        """See `Host`; a host that does not answer is not waited for: its end is its servers' too."""
+        if not self.lost:
+            await within(grace + CLEANING + UNDYING, self._call("stop", grace))
+        self.pid = 0
+
+    async def listener(self, port: int) -> Listener:
+        """See `Host`; nobody, where the host is gone."""
+        try:
+            found: Listener = await self._call("listener", port)
+        except ConnectionError:
+            return "nobody"
+        return found
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await asyncio.ensure_future(self.machine.host.server.remote(self._name, method, *args))
+        except RayActorError as error:
+            self.lost = gone(self.place, error)
+            raise ConnectionResetError(self.lost) from error
+
+
+class RaySites:
+    """Implements `host.ServerSites`: a server in its seat, a router beside the first server of its model."""
+
+    def __init__(self, config: Config, placed: Plan, hosts: Hosts) -> None:
+        self._config, self._placed, self._hosts = config, placed, hosts
+
+    async def on_server(self, function: str, *args: Any) -> Any:
+        """See `host.ServerSites`; what a program needs lies under the same path on all machines."""
+        return await self._call(self._placed.engines[0], function, *args)
+
+    async def on_trainer(self, function: str, *args: Any) -> Any:
+        """See `host.ServerSites`; the driver's machine may be another."""
+        return await self._call((self._placed.ranks or self._placed.engines)[0], function, *args)
+
+    async def _call(self, seat: Seat, function: str, *args: Any) -> Any:
+        machine = self._hosts.machines[seat.bundle]
+        try:
+            return await machine.host.call.remote(function, *args)
+        except RayTaskError as failed:
+            if isinstance(failed.cause, SlimeError):
+                failed.cause.where = f"{machine.name}: {failed.cause.where}"
+                raise failed.cause from None
+            raise
+        except RayActorError as error:
+            what = f"the host that prepares servers {gone(machine.name, error)}"
+            raise EngineError(what, code="ENG84", lost=True) from error
+
+    def gpus(self) -> int | None:
+        """See `host.ServerSites`: the placement was for as many as there are."""
+        return None
+
+    def server(self, number: int) -> Site:
+        """See `host.ServerSites`: the GPUs of its seat, and what NCCL has to be told alike there and in the ranks."""
+        told = {name: os.environ[name] for name in (nccl.MEMORY,) if name in os.environ}
+        return self._site(number, f"server {number}", {**told, **self._hosts.visible(self._placed.engines[number])})
+
+    def beside(self, role: str) -> Site:
+        """See `host.ServerSites`; before servers that others run it lives here."""
+        return self._site(0, f"router {role}", {}) if self._placed.engines else Site()
+
+    def _site(self, number: int, name: str, env: dict[str, str]) -> Site:
+        machine = self._hosts.machines[self._placed.engines[number].bundle]
+        return Site(address=self._hosts.reached(machine), host=RayHost(machine, name), env=env)
+
+    def meeting(self, urls: Sequence[str]) -> str:
+        """See `host.ServerSites`."""
+        if not self._placed.ranks:
+            return LOOPBACK
+        machine = self._hosts.machines[self._placed.ranks[0].bundle]
+        return machine.address if elsewhere(urls) else self._hosts.reached(machine)
+
+
+@dataclass(slots=True, frozen=True)
+class Hosted:
+    """Implements `hangs.Asked` over the process of a server on a host's machine."""
+
+    machine: Machine
+    pid: int
+
+    @property
+    def node(self) -> str:
+        """See `hangs.Asked`."""
+        return self.machine.name
+
+    async def look(self) -> Look:
+        """Its state, as `hangs.ServerLook` has it."""
+        state = await self.machine.host.state.remote(self.pid)
+        why = "its watch judges it by its tokens" if state else "it is not running"
+        return Look(pid=self.pid, state=state, why=why)
+
+    async def kill(self) -> None:
+        """The cluster's end does that in order."""
+
+
+class RayServers:
+    """Servers on a cluster's machines as lines of the page of a hang."""
+
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        self._servers = servers
+
+    def members(self) -> list[Member]:
+        """See `hangs.Watched`."""
+        return [
+            Member(name=server.title, channel=Hosted(server.host.machine, server.host.pid))
+            for server in self._servers
+            if isinstance(server.host, RayHost)
+        ]

@@ -1,0 +1,389 @@
+"""One SGLang server over HTTP: token ids in, token ids and log-probs out; checked before sending and when they return.
+
+    request -> bodies.check -> a seat of `concurrency` -> [POST /generate as a new rid] -> wire.completion
+                                                            ^--- abort the old rid --- a fault after which it is safe
+
+A token's version is checked against what the caller says may be; what is wrong with a server leaves as ServerFault,
+what is wrong with the request as another EngineError. See `calls` for tries and `http` for what a try may meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from slime_core.engines.admission import too_long
+from slime_core.errors import EngineError
+from slime_core.types import Completion
+from slime_sglang import bodies, stops, wire
+from slime_sglang.calls import Calls, Progress
+from slime_sglang.http import (
+    Reply,
+    ServerFault,
+    checked,
+    decoded,
+    dumps,
+    fault,
+    loads,
+    message,
+)
+from slime_sglang.pieces import Pieces
+from slime_sglang.seats import Flight
+from slime_sglang.tries import Tries
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.types import GenerateRequest
+    from slime_sglang.address import Address
+
+__all__ = ["Client", "Progress", "ServerFault"]
+
+CONTROL_SECONDS = 60.0
+"""For calls that compute nothing: abort, pause, resume, flush, infos."""
+ABORTS_AT_ONCE = 64
+REPLY_BYTES, TOKEN_BYTES = 1 << 20, 512
+"""An answer may have so many bytes, and so many more a token (its id, its log-prob, its text)."""
+
+
+class Client(Calls):
+    """Asks one server.
+
+    ``tokenizer`` gives the model's (as `ModelFolder.tokenizer`): with it a stop string is found that spans the end of
+    ``GenerateRequest.kept`` and the new tokens, and it is needed for such requests alone.
+
+    Example:
+        client = Client(server.address, vocab_size=151936, context_len=4096, features=installation.features,
+                        concurrency=512, timeout=1800, retries=3, epoch=2)
+        done = await client.generate(request, low=4, high=lambda: 4)
+        await client.close()
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        vocab_size: int,
+        context_len: int,
+        features: frozenset[str],
+        concurrency: int,
+        timeout: float,
+        retries: int,
+        epoch: int,
+        tokenizer: Callable[[], Any] | None = None,
+        eos: Collection[int] = (),
+    ) -> None:
+        super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
+        self._vocab_size, self._context_len = vocab_size, context_len
+        self.features = features  # of the installation
+        self._epoch = epoch
+        self._tokenizer_of, self._eos = tokenizer, eos
+        self._tokenizer: Any = None
+
+    def version_text(self, version: int) -> str:
+        """What the server is told to stamp on tokens of ``version``: ``EPOCH.VERSION``."""
+        return f"{self._epoch}.{version}"
+
+    async def generate(
+        self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
+    ) -> Completion:
+        """Continue ``request.tokens``; versions of its tokens must lie in ``[low, high()]``. A caller that is
+        cancelled ends the request on the server. ``timeout`` counts from the moment when it has a seat.
+
+        Raises:
+            EngineError: the request is at fault (ENG01-ENG03, ENG72, ENG78 the server refuses it), or ENG73 the token,
+                ENG93 the certificate, ENG84 the client was closed.
+            ServerFault: the server is: ENG69 no connection, ENG71 another service, ENG74 busy, ENG75 it keeps
+                failing, ENG76 out of time, ENG77 lost on the way, TOK44, ENG79-ENG83 and ENG88 impossible answers,
+                ENG91 a huge one.
+        """
+        limit = self._check(request)
+        if not limit:
+            return self._nothing(request, "length")
+        flight = Flight(request.id)
+
+        async def one_try(end: float) -> Completion:
+            body = self._body(flight, request, limit, dp_rank, stream=False)
+            answer = await self._asked(body, request, end=end, cap=_cap(limit))
+            self._own(answer, flight)
+            done = wire.completion(answer, self._expected(request, limit, low, high))
+            return self._came(self._cut(done, request), flight, 0)
+
+        with self._flying(flight):
+            if not await self._seated(flight):
+                return self._nothing(request, "abort")
+            try:
+                return await self._tried(one_try, flight) or self._nothing(request, "abort")
+            finally:
+                self._leave()
+
+    async def stream(
+        self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
+    ) -> AsyncGenerator[Completion, None]:
+        """As `generate`, in growing pieces, the last of them whole; every piece but the last has finish ``abort``.
+
+        Closing the iterator (``contextlib.aclosing``) ends the request on the server. It is asked again only while
+        nothing has come. A piece's versions are the server's stamp when the piece came; the last one's are exact.
+        """
+        limit = self._check(request)
+        if not limit:
+            yield self._nothing(request, "length")
+            return
+        flight = Flight(request.id)
+        with self._flying(flight):
+            if not await self._seated(flight):
+                yield self._nothing(request, "abort")
+                return
+            try:
+                async with aclosing(self._streamed(flight, request, limit, dp_rank, low, high)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            finally:
+                self._leave()
+
+    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax, float32.
+
+        Raises:
+            EngineError, ServerFault: as `generate`; ENG03 a start outside 1..len(tokens).
+        """
+        bodies.check_ids(tokens, self._vocab_size, "score")
+        if not 1 <= start <= len(tokens):
+            raise EngineError(f"start is {start} of {len(tokens)} tokens", code="ENG03", where="score")
+        if len(tokens) > self._context_len:
+            raise too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
+        if start == len(tokens):
+            return np.empty(0, dtype=np.float32)
+        flight = Flight("score", scores=True)
+
+        async def one_try(end: float) -> NDArray[Any]:
+            body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self.features)
+            answer = await self._asked(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
+            self._own(answer, flight)
+            found = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
+            self._seen(0)
+            self.progress.replies += 1
+            flight.rid = ""
+            return found
+
+        with self._flying(flight):
+            await self._seated(flight)
+            try:
+                found = await self._tried(one_try, flight)
+                assert found is not None  # nobody aborts a score
+                return found
+            finally:
+                self._leave()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Ask the server once to stop these requests; each waiting `generate` returns what it has, finish ``abort``.
+
+        An abort that meets the server before its request does has no effect: where a `generate` goes on, ask again.
+
+        Raises:
+            EngineError, ServerFault: as `post`.
+        """
+        wanted = set(ids)
+        rids = [flight.rid for flight in self._end(wanted)]
+        for first in range(0, len(rids), ABORTS_AT_ONCE):
+            await asyncio.gather(*(self._abort(rid, CONTROL_SECONDS) for rid in rids[first : first + ABORTS_AT_ONCE]))
+
+    async def abort_all(self) -> None:
+        """`abort` of every request that the server has, those of other clients and scores too."""
+        self._end()
+        await self.post("/abort_request", {"rid": "", "abort_all": True}, timeout=CONTROL_SECONDS, retry=True)
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        """POST /pause_generation; `abort` counts as asked for by whoever waits."""
+        if mode == "abort":
+            self._end()
+        await self.post("/pause_generation", {"mode": mode}, timeout=CONTROL_SECONDS, retry=True)
+
+    async def resume(self) -> None:
+        """POST /continue_generation."""
+        await self.post("/continue_generation", {}, timeout=CONTROL_SECONDS, retry=True)
+
+    async def flush(self) -> None:
+        """POST /flush_cache. Raises EngineError ENG78 where requests run."""
+        await self.post("/flush_cache", {}, timeout=CONTROL_SECONDS, retry=True)
+
+    async def model_info(self) -> dict[str, Any]:
+        """GET /model_info."""
+        return await self.get("/model_info", timeout=CONTROL_SECONDS)
+
+    async def server_info(self) -> dict[str, Any]:
+        """GET /server_info."""
+        return await self.get("/server_info", timeout=CONTROL_SECONDS)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Checksum of every tensor by the engine's name, one dict a rank that the server tells of, in its order.
+
+        Raises:
+            EngineError, ServerFault: as `post`; ENG71 an answer of another shape.
+        """
+        answer = await self.post("/weights_checker", {"action": "checksum"}, timeout=self._timeout, retry=True)
+        ranks = answer.get("ranks")
+        if not isinstance(ranks, list) or not all(
+            isinstance(rank, dict) and isinstance(rank.get("checksums"), dict) for rank in ranks
+        ):
+            raise fault(
+                "no checksums of weights came",
+                "ENG71",
+                f"POST {self.address.url}/weights_checker",
+                why=str(answer.get("message") or answer)[:200],
+            )
+        return [dict(rank["checksums"]) for rank in ranks]
+
+    # -- a request that generates
+
+    async def _asked(self, body: bytes, request: GenerateRequest | None, *, end: float, cap: int) -> Any:
+        headers = self._headers(request)
+        reply = await self._http.ask("POST", "/generate", body, end=end, cap=cap, headers=headers)
+        return decoded(self._answered(reply))
+
+    def _headers(self, request: GenerateRequest | None) -> Mapping[str, str]:
+        """More headers of a request; None stands for a score."""
+        return {}
+
+    def _answered(self, reply: Reply) -> Reply:
+        """The reply where it is an answer; raises as `http.checked`."""
+        return checked(reply)
+
+    def _check(self, request: GenerateRequest) -> int:
+        limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
+        if self._tokenizer_of is None and stops.needs_text(request, tokenizer=self._texts):
+            raise EngineError(
+                "stop strings are to be looked for in text that the server does not see, and there is no tokenizer",
+                code="ENG03",
+                where=f"request {request.id}",
+                why="they look back over kept tokens" if self._texts else "the server runs without a tokenizer",
+            )
+        return limit
+
+    async def _streamed(
+        self,
+        flight: Flight,
+        request: GenerateRequest,
+        limit: int,
+        dp_rank: int | None,
+        low: int,
+        high: Callable[[], int],
+    ) -> AsyncGenerator[Completion, None]:
+        tries = Tries(self._retries, time.monotonic() + self._timeout, flight.stop)
+        where, seen = f"request {request.id}", 0
+        while True:
+            body, pieces = self._body(flight, request, limit, dp_rank, stream=True), Pieces()
+            try:
+                headers = self._headers(request)
+                sent = self._http.events("/generate", body, end=tries.end, cap=_cap(limit), headers=headers)
+                async with aclosing(sent) as events:
+                    async for data in events:
+                        if data == b"[DONE]":
+                            break
+                        answer = pieces.add(self._event(data, flight), where)
+                        final = answer["meta_info"].get("finish_reason") is not None
+                        done = wire.completion(answer, self._expected(request, limit, low, high), final=final)
+                        done = self._cut(done, request)
+                        if final:
+                            yield self._came(done, flight, seen)
+                            return
+                        self._seen(len(done.tokens) - seen)
+                        seen = len(done.tokens)
+                        yield done
+                        if done.finish == "stop":  # and the server goes on
+                            self._drop(flight)
+                            return
+                raise fault("the stream ended before its answer did", "ENG77", where, again=True, running=True)
+            except ServerFault as error:
+                error.again = error.again and not seen
+                await self._after(error, flight, tries)
+            except EngineError as error:
+                raise self._refused(error, flight) from None
+            except (asyncio.CancelledError, GeneratorExit):
+                self._drop(flight)
+                raise
+            if flight.stop.is_set():
+                self._require_open()
+                yield self._nothing(request, "abort")
+                return
+
+    def _body(
+        self, flight: Flight, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
+    ) -> bytes:
+        rid = self._rid(flight)
+        features = self.features
+        return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
+
+    def _expected(self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]) -> wire.Expected:
+        return wire.Expected(
+            request=request,
+            limit=limit,
+            vocab_size=self._vocab_size,
+            epoch=self._epoch,
+            low=low,
+            high=high(),
+            spans=wire.SPANS in self.features,
+        )
+
+    def _event(self, data: bytes, flight: Flight) -> Any:
+        try:
+            answer = loads(data)
+        except ValueError as error:
+            raise fault(
+                "an event of the stream is no whole JSON",
+                "ENG77",
+                f"request {flight.id}",
+                again=True,
+                running=True,
+                why=str(error),
+            ) from None
+        if isinstance(answer, dict) and "error" in answer:
+            raise EngineError(f"the server refuses the request: {message(data)}", code="ENG78")
+        self._own(answer, flight)
+        return answer
+
+    def _came(self, done: Completion, flight: Flight, seen: int) -> Completion:
+        if done.finish == "abort" and not done.tokens and not flight.asked:
+            raise fault(
+                "the server ended the request without a token, unasked", "ENG81", f"request {flight.id}", again=True
+            )
+        flight.rid = ""
+        self._seen(len(done.tokens) - seen)
+        self.progress.replies += 1
+        return done
+
+    def _nothing(self, request: GenerateRequest, finish: Literal["length", "abort"]) -> Completion:
+        return Completion(
+            id=request.id,
+            tokens=[],
+            log_probs=[],
+            plain_log_probs=[],
+            finish=finish,
+            versions=[],
+            epoch=self._epoch,
+        )
+
+    # -- seats, texts, calls
+
+    @property
+    def _texts(self) -> bool:
+        return bodies.NO_TOKENIZER not in self.features
+
+    def _cut(self, done: Completion, request: GenerateRequest) -> Completion:
+        decode = None if self._tokenizer_of is None else self._text
+        return stops.cut(done, request, decode, tokenizer=self._texts, eos=self._eos)
+
+    def _text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            assert self._tokenizer_of is not None
+            self._tokenizer = self._tokenizer_of()
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def _cap(tokens: int) -> int:
+    return REPLY_BYTES + TOKEN_BYTES * tokens

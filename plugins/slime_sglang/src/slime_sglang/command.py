@@ -1,0 +1,231 @@
+"""A run's config, an installation and a place in; how that server is started out: SGLang's arguments and variables.
+
+slime's own options, then [sglang], then a group's options; what a person writes wins where both may.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.problems import raise_all
+from slime_core.errors import ConfigError
+from slime_sglang import rules as engine_rules
+from slime_sglang.installation import (
+    RESERVED,
+    Installation,
+    arguments,
+    environment_of,
+    find_python,
+    read_installation,
+)
+from slime_sglang.options import Place
+from slime_sglang.router_options import router_arguments, wanted
+from slime_sglang.topology import (
+    ServerGroup,
+    ServerPlace,
+    Topology,
+    parallel_size,
+    topology,
+    visible,
+)
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+ON_CPU: Mapping[str, Any] = {  # what SGLang needs where there is no GPU, and no build of its kernels for this CPU
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "sleep_on_idle": True,  # an idle scheduler would take a core for itself
+}
+SEEDS = 2**31
+SPARE = 8  # positions; SGLang ends a request two before its context does, and slime counts by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that is needed to start a run's servers; nothing is started yet.
+
+    Example: prepare(resolve_machine(config)).commands[0].arguments
+    """
+
+    installation: Installation
+    topology: Topology
+    commands: Mapping[int, Command]  # by the server's number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How one server is started; host, ports and token come from who starts it.
+
+    Example: Command(arguments=("--model-path", "/models/m"), env={"CUDA_VISIBLE_DEVICES": "0"})
+    """
+
+    arguments: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # added to ours
+
+
+def prepare(
+    config: Config, *, gpus: int | None = None, where: str | Place = "sglang", cache: Path | None = None
+) -> Prepared:
+    """Check all that can be checked before servers of a run start, and say how they are started.
+
+    Args:
+        config: device and dtype settled.
+        gpus: that the run sees; None where that is not known.
+        where: places of the options of [sglang], for messages.
+        cache: folder for what is read of the installation; None is the user's.
+
+    Raises:
+        ConfigError: CFG01 to CFG07: rules between keys, no SGLang, its options, the topology.
+    """
+    raise_all(list(engine_rules.conflicts(config)))
+    servers = topology(config, gpus=gpus)
+    installation = read_installation(
+        find_python(config.table("sglang")), environment_of(config.table("sglang")), cache
+    )
+    return Prepared(
+        installation=installation,
+        topology=servers,
+        commands=commands(config, installation, servers, where=where),
+    )
+
+
+def commands(
+    config: Config, installation: Installation, servers: Topology, *, where: str | Place = "sglang"
+) -> dict[int, Command]:
+    """Every server of a topology, by its number.
+
+    Args:
+        config: device and dtype settled (another ``auto`` is left to SGLang).
+        installation: that starts them.
+        servers: of :func:`slime_sglang.topology.topology`.
+        where: places of the options of [sglang], for messages.
+
+    Raises:
+        ConfigError: of :func:`slime_sglang.installation.arguments`; CFG04 the installation lacks what
+            the config needs of it.
+    """
+    check_features(config, installation)
+    _check_router(config, installation, servers, where)
+    found = {}
+    for group in servers.groups:
+        for server in group.servers:
+            found[server.number] = command(config, installation, group, server, where=where)
+    return found
+
+
+def _check_router(config: Config, installation: Installation, servers: Topology, where: str | Place) -> None:
+    """What can be checked of SGLang's router before servers run; raises as `router_options.router_arguments`."""
+
+    def place(name: str) -> str:
+        return where(f"router.{name}") if callable(where) else f"{where}.router.{name}"
+
+    for role in dict.fromkeys(group.role for group in servers.groups):
+        groups = servers.of(role)
+        paired, count = groups[0].mode != "regular", sum(len(group.servers) for group in groups)
+        if wanted(config, servers=count, installed=installation.router, paired=paired):
+            router_arguments(config, installation, paired=paired, where=place)
+
+
+def command(
+    config: Config,
+    installation: Installation,
+    group: ServerGroup,
+    server: ServerPlace,
+    *,
+    where: str | Place = "sglang",
+) -> Command:
+    """One server of a group; raises as :func:`commands`."""
+    mine = {name: value for name, value in config.table("sglang").items() if name not in RESERVED}
+    arguments(installation, mine, where=where)
+    arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
+    written = {**_canonical(installation, mine), **_canonical(installation, group.options)}
+    own = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
+    own = {name: value for name, value in own.items() if name in installation.options and name not in written}
+    env = {**installation.env, **group.env}
+    if config.cluster.device == "cpu":
+        env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
+    elif server.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = visible(server.gpus)
+    words = [*arguments(installation, own, own=True), *arguments(installation, written, where=where)]
+    return Command(arguments=tuple(words), env=env)
+
+
+def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size: int) -> dict[str, Any]:
+    """The options that slime sets, by SGLang's names."""
+    rollout, device = config.rollout, config.cluster.device
+    own: dict[str, Any] = {
+        "model_path": group.model,
+        "tp_size": tp_size,
+        "random_seed": (config.seed + 1_000_003 * server.number) % SEEDS,  # equal ones would draw alike
+        "trust_remote_code": rollout.trust_remote_code,
+        "enable_deterministic_inference": rollout.rollout_deterministic,
+    }
+    if device != "auto":
+        own["device"] = device
+    if device == "cpu":
+        own |= ON_CPU
+    if group.mode != "regular":
+        own["disaggregation_mode"] = group.mode
+    if group.frozen:
+        return own
+    if config.train.dtype != "auto":
+        own["dtype"] = config.train.dtype
+    if rollout.rollout_max_context_len and rollout.rollout_max_context_len + SPARE <= _context(group.model):
+        own["context_length"] = rollout.rollout_max_context_len + SPARE
+    if rollout.init_weights == "random":
+        own["load_format"] = "dummy"  # the folder may have no weights; the trainer sends them before the first token
+    own["enable_memory_saver"] = config.cluster.colocate and config.cluster.offload_rollout and device == "cuda"
+    return own
+
+
+def _context(model: str) -> int:
+    """Positions of a model folder, from its config; 0 where that is not told."""
+    try:
+        raw = json.loads((Path(model) / "config.json").read_bytes())
+        return int((raw.get("text_config") or raw)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def check_features(config: Config, installation: Installation) -> None:
+    """Refuse an installation that lacks what the run needs of it.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    rollout, has = config.rollout, installation.features
+    cluster = config.cluster
+    gives = cluster.colocate and cluster.offload_rollout and cluster.device == "cuda"
+    if gives and "memory_saver" not in has:
+        raise ConfigError(
+            f"torch_memory_saver is not installed beside SGLang {installation.version}",
+            code="CFG04",
+            where=installation.python,
+            why="servers that share the trainer's GPUs give memory back",
+            fix=f"{installation.python} -m pip install torch_memory_saver   or   --no-offload-rollout",
+        )
+    updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
+    asked = rollout.update_weight_transport
+    if asked != "auto" and updates[asked] not in has:
+        raise ConfigError(
+            f"SGLang {installation.version} takes no weights by {asked}",
+            code="CFG04",
+            where="rollout.update_weight_transport",
+            fix="--update-weight-transport auto",
+        )
+
+
+def _canonical(installation: Installation, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked table by the options' first names."""
+    found = {}
+    for name, value in table.items():
+        option = installation.options[name.replace("-", "_")]
+        found[option.name] = value
+    return found

@@ -1,0 +1,164 @@
+"""A run's servers checked before any starts, the list of SGLang's options, its row of `slime doctor`."""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+from typing import TYPE_CHECKING, Any
+
+from slime_core.backends import Plan, Planning, cluster_of
+from slime_core.config.problems import raise_all
+from slime_core.config.values import show
+from slime_core.errors import ConfigError
+from slime_core.extras import install_line
+from slime_core.protocols import CheckResult
+from slime_sglang import rules
+from slime_sglang.command import prepare
+from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_installation
+from slime_sglang.layout import check_comparable
+from slime_sglang.options import SERVER, describe
+from slime_sglang.router_options import ROUTER, options_of
+from slime_sglang.topology import topology
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_sglang.command import Prepared
+    from slime_sglang.topology import ServerGroup
+
+
+def plan(planning: Planning) -> Plan | None:
+    """The servers of a run, everything about them checked; None where nothing is served.
+
+    Raises:
+        ConfigError: rules between keys, no usable SGLang, its options, the topology.
+        EngineError: ENG86 a model whose tensors cannot be compared.
+    """
+    if planning.config.rollout.debug_train_only:
+        return None
+    if planning.folder is not None:
+        check_comparable(planning.config, planning.folder)
+    facts = _facts(planning)
+    return Plan(facts=facts, rows=rows(facts))
+
+
+def _facts(planning: Planning) -> dict[str, Any]:
+    config, places = planning.config, planning.origins
+    addresses = config.rollout.rollout_external_engine_addrs
+    if addresses:
+        raise_all([places.place(problem) for problem in rules.conflicts(config)])
+        return {"external": list(addresses)}
+
+    def where(name: str) -> str:
+        return places.of(("sglang", *name.split("."))) or f"sglang.{name}"
+
+    remote = cluster_of(config).remote
+    if remote:
+        raise_all([places.place(problem) for problem in rules.conflicts(config)])
+        if not _is_here(config):
+            return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
+    return described(prepare(config, gpus=None if remote else _gpus(config), where=where))
+
+
+def described(prepared: Prepared) -> dict[str, Any]:
+    """Version, Python and groups of servers."""
+    found = prepared.installation
+    return {
+        "version": found.version,
+        "python": found.python,
+        "groups": [
+            _group(group) | {"arguments": list(prepared.commands[group.servers[0].number].arguments)}
+            for group in prepared.topology.groups
+        ],
+    }
+
+
+def _group(group: ServerGroup) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "role": group.role,
+        "mode": group.mode,
+        "model": group.model,
+        "servers": [list(server.gpus) for server in group.servers],
+    }
+
+
+def rows(servers: dict[str, Any]) -> dict[str, str]:
+    """The same for a table of two columns."""
+    if "external" in servers:
+        return {"servers": f"{len(servers['external'])} that run already: {', '.join(servers['external'])}"}
+    there = "looked for where the servers start"
+    table = {"sglang": f"{servers['version']} of {servers['python']}" if servers["python"] else there}
+    for group in servers["groups"]:
+        gpus = "; ".join(",".join(map(str, gpus)) for gpus in group["servers"] if gpus)
+        kind = "" if group["mode"] == "regular" else f" {group['mode']}"
+        table[f"servers {group['name']}"] = f"{len(group['servers'])}{kind} of {group['role']}, {group['model']}" + (
+            f", GPUs {gpus}" if gpus else ""
+        )
+    return table
+
+
+def _is_here(config: Config) -> bool:
+    """Whether this machine has the SGLang that [sglang] names; of a cluster the servers' machines may alone."""
+    try:
+        return bool(find_python(config.table("sglang")))
+    except ConfigError as error:
+        if error.code == "CFG02":
+            raise
+        return False
+
+
+def _gpus(config: Config) -> int | None:
+    if config.cluster.device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def option_rows() -> list[dict[str, str]]:
+    """Every option of the SGLang of this environment, or of the one that SLIME_SGLANG_PYTHON names, and of its router.
+
+    Raises:
+        ConfigError: there is none, or it does not work.
+    """
+    found = read_installation(find_python({}), {})
+    tables = (
+        ("sglang", SERVER, {option.name: option for option in found.options.values()}),
+        ("sglang.router", ROUTER, options_of(found)),
+    )
+    rows = []
+    for section, family, options in tables:
+        for option in options.values():
+            own = family.own.get(option.name)
+            rows.append(
+                {
+                    "section": section,
+                    "key": f"{section}.{option.name}",
+                    "flag": f"{family.flags}{option.name.replace('_', '-')}",
+                    "type": describe(option),
+                    "default": "" if option.default is None else show(option.default),
+                    "text": f"Set by slime: {own}" if own else option.help,
+                }
+            )
+    return rows
+
+
+def sglang() -> CheckResult:
+    """SGLang: where it is, its version and what it can do. A run with the embedded engine needs none."""
+    if not is_here() and not named_here():
+        found = f"none in this environment, and {PYTHON_ENV} is not set; only rollout_engine = sglang needs it"
+        return CheckResult(status="ok", found=found)
+    read = read_installation(find_python({}), {})
+    count = len({option.name for option in read.options.values()})
+    found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features - {'router'}))}"
+    found += f"; its router {read.router}" if read.router else "; no router of its own (sglang-router)"
+    if read.torch and util.find_spec("torch") is not None and _minor(read.torch) != _minor(metadata.version("torch")):
+        found += f"; its torch is {read.torch}: weights cannot travel by tensor"
+    if util.find_spec("aiohttp") is None:
+        return CheckResult(
+            status="warn", found=f"{found}; aiohttp, which asks its servers, is missing", fix=install_line("sglang")
+        )
+    return CheckResult(status="ok", found=found)
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,97 @@
+"""SGLang as `rollout_engine = "sglang"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+import slime_core
+from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, Served
+from slime_core.protocols import Check, CheckResult, Serving
+
+if TYPE_CHECKING:
+    from slime_core.config.problems import Problem
+    from slime_core.config.schema import Config
+    from slime_core.weights.folder import ModelFolder
+
+
+@slime_core.hookimpl
+def slime_engine() -> list[EngineBackend]:
+    """Servers of SGLang, started or attached to."""
+    from slime_sglang import rules
+
+    return [
+        EngineBackend(
+            name="sglang",
+            tables=("router",),
+            options=_options,
+            rules=_rules,
+            notices=rules.notices,
+            plan=_plan,
+            start=_start,
+            serve=_serve,
+            gpus=_gpus,
+            count=rules.count,
+            spreads=rules.spreads,
+            transports=frozenset({"disk", "tensor", "nccl"}),
+        )
+    ]
+
+
+@slime_core.hookimpl
+def slime_checks() -> list[Check]:
+    """Which SGLang a run would use."""
+    return [Check(name="installation", run=_installation)]
+
+
+def _installation() -> CheckResult:
+    from slime_sglang.planning import sglang
+
+    return sglang()
+
+
+def _options() -> list[dict[str, str]]:
+    from slime_sglang.planning import option_rows
+
+    return option_rows()
+
+
+def _rules(config: Config) -> Iterable[Problem]:
+    from importlib.util import find_spec
+
+    from slime_core.config.problems import conflict
+    from slime_core.extras import install_line
+    from slime_sglang import rules
+
+    yield from rules.conflicts(config)
+    if find_spec("aiohttp") is None:
+        yield conflict(
+            "rollout_engine = sglang, but aiohttp is not installed here",
+            ["rollout.rollout_engine"],
+            fix=f"{install_line('sglang')}   or leave rollout_engine out",
+        )
+
+
+def _plan(planning: Planning) -> Plan | None:
+    from slime_sglang.planning import plan
+
+    return plan(planning)
+
+
+def _start(start: EngineStart) -> AbstractAsyncContextManager[Served]:
+    from slime_sglang.start import sglang_engines
+
+    return sglang_engines(start)
+
+
+def _serve(config: Config, folder: ModelFolder) -> AbstractAsyncContextManager[Serving]:
+    from slime_sglang.start import sglang_serving
+
+    return sglang_serving(config, folder)
+
+
+def _gpus(config: Config) -> Sequence[Sequence[int]]:
+    from slime_sglang.topology import topology
+
+    return [server.gpus for server in topology(config).servers]

@@ -1,0 +1,74 @@
+"""How SGLang's server and router are launched: ports that they would only guess are held and named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime_core.clusters.host import Launch
+from slime_core.clusters.ports import Hold, hold
+
+ATTENTION_PORTS = 16
+"""Ports that SGLang counts upwards from --dist-init-addr with data-parallel attention."""
+LAUNCHER = "slime_sglang.launcher"
+CRASH = r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)"
+"""SGLang's line about a scheduler that ended."""
+HIGHEST = 55_535
+"""Of a server's port: SGLang 0.5.12 makes its gRPC port of it, 10,000 above, and refuses one that is none."""
+
+
+def server_launch(**fields: Any) -> Launch:
+    """How a server is started: a `Launch` of these fields."""
+    return Launch(**{"launcher": LAUNCHER, "hold": of_server, "crash": CRASH, **fields})
+
+
+def router_launch(**fields: Any) -> Launch:
+    """How SGLang's router is started: a `Launch` of these fields."""
+    return Launch(**{"launcher": LAUNCHER, "hold": of_router, "program": "router", **fields})
+
+
+def of_server(launch: Launch) -> tuple[list[Hold], list[str]]:
+    """Ports of a server, held, that of HTTP first, and the words that name the others."""
+    first = hold(launch.address, highest=HIGHEST)
+    others = further(launch.arguments, launch.address)
+    return [first, *(held for held, _ in others)], [word for _, words in others for word in words]
+
+
+def of_router(launch: Launch) -> tuple[list[Hold], list[str]]:
+    """Ports of SGLang's router, held: that of HTTP and that of its metrics, with the words that name the latter."""
+    holds = [hold(launch.address)]
+    if "--prometheus-port" in launch.arguments:
+        return holds, []
+    holds.append(hold(launch.address))
+    named = [] if "--prometheus-host" in launch.arguments else ["--prometheus-host", launch.address]
+    return holds, [*named, "--prometheus-port", str(holds[1].port)]
+
+
+def further(arguments: Sequence[str], host: str) -> list[tuple[Hold, list[str]]]:
+    """Ports beside that of HTTP that SGLang would only guess, held, each with the words that name it."""
+    if option(arguments, "--nnodes", "1") != "1":
+        return []  # the user names the rendezvous of several machines
+    found = []
+    attention = "--enable-dp-attention" in arguments
+    if attention and not option(arguments, "--dist-init-addr"):
+        held = hold(count=ATTENTION_PORTS)
+        found.append((held, ["--dist-init-addr", f"127.0.0.1:{held.port}"]))
+    # data-parallel workers without common attention take one port each, and refuse a common one
+    ranks = option(arguments, "--dp-size", option(arguments, "--data-parallel-size", "1"))
+    if (attention or ranks == "1") and not option(arguments, "--nccl-port"):
+        held = hold()
+        found.append((held, ["--nccl-port", str(held.port)]))
+    if option(arguments, "--disaggregation-mode") == "prefill":
+        held = hold(host)
+        found.append((held, ["--disaggregation-bootstrap-port", str(held.port)]))
+    return found
+
+
+def option(arguments: Sequence[str], name: str, default: str = "") -> str:
+    """The value of an option in SGLang's command line, as ``NAME VALUE`` or ``NAME=VALUE``."""
+    for at, argument in enumerate(arguments):
+        if argument == name and at + 1 < len(arguments):
+            return arguments[at + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return default

@@ -1,0 +1,277 @@
+"""A config in, running SGLang servers out: the policy's behind one Engine, frozen models by role.
+
+    [sglang] -> installation -> topology -> a command a server -> all started at once -> engine, watch -> Served
+    rollout_external_engine_addrs -> servers that others run ------------------------------^
+
+Logs are RUN/log/engine-N.log. What the policy's servers start with is never sampled: they serve from the first `load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, MutableMapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime_core.backends import EngineStart, Served
+from slime_core.clusters import nccl
+from slime_core.clusters.embedded import context_len
+from slime_core.clusters.host import LOOPBACK, LocalSites
+from slime_core.errors import EngineError
+from slime_core.notices import NOTICES
+from slime_core.plugins.locate import locate
+from slime_core.protocols import Serving
+from slime_core.types import WeightUpdate
+from slime_core.weights.folder import ModelFolder
+from slime_sglang import external, start_gateway as gateways
+from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.health import Watch
+from slime_sglang.layout import check_comparable
+from slime_sglang.lineup import Part, attached, launched
+from slime_sglang.pulse import Limits
+from slime_sglang.router import Middleware
+from slime_sglang.server import Server
+from slime_sglang.topology import POLICY
+from slime_sglang.weights import Ways, Weights
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_sglang.gateway import Gateway
+
+MIDDLEWARE = "rollout.rollout_middleware_paths"
+
+
+@asynccontextmanager
+async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
+    """Start all servers of a run, or meet those that run elsewhere; take ours down at the end, whatever happened.
+
+    Raises:
+        ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
+        EngineError: ENG86 a model whose tensors cannot be compared, ENG69-ENG73 a server that does not come up, with
+            the end of its log.
+    """
+    config, folder, note = start.config, start.folder, start.note
+    if not start.fixed:
+        check_comparable(config, folder)
+    agree(config, os.environ)
+    async with AsyncExitStack() as stack:
+        sites = start.sites or LocalSites(config)
+        if config.rollout.rollout_external_engine_addrs:
+            found = attached(config)
+        else:
+            found = await launched(config, sites, start.run_dir, start.epoch, fixed=start.fixed)
+        servers = [server for part in found for server in part.servers]
+        stack.push_async_callback(_stop, servers)
+        await _start(servers, config.rollout.rollout_start_timeout)
+        meeting = sites.meeting([server.address.url for server in servers])
+        served: dict[str, SglangEngine] = {}
+        for part in found:
+            serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
+            version = 0 if start.fixed or part.role != POLICY else -1
+            made = await gateways.gateway(
+                config,
+                part.servers,
+                part.installation,
+                role=part.role,
+                run_dir=start.run_dir,
+                note=note,
+                site=sites.beside(part.role),
+            )
+            gateway = await stack.enter_async_context(made) if made is not None else None
+            engine = await _engine(start, serves, part, version, gateway=gateway, host=meeting)
+            stack.push_async_callback(engine.close)
+            needed = gateways.pairs(gateways.kinds(part.servers))
+            bounds = replace(limits(config), told=gateway is not None)
+            watch = Watch(part.servers, engine.fleet, bounds, note=note, needed=needed)
+            engine.fleet.watch = await stack.enter_async_context(watch)
+            served[part.role] = engine
+        for text in told(found):
+            note(text)
+        policy = served.pop(POLICY)
+        yield Served(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
+
+
+@asynccontextmanager
+async def sglang_serving(config: Config, folder: ModelFolder) -> AsyncIterator[Serving]:
+    """The policy's servers alone, with the folder's weights; logs go into a folder that is removed at the end."""
+    with TemporaryDirectory(prefix="slime-eval-") as name:
+        run_dir, drawn = Path(name), folder.init_weights == "random"
+        start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=0, note=_say, fixed=not drawn)
+        async with sglang_engines(start) as served:
+            if drawn:
+                weights = await asyncio.to_thread(_drawn, config, folder, run_dir / "drawn")
+                handle = {"folder": str(weights)}
+                await served.engine.load(WeightUpdate(version=0, epoch=0, transport="disk", handle=handle))
+            yield Serving(
+                engines=served.engine,
+                tokenizer=folder.tokenizer(),
+                vocab_size=folder.vocab_size,
+                roles=served.roles,
+            )
+
+
+def agree(config: Config, environment: MutableMapping[str, str]) -> None:
+    """Settle how NCCL shares memory, here and in what is started; where GPUs are shared nothing goes by NCCL."""
+    if config.cluster.device == "cuda" and not config.cluster.colocate:
+        options = {name.replace("-", "_"): value for name, value in config.table("sglang").items()}
+        nccl.agree(environment, symmetric=bool(options.get("enable_symm_mem")))
+
+
+def _say(text: str) -> None:
+    NOTICES.say(text, text)
+
+
+def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
+    """A folder of the weights that are drawn from the seed."""
+    model: Any = folder.build_model("float32", seed=config.seed)
+    model.save_pretrained(str(path))
+    return path
+
+
+async def _start(servers: Sequence[Server], timeout: float) -> None:
+    """All servers at once; the first that fails ends the start."""
+
+    async def up(server: Server) -> None:
+        await server.start()
+        await server.ready(timeout)
+
+    starts = [asyncio.ensure_future(up(server)) for server in servers]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+
+
+async def _stop(servers: Sequence[Server]) -> None:
+    """All servers at once; one that cannot be stopped holds up no other, and its error rises when all are through."""
+    ends = await asyncio.gather(*(server.stop() for server in servers), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+
+
+async def _engine(
+    start: EngineStart,
+    folder: ModelFolder,
+    part: Part,
+    version: int,
+    *,
+    gateway: Gateway | None = None,
+    host: str = LOOPBACK,
+) -> SglangEngine:
+    """An engine over servers that are ready."""
+    config, note = start.config, start.note
+    rollout, frozen = config.rollout, part.role != POLICY
+    facts = part.servers[0].facts
+    features = part.features or external.common_features(server.facts for server in part.servers)
+    device: Literal["cpu", "cuda"] = "cpu" if facts.get("device", config.cluster.device) == "cpu" else "cuda"
+    ways = Ways(
+        model=folder.config,
+        dtype=external.common_dtype(part.servers, config.train.dtype, folder.config),
+        features=features,
+        folder=Path(rollout.update_weight_disk_dir or start.run_dir / "weights"),
+        device=device,
+        wanted=rollout.update_weight_transport,
+        shared=config.cluster.colocate and part.servers[0].owned and not frozen,
+        buffer_bytes=rollout.update_weight_buffer_size,
+        timeout=rollout.rollout_start_timeout,
+        places=part.places,
+        torch=part.torch,
+        trainer=part.trainer,
+        host=host,
+    )
+    if not frozen:
+        for text in unused(config, ways):
+            note(text)
+    mode, wanted = "enable_deterministic_inference", rollout.rollout_deterministic
+    others = [server.address.url for server in part.servers if not server.facts.get(mode, wanted)]
+    if wanted and others:
+        raise EngineError(
+            "rollout_deterministic with a server that is not in deterministic mode",
+            code="ENG86",
+            where=", ".join(others),
+            why="how a server computes is settled where it is started",
+            fix="start it with --enable-deterministic-inference",
+        )
+    paired = bool(gateways.pairs(gateways.kinds(part.servers)))
+    settings = Settings(
+        vocab_size=folder.vocab_size,
+        context_len=folder.context_len if frozen else context_len(config, folder),
+        features=features,
+        epoch=start.epoch,
+        eos=folder.eos_token_ids,
+        # a decode server goes on with what another has computed of a prompt: with new weights it must begin anew
+        pause_mode="abort" if paired else rollout.pause_generation_mode,
+        scores=not paired,
+        deterministic=not others,
+        memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
+        concurrency=rollout.server_concurrency,
+        timeout=rollout.rollout_request_timeout,
+        retries=rollout.rollout_max_retries,
+    )
+    engine = SglangEngine(
+        part.servers,
+        settings,
+        weights=Weights(ways, note),
+        tokenizer=folder.tokenizer(),
+        middleware=() if frozen else middleware(config),
+        gateway=gateway,
+    )
+    try:
+        await engine.open(version=version)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def unused(config: Config, ways: Ways) -> Iterator[str]:
+    """Keys that a person set for another way than the one that ``auto`` takes."""
+    rollout, found = config.rollout, ways.transport
+    default = type(rollout).model_fields["update_weight_buffer_size"].default
+    if rollout.update_weight_transport != "auto":
+        return
+    if rollout.update_weight_disk_dir and found != "disk":
+        yield f"update_weight_disk_dir: no effect; update_weight_transport = auto takes {found}"
+    if rollout.update_weight_buffer_size != default and found == "tensor":
+        yield f"update_weight_buffer_size: no effect; update_weight_transport = auto takes {found}: one buffer"
+
+
+def middleware(config: Config) -> list[Middleware]:
+    """The functions that stand around every request.
+
+    Raises:
+        PluginError: PLG50, PLG51 one that cannot be found.
+    """
+    return [locate(path, MIDDLEWARE) for path in config.rollout.rollout_middleware_paths]
+
+
+def limits(config: Config) -> Limits:
+    """What the watch goes by."""
+    rollout = config.rollout
+    return Limits(
+        interval=rollout.rollout_health_check_interval,
+        timeout=rollout.rollout_health_check_timeout,
+        start_timeout=rollout.rollout_start_timeout,
+        max_restarts=rollout.rollout_max_restarts,
+        min_healthy=rollout.min_healthy_engines,
+    )
+
+
+def told(parts: Sequence[Part]) -> list[str]:
+    """Which servers there are, and where their logs."""
+    found = []
+    for part in parts:
+        what = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
+        logs = [server.where for server in part.servers if server.log is not None]
+        urls = [server.address.url for server in part.servers]
+        count = f"{len(urls)} server{'s' if len(urls) > 1 else ''}"
+        where = f"logs: {', '.join(logs)}" if logs else f"at {', '.join(urls)}"
+        found.append(f"{what}: {count}, {where}")
+    return found

@@ -1,0 +1,359 @@
+"""Engines, trainers and clusters by name: what `rollout_engine`, `train_backend` and `cluster_backend` choose.
+
+The hooks `slime_engine`, `slime_trainer` and `slime_cluster` bring them. A name is looked up in the core, in the
+plugins that the run loads, and in the installed plugin of that name, which needs no `--plugin`. Nothing else in slime
+compares a backend's name with a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slime_core.clusters.detached import Detaching
+    from slime_core.clusters.host import ServerSites
+    from slime_core.config.problems import Origins, Problem
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Engine, Parts, ServerProcess, Serving
+    from slime_core.report import Report
+    from slime_core.transfer import WeightRoute
+    from slime_core.weights.folder import ModelFolder
+
+CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
+BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
+"""Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
+KEYS = {
+    "slime_engine": "rollout.rollout_engine",
+    "slime_trainer": "train.train_backend",
+    "slime_cluster": "cluster.cluster_backend",
+}
+"""Hook -> the key that names one of what it brings."""
+
+
+def nothing(*_: Any) -> tuple[()]:
+    """No problems, no notices."""
+    return ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Plan:
+    """What a backend would do: ``facts``, JSON-ready, for `slime run --dry-run --json`, and ``rows`` of its table."""
+
+    facts: dict[str, Any]
+    rows: Mapping[str, str]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Planning:
+    """What a backend checks before anything starts.
+
+    ``config`` is settled for this machine. ``complete``: a dry run, which may import heavy packages.
+    """
+
+    config: Config
+    origins: Origins
+    plugins: Plugins
+    folder: ModelFolder | None = None
+    complete: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Backend:
+    """What engines, trainers and clusters have in common.
+
+    A backend's own options stand in the table ``[NAME]`` of a recipe. On the command line they are ``--NAME-KEY``;
+    those that ``flags`` lists, with the types of their values, are also ``--KEY``.
+    """
+
+    name: str
+    tables: tuple[str, ...] = ()  # tables inside [NAME]
+    flags: Callable[[], Mapping[str, Any]] | None = None
+    options: Callable[[], list[dict[str, str]]] | None = None  # rows of `slime config keys --backend NAME`
+    markdown: Callable[[list[dict[str, str]]], str] | None = None  # those rows as tables of a page
+    problems: Callable[[Config, Origins], Iterable[Problem]] = nothing  # of [NAME] by itself, used or not
+    rules: Callable[[Config], Iterable[Problem]] = nothing  # what cannot hold where it is used
+    notices: Callable[[Config], Iterable[str]] = nothing
+    plan: Callable[[Planning], Plan | None] | None = None  # what it checks before anything starts
+    resumable: frozenset[str] = frozenset()  # keys of [NAME] that may differ when a run is resumed
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """Engines that run.
+
+    ``resync`` takes a function that sends the weights of the policy once more, for servers that may restart.
+    """
+
+    engine: Engine
+    roles: dict[str, Engine] = field(default_factory=dict)  # frozen models, by role
+    processes: Sequence[ServerProcess] = ()
+    resync: Callable[[Callable[[WeightRoute], Any]], object] = nothing
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineStart:
+    """What an engine is started with.
+
+    With ``fixed`` it serves the weights of ``folder`` as version 0; no trainer sends others.
+    """
+
+    config: Config
+    folder: ModelFolder
+    run_dir: Path
+    epoch: int
+    note: Callable[[str], None]
+    sites: ServerSites | None = None  # where servers live; None is this machine
+    fixed: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineBackend(Backend):
+    """What `rollout_engine` names.
+
+    Without ``start`` it is embedded: it lives in the trainer's process, or in processes that the cluster starts.
+
+    Example:
+        EngineBackend(name="mine", start=start)     # start(EngineStart) -> async context manager of Served
+    """
+
+    start: Callable[[EngineStart], AbstractAsyncContextManager[Served]] | None = None
+    serve: Callable[[Config, ModelFolder], AbstractAsyncContextManager[Serving]] | None = None  # for evaluation alone
+    gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
+    count: Callable[[Config], int] | None = None  # engines that the config asks for
+    spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
+    transports: frozenset[str] = frozenset({"disk"})  # that it can take weights by
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it has no servers."""
+        return self.start is None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TrainerBackend(Backend):
+    """What `train_backend` names: ``trainer()`` imports and returns the class of its ranks (`protocols.RankTrainer`).
+
+    Example:
+        TrainerBackend(name="mine", trainer=lambda: MyTrainer)
+    """
+
+    trainer: Callable[[], type[Any]]
+    megatron_hooks: bool = False  # calls the hooks slime_megatron_*
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ClusterBackend(Backend):
+    """What `cluster_backend` names: ``parts`` starts everything and takes it down again.
+
+    ``device`` is cuda or cpu, empty where the machines cannot say: then it is this machine's. ``detached`` keeps
+    drivers that outlive the command (`slime run --detach`).
+
+    Example:
+        ClusterBackend(name="mine", parts=my_cluster, remote=True)
+    """
+
+    parts: Callable[[Config, Plugins, Report], AbstractAsyncContextManager[Parts]]
+    remote: bool = False  # ranks and engines may live on other machines
+    device: Callable[[Config], str] = lambda _: ""
+    detached: Detaching | None = None
+
+
+B = TypeVar("B", EngineBackend, TrainerBackend, ClusterBackend)
+
+
+def engine_of(config: Config) -> EngineBackend:
+    """The engine that ``rollout.rollout_engine`` names.
+
+    Raises:
+        ConfigError: CFG04 no package that is installed brings it.
+        PluginError: PLG50 to PLG57 its package does not load; PLG52 two packages bring it.
+    """
+    return named("slime_engine", config.rollout.rollout_engine, config.plugins, EngineBackend)
+
+
+def trainer_of(config: Config) -> TrainerBackend:
+    """The trainer that ``train.train_backend`` names; raises as :func:`engine_of`."""
+    return named("slime_trainer", config.train.train_backend, config.plugins, TrainerBackend)
+
+
+def cluster_of(config: Config) -> ClusterBackend:
+    """The cluster that ``cluster.cluster_backend`` names; raises as :func:`engine_of`."""
+    return named("slime_cluster", config.cluster.cluster_backend, config.plugins, ClusterBackend)
+
+
+def with_options(name: str) -> Backend:
+    """The installed backend of that name whose options can be listed.
+
+    Raises:
+        ConfigError: CFG04 there is none.
+    """
+    for backend in brought_by(name) if is_installed(name) else ():
+        if backend.options is not None:
+            return backend
+    package = BROUGHT_BY.get(name)
+    raise ConfigError(
+        f"no installed backend called '{name}' lists its options",
+        code="CFG04",
+        where=f"backend {name}",
+        why=f"{package} brings it" if package else f"known: {', '.join(BROUGHT_BY)}",
+        fix=install(name) if package else nearest(name, list(BROUGHT_BY)) or "slime plugins list",
+    )
+
+
+def detaching() -> Detaching:
+    """What keeps detached drivers where no config names a cluster.
+
+    Raises:
+        ConfigError: CFG04 no package that is installed can.
+    """
+    detached = named("slime_cluster", "ray", (), ClusterBackend).detached
+    assert detached is not None
+    return detached
+
+
+def chosen(config: Config) -> tuple[Backend, ...]:
+    """The config's engine, trainer and cluster; raises as :func:`engine_of`."""
+    return engine_of(config), trainer_of(config), cluster_of(config)
+
+
+def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:
+    """The backend of that name; raises as :func:`engine_of`."""
+    own = {backend.name: backend for backend in getattr(import_module(CORE), hook)()}
+    if name in own:
+        return own[name]  # type: ignore[no-any-return]
+    brought: dict[str, B] = {}
+    for entry in dict.fromkeys([*plugins, *([name] if is_installed(name) else [])]):
+        origin, backends = offered(hook, entry, kind)
+        if found := next((backend for backend in backends if backend.name == name), None):
+            brought[origin] = found
+    if len(brought) > 1:
+        raise PluginError(
+            f"{KEYS[hook]} = {name} is brought by {' and by '.join(brought)}",
+            code="PLG52",
+            where=KEYS[hook],
+            why="neither is taken: which one would run is a matter of chance",
+            fix="load one of the two, or rename one",
+        )
+    if brought:
+        return next(iter(brought.values()))
+    raise missing(hook, name, sorted(own))
+
+
+def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
+    """That nothing brings a backend; which package would, or the nearest name."""
+    known = BROUGHT_BY.get(name, "")
+    names = [*own, *(other for other in BROUGHT_BY if is_installed(other))]
+    key = KEYS[hook]
+    return ConfigError(
+        f"{key} = {name}: {f'{known} is not installed here' if known else 'no package that is installed brings it'}",
+        code="CFG04",
+        where=key,
+        why=f"{known} brings it" if known else f"there are: {', '.join(own)}, and those of installed plugins",
+        fix=install(name) if known else nearest(name, names) or f"set {key} to {' or '.join(own)}",
+    )
+
+
+def install(name: str) -> str:
+    """How a backend of slime's own repository is installed."""
+    return f"pip install -e plugins/slime_{name}   in a clone of slime, or its wheel"
+
+
+def is_installed(name: str) -> bool:
+    """Whether a plugin of that name is installed; nothing is imported."""
+    from slime_core.plugins.discover import available
+
+    return any(info.name == name for info in available())
+
+
+def offered(hook: str, plugin: str, kind: type[B]) -> tuple[str, list[B]]:
+    """A plugin's origin, and what it brings by ``hook``.
+
+    Raises:
+        PluginError: PLG50 to PLG55 it does not load; PLG56, PLG57 its hook fails or returns something else.
+    """
+    from slime_core.plugins.boundary import call_now, wrong
+    from slime_core.plugins.load import load_plugin
+
+    loaded = load_plugin(plugin)
+    declared = loaded.answers.get(hook)
+    if declared is None:
+        return loaded.provider.origin, []
+    backends = call_now(declared, {}, about="the run")
+    if not isinstance(backends, (list, tuple)) or not all(isinstance(backend, kind) for backend in backends):
+        fix = f"return a list of slime_core.backends.{kind.__name__}"
+        raise wrong(declared, f"returned {backends!r}", "the run", code="PLG57", fix=fix)
+    return loaded.provider.origin, list(backends)
+
+
+def brought_by(plugin: str) -> list[Backend]:
+    """All backends of an installed plugin; none of one that does not load, which is told where it is used."""
+    kinds: tuple[tuple[str, Any], ...] = (
+        ("slime_engine", EngineBackend),
+        ("slime_trainer", TrainerBackend),
+        ("slime_cluster", ClusterBackend),
+    )
+    try:
+        return [backend for hook, kind in kinds for backend in offered(hook, plugin, kind)[1]]
+    except SlimeError:
+        return []
+
+
+class Tables:
+    """Tables of backends as the command line sees them; a plugin is asked when a word begins with its name.
+
+    Example:
+        Tables().prefixed("sglang_mem_fraction_static") == ("sglang", "mem_fraction_static")
+    """
+
+    def __init__(self, plugins: Sequence[str] = ()) -> None:
+        from slime_core.plugins.discover import available
+
+        self._names = tuple(dict.fromkeys([*BROUGHT_BY, *(info.name for info in available()), *plugins]))
+        self._plugins = frozenset(plugins)
+        self._backends: dict[str, list[Backend]] = {}
+        self._flags: dict[str, tuple[str, Any]] | None = None
+
+    def backends(self, name: str) -> list[Backend]:
+        """Those of the plugin of a name."""
+        if name not in self._backends:
+            self._backends[name] = brought_by(name) if is_installed(name) else []
+        return self._backends[name]
+
+    def is_table(self, name: str) -> bool:
+        """Whether ``[NAME]`` is a backend's, perhaps of one that is not installed."""
+        return name in BROUGHT_BY or (name in self._names and bool(self.backends(name)))
+
+    def prefixed(self, flag: str) -> tuple[str, ...] | None:
+        """Table, inner table if any, and key of ``NAME_KEY``; None for any other flag."""
+        for name in self._names:
+            if flag.startswith(f"{name}_") and self.is_table(name) and name not in self.bare_tables():
+                rest = flag.removeprefix(f"{name}_")
+                inner = next((t for b in self.backends(name) for t in b.tables if rest.startswith(f"{t}_")), "")
+                return (name, inner, rest.removeprefix(f"{inner}_")) if inner else (name, rest)
+        return None
+
+    def bare_tables(self) -> set[str]:
+        """Tables whose keys are flags by themselves."""
+        return {table for table, _ in self.bare().values()}
+
+    def bare(self) -> dict[str, tuple[str, Any]]:
+        """Keys that are flags by themselves: the table and the type of the value of each."""
+        if self._flags is None:
+            self._flags = {
+                key: (backend.name, kind)
+                for name in self._names
+                if name in BROUGHT_BY or name in self._plugins
+                for backend in self.backends(name)
+                if backend.flags is not None
+                for key, kind in backend.flags().items()
+            }
+        return self._flags

@@ -1,0 +1,77 @@
+"""Keys that servers, other clusters or other trainers read: what a config sets of them without any effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime_core.backends import chosen, cluster_of, engine_of, trainer_of
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+SERVER_KEYS = (
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "rollout_num_engines",
+    "rollout_external_engine_addrs",
+    "rollout_engine_token_env",
+    "rollout_engine_ca",
+    "engine_topology",
+    "rollout_router",
+    "rollout_middleware_paths",
+    "server_concurrency",
+    "rollout_start_timeout",
+    "rollout_request_timeout",
+    "rollout_max_retries",
+    "rollout_health_check_interval",
+    "rollout_health_check_timeout",
+    "rollout_max_restarts",
+    "min_healthy_engines",
+    "update_weight_transport",
+    "update_weight_buffer_size",
+    "update_weight_disk_dir",
+    "pause_generation_mode",
+    "rollout_deterministic",
+    "check_weights",
+    "canary_band",
+)
+"""Keys of [rollout] that only servers read."""
+
+PLACED = ("rollout_num_gpus", "rollout_num_engines")
+"""Those that embedded engines on a Ray cluster read too; the last one also where they have processes of their own."""
+
+RAY_KEYS = ("ray_address", "ray_placement_timeout", "ray_py_modules", "ray_env_vars")
+"""Keys of [cluster] that only a cluster of other machines reads."""
+
+MEGATRON_HOOKS = (
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)
+"""Functions by path that only Megatron ranks call."""
+
+
+def notices(config: Config) -> Iterator[str]:
+    """Sentences about settings that have no effect."""
+    cluster, rollout, train = config.cluster, config.rollout, config.train
+    backend = cluster_of(config)
+    if not backend.remote and (idle := _changed(cluster, RAY_KEYS)):
+        yield f"{', '.join(idle)}: no effect with cluster_backend = {cluster.cluster_backend}"
+    if engine_of(config).embedded:
+        apart = rollout.max_staleness or config.eval.eval_async
+        placed = PLACED if backend.remote else PLACED[1:] if apart else ()
+        if idle := _changed(rollout, [name for name in SERVER_KEYS if name not in placed]):
+            yield f"{', '.join(idle)}: no effect with rollout_engine = {rollout.rollout_engine}; servers read them"
+    used = {backend.name for backend in chosen(config)}
+    for name, table in config.tables.items():
+        if table and name not in used:
+            yield f"[{name}] {', '.join(table)}: no effect without the backend {name}"
+    for name in _changed(train, MEGATRON_HOOKS) if not trainer_of(config).megatron_hooks else ():
+        yield f"{name}: no effect with train_backend = {train.train_backend}, which has no such place"
+
+
+def _changed(section: Any, names: Sequence[str]) -> list[str]:
+    """Those that differ from their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].default]
