@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from slime_cli.convert import finder, folder_of
-from slime_cli.failure import Session, report_failure, say
+from slime_cli.failure import Session, report_failure
 from slime_cli.main import main as slime
 from slime_core.config.problems import Problem, raise_all
 from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
+from slime_core.report.text import say
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import kinds, problems
 

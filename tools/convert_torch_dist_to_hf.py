@@ -9,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from slime_cli.failure import Session, report_failure, say
+from slime_cli.failure import Session, report_failure
 from slime_cli.main import main as slime
 from slime_core.errors import ConfigError
+from slime_core.report.text import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

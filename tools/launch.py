@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slime_cli.failure import Session, report_failure, say
+from slime_cli.failure import Session, report_failure
 from slime_cli.main import main as slime
 from slime_core.errors import ConfigError
+from slime_core.report.text import say
 
 
 @dataclass(slots=True, frozen=True)

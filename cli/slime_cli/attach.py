@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from slime_cli.failure import INTERRUPTED, say
+from slime_cli.failure import INTERRUPTED
 from slime_cli.following import follow, named, plain, reached, target_of
 from slime_cli.tables import print_table
+from slime_core.report.text import say
 
 
 @click.command("attach")

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from slime_cli.failure import say
 from slime_cli.tables import print_table
+from slime_core.report.text import say
 
 TOKEN_ENV = "SLIME_BUFFER_TOKEN"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import say
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_core.weights.bridge import Bridge

@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from slime_cli.failure import Session, say
+from slime_cli.failure import Session
 from slime_cli.libraries import quiet_libraries
 from slime_cli.run import drive, reporting, terminable
 from slime_cli.tables import heading, print_table
 from slime_cli.watched import watched
 from slime_cli.words import PASSING
+from slime_core.report.text import say
 
 OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then brings no default recipe
 

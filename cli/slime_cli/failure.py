@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slime_core.errors import ConfigError, PluginError, Preempted, SlimeError, remade, shortened, text_of
+from slime_core.report.text import safe_text, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,14 +115,6 @@ def placed(error: SlimeError, run_dir: RunDir | None) -> SlimeError:
     return remade(type(error).__name__, {**error.as_dict(), "fix": error.fix.replace("RUN_DIR", path)}, type(error))
 
 
-def say(text: str) -> None:
-    """One line of talk, on stderr; whatever it holds, the terminal does not obey it."""
-    from slime_core.report.text import safe_text
-
-    with contextlib.suppress(OSError, ValueError):
-        click.echo(safe_text(text), err=True)
-
-
 def coloured() -> bool:
     """Whether stderr may be painted: a terminal, and NO_COLOR is not set."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -129,7 +122,6 @@ def coloured() -> bool:
 
 def _told(shown: SlimeError, error: BaseException, session: Session, *, always_saved: bool = False) -> int:
     from slime_core.config.redact import scrub
-    from slime_core.report.text import safe_text
 
     trace = scrub(shortened("".join(traceback.format_exception(error)), TRACE), session.secrets)
     text = safe_text(scrub(shown.render(), session.secrets))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.failure import say
 from slime_core.backends import detaching
 from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.extras import install_line
 from slime_core.report.rundir import RunDir
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_core.backends import detaching

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.failure import say
 from slime_cli.tables import heading, print_pairs, print_table
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings

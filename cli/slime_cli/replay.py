@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, say
+from slime_cli.failure import Session
 from slime_cli.tables import heading, print_pairs, print_table
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.replaying.replay import Replayed

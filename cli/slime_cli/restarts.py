@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime_cli.failure import Session, Terminated, placed, report_failure, say
+from slime_cli.failure import Session, Terminated, placed, report_failure
 from slime_cli.signals import kill_descendants
 from slime_core.errors import Hung, Preempted, SlimeError, remade
+from slime_core.report.text import say
 from slime_core.stopping import END_NOW
 
 if TYPE_CHECKING:

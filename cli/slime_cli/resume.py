@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.failure import Session, say
+from slime_cli.failure import Session
 from slime_core.config.load import Words, stages
 from slime_core.config.redact import REDACTED, texts_in
 from slime_core.config.tokens import Word
 from slime_core.errors import ConfigError, PluginError
 from slime_core.report.rundir import RunDir
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings

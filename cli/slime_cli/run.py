@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, Terminated, ended_by_code, loop_kept, say
+from slime_cli.failure import Session, Terminated, ended_by_code, loop_kept
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.summary import Seen, say_answer, say_end
 from slime_cli.watched import watched
 from slime_cli.words import PASSING
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.resume import Going

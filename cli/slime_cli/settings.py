@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_cli.failure import Session, say
+from slime_cli.failure import Session
 from slime_core.config.load import Loaded, Words, read, split, stages
 from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_core.backends import Plan

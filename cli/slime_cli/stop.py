@@ -12,10 +12,11 @@ from pathlib import Path
 
 import click
 
-from slime_cli.failure import INTERRUPTED, say
+from slime_cli.failure import INTERRUPTED
 from slime_cli.following import POLL, Target, follow, named, reached_of, target_of
 from slime_core.clusters.detached import actor_name
 from slime_core.errors import ConfigError
+from slime_core.report.text import say
 
 NOW = 20.0  # seconds in which a process that was told twice must be gone before it is killed
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.driver_process import Letter, deadline
-from slime_cli.failure import Session, say
+from slime_cli.failure import Session
 from slime_cli.restarts import MEMORY, allowed, unsaved
 from slime_core.backends import cluster_of
 from slime_core.clusters.detached import (
@@ -31,6 +31,7 @@ from slime_core.clusters.detached import (
     time_of_day,
 )
 from slime_core.errors import ConfigError
+from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
+
+import click
 
 _DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -10,6 +13,12 @@ _DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 def safe_text(text: str) -> str:
     """Text that a terminal shows and does not obey: controls, escapes and direction marks become visible codes."""
     return "".join(_visible(char) for char in text)
+
+
+def say(text: str) -> None:
+    """Print one line on stderr, as :func:`safe_text`; nothing fails where stderr is closed."""
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(safe_text(text), err=True)
 
 
 def _visible(char: str) -> str:
