@@ -36,6 +36,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     check_writable(path)
     if crowded := check_cores(config):
         say(crowded)
+    plans(settings, config)
     check_inputs(settings, config)
     folder = open_folder(config)
     backends = plans(settings, config, folder)
