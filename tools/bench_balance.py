@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from slime_core.clusters.wire import Frame, encode
-from slime_core.trainers.micro import micro_batch
-from slime_core.trainers.pack import make_packs, pack, prompts_of
+from slime_core.trainers.micro import micro_batch, pack
+from slime_core.trainers.pack import make_packs, prompts_of
 from slime_core.trainers.portion import Split
 from slime_core.types import Batch, MicroBatch
 from slime_core.weights.flops import Flops

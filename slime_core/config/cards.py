@@ -10,29 +10,16 @@ Nothing here imports numpy or torch; `tests/unit/config/test_cards.py` compares 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slime_core.config.algorithm_cards import ALGORITHM_CARDS
+from slime_core.config.card import Card
+from slime_core.config.part_cards import PART_CARDS
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 WIDTH = 100
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Card:
-    """What a person should know about one algorithm, or about one part that algorithms share."""
-
-    name: str
-    title: str
-    formula: Mapping[str, str]  # part to formula, as plain text: advantage, ratio, objective, aggregation, ...
-    source: tuple[str, ...]  # authors, year, title, equation
-    differs: Mapping[str, str]  # "slime", "verl", "TRL" to what they do
-    options: tuple[str, ...]  # the keys it reads, names as in the schema
-    advice: str
-    functions: tuple[str, ...] = ()  # pure functions that compute it, below slime_core: "algo.kl.kl"
-    related: tuple[str, ...] = field(default=())  # names of other cards
 
 
 class OptionRow(NamedTuple):
@@ -46,9 +33,6 @@ class OptionRow(NamedTuple):
 
 def cards() -> dict[str, Card]:
     """Every card by name: algorithms in the order of `ALGORITHMS`, then the parts that they share."""
-    from slime_core.config.algorithm_cards import ALGORITHM_CARDS
-    from slime_core.config.part_cards import PART_CARDS
-
     return {one.name: one for one in (*ALGORITHM_CARDS, *PART_CARDS)}
 
 

@@ -1,6 +1,6 @@
-"""A rank's Portion of a step in, its optimizer steps as packed micro-batches out.
+"""Partition of a step's samples into optimizer steps, and of those into packs.
 
-    samples of an optimizer step, those of a prompt together --cut--> packs --> MicroBatch
+    samples of an optimizer step, those of a prompt together --cut--> packs
 
 Deterministic, nothing padded. A prompt that several samples of a pack have is there once, and they continue it: with
 n samples a prompt, its tokens are computed once instead of n times, in the forward and in the backward pass. A rank
@@ -10,36 +10,13 @@ with fewer packs than the others repeats a sequence, with no response row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.trainers.micro import micro_batch
-from slime_core.types import Batch, MicroBatch
-
-if TYPE_CHECKING:
-    from slime_core.trainers.portion import Portion
+from slime_core.types import Batch
 
 Ints = NDArray[np.int64]
-
-
-def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
-    """Optimizer steps of micro-batches, as many in each as every rank has.
-
-    Args:
-        max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
-        alone: one sequence a micro-batch, for models that cannot be packed
-    """
-    batch, weights, steps = portion.batch, portion.weights, []
-    prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
-    for step, count in enumerate(portion.longest if alone else portion.rounds):
-        samples = np.flatnonzero(portion.step_of == step)
-        packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
-        shortest = samples[[np.argmin(batch.lengths[samples])]]
-        given = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
-        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in given])
-    return steps
 
 
 def split_rollouts(batch: Batch, num_steps: int, global_batch_size: int) -> list[Ints]:

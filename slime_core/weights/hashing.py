@@ -20,17 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slime_core.errors import EngineError
+from slime_core.weights.hashing_cpu import MIX, PLACE, TILE
 
 if TYPE_CHECKING:
     import torch
 
     from slime_core.transfer import Checksum, Held, Piece
 
-TILE = 8192  # words
-SEED = 0x243F6A88
-SEED2 = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
-MIX = 0x85EBCA6B, 0xC2B2AE35
-PLACE = (0x27D4EB2D, SEED, 15), (0x165667B1, SEED2, 13)  # factor, seed and turn of a and b
 AT_ONCE = 1 << 24  # words, a multiple of TILE
 CHUNK = 1 << 22  # elements that are cast at once for sha256
 ONES = (1 << 64) - 1

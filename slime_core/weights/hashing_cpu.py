@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.weights.hashing import MIX, PLACE, TILE
-
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
     Words = NDArray[np.uint32]
+
+TILE = 8192  # words
+SEED = 0x243F6A88
+SEED2 = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
+MIX = 0x85EBCA6B, 0xC2B2AE35
+PLACE = (0x27D4EB2D, SEED, 15), (0x165667B1, SEED2, 13)  # factor, seed and turn of a and b
+
 
 BLOCK = 8 * TILE  # words; a power of two
 SPAN = 16 * BLOCK  # words, for one thread

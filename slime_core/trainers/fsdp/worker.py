@@ -27,7 +27,7 @@ from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.fsdp.publishing import Publisher
 from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
 from slime_core.trainers.fsdp.verify import verify
-from slime_core.trainers.pack import pack
+from slime_core.trainers.micro import pack
 from slime_core.trainers.parking import Parking
 from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps

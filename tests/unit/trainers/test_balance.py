@@ -9,7 +9,7 @@ from test_pack import batch_of
 
 from slime_core.clusters.wire import decode, encode
 from slime_core.trainers.balance import karmarkar_karp
-from slime_core.trainers.pack import pack
+from slime_core.trainers.micro import pack
 from slime_core.trainers.portion import Portion, Split, rows_of
 from slime_core.types import ArrayRef
 from slime_core.weights.flops import Flops

@@ -19,7 +19,7 @@ from slime_core.errors import TrainerError
 from slime_core.trainers import checks, critic
 from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.meeting import meet
-from slime_core.trainers.pack import pack
+from slime_core.trainers.micro import pack
 from slime_core.trainers.parking import Parking
 from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps
