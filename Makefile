@@ -12,7 +12,7 @@ INSTALL_PLUGINS := $(addprefix -e ./,$(PLUGINS))
 EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 INSTALL_EXAMPLES := $(addprefix -e ./,$(EXAMPLES))
 MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
-TESTS ?= tests plugins examples
+TESTS ?= $(if $(PACKAGE),plugins/slime_$(PACKAGE),tests plugins examples)
 WORKERS ?= 2
 LEARNING := tools/bench_demo.py tools/bench_examples.py tools/bench_kernel_demo.py
 SGLANG_PYTHON = $(or $(SLIME_SGLANG_PYTHON),$(abspath $(VENV_SGLANG))/bin/python)
@@ -42,7 +42,7 @@ check: $(VENV)/.dev  ## formatting, lint, types, layers
 	$(BIN)/mypy $(wildcard plugins/*/src/*)
 	$(BIN)/pytest -q tests/test_layers.py
 
-test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU
+test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU; PACKAGE=sglang: that of plugins/slime_sglang
 	$(PYTEST) -m "not gpu and not nightly" $(TESTS)
 
 nightly: $(VENV)/.nightly sglang  ## the long tests, and the recipes that learn on a processor over several seeds

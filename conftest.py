@@ -1,7 +1,174 @@
-"""Fixtures of whoever runs slime: tests, plugins and examples share one process per worker that forks the runs."""
+"""Fixtures for all tests, of the core, plugins and examples: the command line, recipes, plugins, small model folders.
+
+And what the suite does as a whole: tests that start SGLang's server (marker `sglang`) come first and run in one
+worker; tests that share what a module's fixture made run in one worker; a test whose event loop ends with an open
+connection fails; what cannot be proven on this machine is named at the end, a line "not proven: TEST (why)" each.
+"""
+
+import asyncio.selector_events
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from forked import Zygote
+
+ROOT = Path(__file__).parent
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    with suppress(ValueError):  # not the main thread
+        # ignored under nohup or in the background: children would inherit it
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
+
+MEMORY = Path("/dev/shm")
+GPU = Path("/dev/nvidiactl")  # the models of tests are large where there is one
+if not GPU.exists() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    # folders of tests: what is synced to a disk on every write waits for it some ten thousand times in the suite
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+UNPROVEN = "not proven"
+SERVED = ROOT / "plugins" / "slime_sglang" / "tests" / "served"
+
+
+@functools.cache
+def find_sglang():
+    """The interpreter of the second environment, and why there is none where the first is empty."""
+    python = os.environ.get("SLIME_SGLANG_PYTHON", "") or str(ROOT / ".venv-sglang" / "bin" / "python")
+    try:
+        ask = [python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        return "", f"no SGLang: {error.strerror}: {python}; `make sglang` installs it"
+    if done.returncode:
+        return "", f"no SGLang in the environment of {python}; `make sglang` installs it"
+    return python, ""
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the tests that wait longest for something outside, end with those that fill any gap."""
+    for item in items:
+        if SERVED in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+    items.sort(key=length)
+
+
+def length(item):
+    """How long the tests may be that a worker gets with this one: 0 is the longest."""
+    if item.get_closest_marker("sglang"):
+        return 0
+    if shares(item.path):  # the marks of single tests may not part a module
+        return 1
+    return 2 + bool(item.get_closest_marker("unit"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Which tests stay together, in the order of their collection: one at a time goes to a worker that is free.
+
+    xdist's own loadgroup writes groups where this pytest does not read them, so all tests would spread.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return together(nodeid)
+
+    config.option.loadscopereorder = False
+    return Together(config, log)
+
+
+def together(nodeid):
+    """What shares a worker: all tests of the server, those of a module that makes something once, a test alone."""
+    file = ROOT / nodeid.partition("::")[0]
+    if SERVED in file.parents:
+        return "sglang"
+    return str(file) if shares(file) else nodeid
+
+
+@functools.cache
+def shares(file):
+    """Whether a module has a fixture that is made once; another worker would make it again."""
+    return file.suffix == ".py" and 'scope="module"' in file.read_text()
+
+
+def pytest_runtest_setup(item):
+    """Leave out what this machine cannot prove; it is named at the end."""
+    if item.get_closest_marker("sglang") and not find_sglang()[0]:
+        pytest.skip(f"{UNPROVEN}: {find_sglang()[1]}")
+
+
+UNCLOSED = []  # connections that were open when their event loop closed
+
+
+def remember_test(init):
+    """The beginning of an event loop; it knows from then on in which test that was."""
+
+    @functools.wraps(init)
+    def beginning(loop, *args, **kwargs):
+        init(loop, *args, **kwargs)
+        loop._made_in = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+
+    return beginning
+
+
+def watch_connections(close):
+    """``close`` of an event loop; what is still connected then is noted, and closed lest another test meets it."""
+
+    @functools.wraps(close)
+    def closing(loop):
+        if not loop.is_running() and not loop.is_closed():
+            for transport in [each for each in loop._transports.values() if each._sock is not None]:
+                ends = " -> ".join(str(transport.get_extra_info(name)) for name in ("sockname", "peername"))
+                made = getattr(loop, "_made_in", "?")
+                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}, in a loop of {made}")
+                transport._call_connection_lost(None)
+        close(loop)
+
+    return closing
+
+
+asyncio.BaseEventLoop.__init__ = remember_test(asyncio.BaseEventLoop.__init__)
+asyncio.selector_events.BaseSelectorEventLoop.close = watch_connections(
+    asyncio.selector_events.BaseSelectorEventLoop.close
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Blame the test that left connections open: Python warns of them much later, in whichever test collects them."""
+    try:
+        return (yield)
+    finally:
+        left, UNCLOSED[:] = [*UNCLOSED], []
+        if left:
+            said = "\n  ".join(["an event loop was closed before these connections were:", *left])
+            pytest.fail(said, pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name what was left out."""
+    left = [report for report in terminalreporter.stats.get("skipped", ()) if UNPROVEN in str(report.longrepr)]
+    if left:
+        terminalreporter.section("not proven here", sep="-")
+    for report in left:
+        why = report.longrepr[2].partition(f"{UNPROVEN}: ")[2]
+        terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({why})")
+
+
+@pytest.fixture(scope="session")
+def sglang_python():
+    """The interpreter of SGLang's environment; tests with the marker `sglang` are left out where there is none."""
+    return find_sglang()[0]
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +186,244 @@ def forked_slime(zygote, tmp_path, tmp_path_factory):
         return zygote.slime(tmp_path_factory.mktemp("said"), *args, cwd=cwd, path=path, hung=timeout, **env)
 
     return run
+
+
+@pytest.fixture
+def slime(tmp_path):
+    """Run `slime ARGS` as a user does, in a folder of its own; the answer has returncode, stdout and stderr."""
+
+    def run(*args, cwd=tmp_path, path=(), timeout=120, **env):
+        search = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        return subprocess.run(
+            [sys.executable, "-m", "slime_cli.main", *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160", **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Call `slime ARGS` in an empty folder; the answer has code, out and err."""
+    from slime_cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*args):
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        caught = capsys.readouterr()
+        return Done(code, caught.out, caught.err)
+
+    return call
+
+
+@pytest.fixture
+def install_plugin(tmp_path, monkeypatch):
+    """Write a plugin and its distribution's metadata, as pip would, and put them on the path; answers the folder."""
+    site = tmp_path / "site"
+
+    def install(name, source, *, distribution="", version="1.0"):
+        distribution = distribution or f"dist-{name}"
+        module = f"{name}_plugin_module"
+        site.mkdir(exist_ok=True)
+        (site / f"{module}.py").write_text(source)
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[slime.plugins]\n{name} = {module}\n")
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(str(site))
+        return site
+
+    yield install
+    for module in [m for m in sys.modules if m.endswith("_plugin_module")]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Write recipe.toml (text or bytes) in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text="", name="recipe.toml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def refused():
+    """The error that a recipe and flags end in."""
+    from slime_core.config.load import read
+    from slime_core.errors import ConfigError
+
+    def load(path, *flags, **options):
+        with pytest.raises(ConfigError) as caught:
+            read(path, flags, **options)
+        return caught.value
+
+    return load
+
+
+REWARD = '''
+import os
+import signal
+
+async def reward(args, sample, **kwargs):
+    """A number that hardly two responses share; the sample that HALT names asks the process to stop."""
+    name, _, number = os.environ.get("HALT", "").partition(" ")
+    if sample.id == name:
+        os.kill(os.getpid(), getattr(signal, number or "SIGTERM"))
+    return sum(place * ord(char) for place, char in enumerate(sample.response, 1)) % 101 / 101
+'''
+
+
+@dataclass
+class Own:
+    """A user's own model, rows and reward, in one folder."""
+
+    path: Path
+
+    @property
+    def flags(self):
+        """A run of four short steps, a checkpoint every second one."""
+        return (
+            *("--hf-checkpoint", self.path / "model", "--prompt-data", self.path / "my.jsonl"),
+            *("--input-key", "question", "--label-key", "answer", "--custom-rm-path", f"{self.path}/judge.py:reward"),
+            *("--rollout-shuffle", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "4"),
+            *("--rollout-max-response-len", "6", "--lr", "1e-2", "--cpu-threads", "1", "--rollout-slots", "8"),
+            *("--save-interval", "2", "--dtype", "float32"),
+        )
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A model folder of a few thousand parameters."""
+    from slime_core.testing import tiny_model
+
+    path = tmp_path_factory.mktemp("model") / "model"
+    tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_own(tmp_path_factory, model):
+    """Files to train on, in a new folder."""
+
+    def make():
+        path = tmp_path_factory.mktemp("own")
+        rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(5)]
+        (path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (path / "judge.py").write_text(REWARD)
+        (path / "model").symlink_to(model)
+        return Own(path)
+
+    return make
+
+
+@pytest.fixture
+def own(make_own):
+    """Files to train on, which a test may change."""
+    return make_own()
+
+
+SMALL = """
+name = "small"
+seed = 5
+
+[rollout]
+hf_checkpoint = "model"
+rollout_batch_size = 2
+n_samples_per_prompt = 4
+rollout_max_response_len = 6
+
+[data]
+prompt_data = "rows.jsonl"
+input_key = "q"
+label_key = "a"
+
+[reward]
+custom_rm_path = "digits.py:reward"
+
+[cluster]
+cpu_threads = 1
+
+[train]
+lr = 2e-3
+dtype = "float32"
+
+[eval]
+eval_prompt_data = ["held", "rows.jsonl@[0:3]"]
+skip_eval_before_train = true
+
+[report]
+save_interval = 2
+save_keep = 5
+
+[[stage]]
+name = "warmup"
+loss_type = "sft_loss"
+num_rollout = 1
+n_samples_per_prompt = 1
+
+[[stage]]
+name = "grpo"
+num_rollout = 3
+kl_loss_coef = 0.01
+num_steps_per_rollout = 2
+"""
+DIGITS = """
+def reward(args, sample, **kw):
+    return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
+"""
+
+
+@dataclass
+class Small:
+    """A recipe of four steps in two stages, checkpoints at 2 and 4, a finished run of it and its dump."""
+
+    folder: Path
+    run: Path
+    dump: Path
+
+    def go(self, *args):
+        """`slime ARGS` in this process; the answer is the exit code."""
+        from slime_cli.main import main
+
+        return main([str(arg) for arg in args])
+
+    def again(self, name, *flags):
+        """Another run of the recipe; the answer is its folder."""
+        assert self.go("run", self.folder / "small.toml", "--run-dir", self.folder / name, *flags) == 0
+        return self.folder / name
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A small finished run, that no test may change."""
+    from slime_core.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("small")
+    tiny_model(folder / "model", hidden=32, tied=True)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits.py").write_text(DIGITS)
+    (folder / "small.toml").write_text(SMALL)
+    made = Small(folder, folder / "run", folder / "dump")
+    made.again("run", "--save-debug-rollout-data", made.dump)
+    return made

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/README.md"))
 FOLDERS = sorted(path for path in ROOT.glob("examples/*/") if any(path.glob("*.*")))
 ELSEWHERE = {
-    "sglang": ["README.md", "cpu.toml", "gpu.toml"],  # one task for two machines: tests/sglang, tests/gpu
+    "sglang": ["README.md", "cpu.toml", "gpu.toml"],  # one task for two machines: plugins/slime_sglang, tests/gpu
 }
 """Examples whose tests are the suite's own."""
 PAGES = (ROOT / "README.md", ROOT / "docs" / "examples.md")

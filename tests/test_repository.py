@@ -160,6 +160,18 @@ def test_the_makefile_has_the_promised_targets_and_demo_installs_no_tools() -> N
     assert "dev" not in demo
 
 
+@pytest.mark.parametrize(
+    ("words", "folders"),
+    [((), ["tests", "plugins", "examples"]), (("PACKAGE=sglang",), ["plugins/slime_sglang"])],
+    ids=["all", "one package"],
+)
+def test_make_test_runs_the_whole_suite_or_that_of_a_package(words: tuple[str, ...], folders: list[str]) -> None:
+    done = subprocess.run(["make", "--dry-run", "test", *words], capture_output=True, text=True, cwd=ROOT, check=True)
+    (pytest_line,) = [line for line in done.stdout.splitlines() if "/bin/pytest " in line]
+    assert shlex.split(pytest_line)[-len(folders) :] == folders
+    assert shlex.split(pytest_line)[-len(folders) - 1] == "not gpu and not nightly"
+
+
 def test_the_own_data_example_trains_as_it_is_written(tmp_path: Path, forked_slime: Any) -> None:
     page = (ROOT / "README.md").read_text()
     section = page[page.index("## Your data, your reward") : page.index("## Write a plugin")]

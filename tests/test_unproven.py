@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
-SERVED = "tests/sglang/test_facts.py"
+SERVED = "plugins/slime_sglang/tests/served/test_facts.py"
 OTHERS = "tests/unit/config/test_dump.py"
 
 
@@ -55,7 +55,7 @@ def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_sp
 
 def test_without_megatron_every_test_of_its_formats_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
-    files = ["tests/unit/weights/test_dist_megatron.py", "tests/unit/trainers/megatron/test_saving.py"]
+    files = ["tests/unit/weights/test_dist_megatron.py", "plugins/slime_megatron/tests/test_saving.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
@@ -67,7 +67,7 @@ def test_without_megatron_every_test_of_its_formats_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("said", "code"),
-    [("", 0), ("not proven: tests/sglang/test_facts.py::test_a (no SGLang)\n", 1)],
+    [("", 0), ("not proven: plugins/slime_sglang/tests/served/test_facts.py::test_a (no SGLang)\n", 1)],
     ids=["all proven", "one test left out"],
 )
 def test_ci_refuses_what_was_not_proven(tmp_path: Path, said: str, code: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "trainers" / "megatron"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "plugins" / "slime_megatron" / "tests"))
 
 from expert_pairs import COUNTS, HALF, SWIGLU, alone, assert_same, both, passed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parents[1] / "unit" / "trainers" / "megatron"
+HERE = Path(__file__).resolve().parents[2] / "plugins" / "slime_megatron" / "tests"
 sys.path.append(str(HERE))
 
 from family_models import FAMILIES, LAYOUTS, draw  # noqa: E402

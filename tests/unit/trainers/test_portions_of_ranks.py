@@ -19,7 +19,7 @@ from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
 
-ON_CPU = Path(__file__).parents[2] / "e2e" / "megatron_on_cpu"
+ON_CPU = Path(__file__).parents[3] / "plugins" / "slime_megatron" / "tests" / "megatron_on_cpu"
 ROLES = frozenset({"policy", "reference"})
 TRAIN = {"dtype": "float32", "lr": 1e-3, "adam_eps": 1e-3, "kl_loss_coef": 0.05, "num_steps_per_rollout": 2}
 

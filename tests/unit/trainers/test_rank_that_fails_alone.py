@@ -55,7 +55,10 @@ BACKENDS = {
 def failing(tmp_path, monkeypatch, install_plugin):
     """A call of two ranks that is to fail, and what the next call says then; afterwards the ranks are gone."""
     model = tiny_model(tmp_path / "model", hidden=16, layers=2)
-    path = [install_plugin("faults", FAULTS), HERE.parents[1] / "e2e" / "megatron_on_cpu"]
+    path = [
+        install_plugin("faults", FAULTS),
+        HERE.parents[2] / "plugins" / "slime_megatron" / "tests" / "megatron_on_cpu",
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [*path, *filter(None, [os.getenv("PYTHONPATH")])])))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
 

@@ -11,7 +11,7 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import slime_core.threads as threads
 
-sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainers" / "megatron"))
+sys.path.append(str(Path(__file__).parents[1]))
 plain, entered = threads._set_threads, []
 
 

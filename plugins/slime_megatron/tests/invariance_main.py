@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from cpu import cpu_redirect
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "unit" / "trainers"))
 SIZES = (17, 40, 10_000)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 TP, PP, EP = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
 EXPERTS = {  # each expert whole, halves of all on ranks that are copies else, halves as of other tensors, no expert's

@@ -1,5 +1,5 @@
 """The client before a server that answers right: requests, aborts, seats, scores and its end; the cases of what goes
-wrong are in the modules beside this one, and meet the real server in tests/sglang/test_client_faults.py."""
+wrong are in the modules beside this one, and meet the real server in served/test_client_faults.py."""
 
 import asyncio
 import itertools

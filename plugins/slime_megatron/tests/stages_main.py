@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 PP = {"pipeline_model_parallel_size": 2}
 SPLITS = {

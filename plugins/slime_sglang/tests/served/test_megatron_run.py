@@ -19,7 +19,7 @@ from durability.audit import audit
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the server too
 
-ON_CPU = Path(__file__).parents[1] / "e2e" / "megatron_on_cpu"
+ON_CPU = Path(__file__).parents[3] / "slime_megatron" / "tests" / "megatron_on_cpu"
 TOKEN = "SLIME_SGLANG_TOKEN"
 WARMUP, STEPS = 12, 15
 STAGES = {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05}
 OFFLOADS = {

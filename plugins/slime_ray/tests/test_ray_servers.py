@@ -34,7 +34,7 @@ from slime_sglang.server import Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-STAND_IN = Path(__file__).parents[1] / "engines" / "sglang" / "stand_in"
+STAND_IN = Path(__file__).parents[2] / "slime_sglang" / "tests" / "stand_in"
 LONG = 120.0
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 FAR = "127.0.0.2"

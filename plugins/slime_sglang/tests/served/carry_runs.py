@@ -13,7 +13,7 @@ from pathlib import Path
 
 from served_recipe import toml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 CPU = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cuda") == "cpu"
 
 MODEL = ROOT / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
@@ -58,7 +58,7 @@ BAND = 0.1  # mean difference of plain log-probs of both sides in bfloat16
 
 def slime(folder, name, *flags, seconds=400):
     """`slime run` in a process of its own, which has so many seconds; its lines of metrics."""
-    path = [str(ROOT / "tests" / "e2e" / "megatron_on_cpu")] if CPU else []
+    path = [str(ROOT / "plugins" / "slime_megatron" / "tests" / "megatron_on_cpu")] if CPU else []
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),

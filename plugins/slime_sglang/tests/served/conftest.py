@@ -18,7 +18,7 @@ from served_run import Driver, Work
 from slime_core.clusters.host import Launch
 from slime_sglang.ports import server_launch
 
-RM_MATH = Path(__file__).parents[2] / "plugins" / "slime_rm_math" / "src" / "slime_rm_math" / "model"
+RM_MATH = Path(__file__).parents[3] / "slime_rm_math" / "src" / "slime_rm_math" / "model"
 CONTEXT = 4096
 StartServer = Callable[..., RawServer]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 ROLES = ("reference", "policy")

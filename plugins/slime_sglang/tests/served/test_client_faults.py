@@ -1,4 +1,4 @@
-"""The client before the real server, through the proxy that spoils answers: what tests/unit/engines/sglang/test_client.py
+"""The client before the real server, through the proxy that spoils answers: what plugins/slime_sglang/tests/test_client.py
 asks of a canned server, asked of SGLang."""
 
 from __future__ import annotations

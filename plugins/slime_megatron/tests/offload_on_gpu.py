@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 
 def made(root, flags):

@@ -18,7 +18,7 @@ import torch
 from slime_core.errors import SlimeError
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
 
 ROLES = frozenset({"policy", "reference", "teacher", "values"})
 FIRST = {

@@ -16,7 +16,7 @@ from slime_core.types import Sample
 
 pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-MODEL = Path(__file__).parents[2] / "plugins" / "slime_kernelbench" / "src" / "slime_kernelbench" / "model"
+MODEL = Path(__file__).parents[3] / "slime_kernelbench" / "src" / "slime_kernelbench" / "model"
 RECIPE = """\
 name = "dialogues"
 plugins = ["kernelbench"]

@@ -108,7 +108,7 @@ def experts(folders, tmp_path_factory):
 
 def of_fsdp(folders):
     """Metrics and columns of the other backend."""
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
     import roles_main
 
     from slime_core.plugins import load_plugins
