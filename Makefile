@@ -1,7 +1,8 @@
 # Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV), and for the tests
 # against SGLang's own server into $(VENV_SGLANG); SLIME_SGLANG_PYTHON=/path/to/python takes an installation instead.
 
-export PWD := $(CURDIR)  # for constraints.txt
+# constraints.txt names packages of this repository below it.
+export PWD := $(CURDIR)
 VENV ?= .venv
 VENV_SGLANG ?= $(VENV)-sglang
 BIN := $(VENV)/bin
