@@ -18,6 +18,8 @@ from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import click
+
     from slime_core.clusters.detached import Detaching
     from slime_core.clusters.host import ServerSites
     from slime_core.config.problems import Origins, Problem
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
 BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
 """Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
+CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
+"""Words of `slime convert` that trainers of slime's own repository bring."""
 KEYS = {
     "slime_engine": "rollout.rollout_engine",
     "slime_trainer": "train.train_backend",
@@ -142,12 +146,16 @@ class EngineBackend(Backend):
 class TrainerBackend(Backend):
     """What `train_backend` names: ``trainer()`` imports and returns the class of its ranks (`protocols.RankTrainer`).
 
+    ``converters()`` returns words of `slime convert` with their commands, for checkpoints in a format of its own;
+    `slime_core.weights.convert_command` has the flags and the progress that such words share.
+
     Example:
         TrainerBackend(name="mine", trainer=lambda: MyTrainer)
     """
 
     trainer: Callable[[], type[Any]]
     megatron_hooks: bool = False  # calls the hooks slime_megatron_*
+    converters: Callable[[], Mapping[str, click.Command]] | None = None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -305,6 +313,42 @@ def brought_by(plugin: str) -> list[Backend]:
         return [backend for hook, kind in kinds for backend in offered(hook, plugin, kind)[1]]
     except SlimeError:
         return []
+
+
+def converters() -> dict[str, click.Command]:
+    """Words of `slime convert` that installed trainers bring; none of a plugin that does not load."""
+    from slime_core.plugins.discover import available
+
+    backends = [backend for info in available() for backend in brought_by(info.name)]
+    return {
+        word: command
+        for backend in backends
+        if isinstance(backend, TrainerBackend) and backend.converters
+        for word, command in backend.converters().items()
+    }
+
+
+def converter(word: str) -> click.Command | None:
+    """The command of a word of `slime convert`; None where no installed trainer brings it.
+
+    Raises:
+        ConfigError: CFG04 the package that brings it is not installed.
+        PluginError: PLG50 to PLG57 that package does not load.
+    """
+    name = CONVERTERS.get(word)
+    if name is None:
+        return converters().get(word)
+    if not is_installed(name):
+        package = BROUGHT_BY[name]
+        raise ConfigError(
+            f"slime convert {word}: {package} is not installed here",
+            code="CFG04",
+            where=f"command line: slime convert {word}",
+            why=f"{package} brings it",
+            fix=install(name),
+        )
+    backend = named("slime_trainer", name, (), TrainerBackend)
+    return backend.converters()[word] if backend.converters else None
 
 
 class Tables:

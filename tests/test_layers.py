@@ -49,8 +49,8 @@ ELSEWHERE = ("plugins/slime_sglang/src/slime_sglang/launcher.py", "plugins/slime
 """Run as scripts by the Python of SGLang's own environment: the only files that load it, and nobody imports them."""
 Parsed = Callable[..., list[tuple[Path, ast.Module]]]
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "numpy.load", "np.load"}
-READS_PICKLES = "slime_core/weights/unpickle.py"
-"""torch's own metadata, by an unpickler that builds a few classes and calls nothing (tests/unit/weights/test_unpickle.py)."""
+READS_PICKLES = "plugins/slime_megatron/src/slime_megatron/convert/unpickle.py"
+"""torch's own metadata, by an unpickler that builds a few classes and calls nothing (its test_unpickle.py)."""
 RUNS_CANDIDATES = "plugins/slime_kernelbench/src/slime_kernelbench/judge/module.py"
 """Sources of problems and candidates, in the process of a sandbox."""
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}

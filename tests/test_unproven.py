@@ -55,7 +55,7 @@ def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_sp
 
 def test_without_megatron_every_test_of_its_formats_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
-    files = ["tests/unit/weights/test_dist_megatron.py", "plugins/slime_megatron/tests/test_saving.py"]
+    files = ["plugins/slime_megatron/tests/test_dist_megatron.py", "plugins/slime_megatron/tests/test_saving.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)

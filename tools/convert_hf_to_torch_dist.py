@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_cli.convert import finder, folder_of
 from slime_cli.failure import Session, report_failure
 from slime_cli.main import main as slime
 from slime_core.config.problems import Problem, raise_all
 from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
+from slime_core.weights.convert_command import folder_of
 from slime_megatron.agreement import disagreements
-from slime_megatron.flags import kinds, problems
+from slime_megatron.convert.command import finder
+from slime_megatron.flags import problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +55,12 @@ def model_args(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a word that belongs to no flag of Megatron.
     """
-    known = kinds()
-    split_up = split(words, known)
+    split_up = split(words)
     if split_up.recipe is not None:
         raise ConfigError(
             f"{split_up.recipe!r} belongs to no flag", code="CFG00", where="command line", fix="leave it out"
         )
-    overrides, found = resolve(split_up, {}, known)
+    overrides, found = resolve(split_up, {})
     found += [
         Problem(
             code="CFG01",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -251,3 +251,16 @@ def _runs(numbers: torch.Tensor, starts: Sequence[int]) -> Iterator[Move]:
 def moves_of(numbers: torch.Tensor) -> tuple[Move, ...]:
     """Rows of one source by number from 0 on, in the order in which they are wanted."""
     return tuple(_runs(numbers.flatten() + 1, [0, int(numbers.max()) + 1]))
+
+
+def first_difference(one: Rows, other: Rows, moved: Callable[[int], None] = lambda count: None) -> int | None:
+    """The first row, or rows near it, whose bytes differ; None where all are equal."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return 0
+    row = 0
+    for left, right in zip(blocks(one), blocks(other)):
+        if left != right:
+            return row
+        row += len(left) // max(1, row_bytes(one))
+        moved(len(left))
+    return None

@@ -77,7 +77,8 @@ def folders(tmp_path_factory):
 
 def to_dist(folder):
     """A Megatron checkpoint of a model folder, as `slime convert` makes it."""
-    from slime_core.weights.conversion import How, hf_to_dist
+    from slime_core.weights.folder_writing import How
+    from slime_megatron.convert.conversion import hf_to_dist
     from slime_models.families import BRIDGES
 
     return hf_to_dist(folder, folder.with_name(f"{folder.name}-dist"), lambda c: BRIDGES[c.model_type], How()).path

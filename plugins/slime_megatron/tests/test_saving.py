@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp.fingerprint import fingerprint
-from slime_core.weights.conversion import How, dist_to_hf
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.folder_writing import How
+from slime_megatron.convert.conversion import dist_to_hf
 
 pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
 pytestmark = pytest.mark.integration
@@ -58,7 +59,7 @@ def converted(source, target, origin):
     """Tensors of a checkpoint by `slime convert dist-to-hf`."""
     from slime_models.families import BRIDGES
 
-    dist_to_hf(source, target, origin, lambda config: BRIDGES[config.model_type], How(trusted=True))
+    dist_to_hf(source, target, origin, lambda config: BRIDGES[config.model_type], How(), trusted=True)
     return load_file(target / "model.safetensors")
 
 

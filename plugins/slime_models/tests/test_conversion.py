@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slime_core.weights.conversion import How, dist_to_hf, hf_to_dist
+from slime_core.weights.folder_writing import How
 from slime_core.weights.shards import Shards
+from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 
 pytestmark = pytest.mark.unit
 

@@ -18,8 +18,8 @@ from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.publishing import parts_of
 from slime_core.weights.build import Fit, misfit, skeleton
-from slime_core.weights.conversion import Done, How, to_hf
 from slime_core.weights.folder import read_config
+from slime_core.weights.folder_writing import Done, How, to_hf
 from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
 from slime_core.weights.run_folder import ANOTHER, manifest_of, origin_of, step_of
 from slime_core.weights.shards import Shards, TensorInfo

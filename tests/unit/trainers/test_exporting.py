@@ -8,7 +8,7 @@ import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
 from slime_core.trainers.fsdp.exporting import fsdp_to_hf
-from slime_core.weights.conversion import How
+from slime_core.weights.folder_writing import How
 from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.unit

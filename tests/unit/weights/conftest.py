@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 from slime_core.testing.models import tiny_model
-from slime_core.weights import dist_writing, rows
 
 
 @pytest.fixture(scope="session")
@@ -48,19 +47,3 @@ def edit_tensors():
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return edit
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks, chunks and files of a few rows: every tensor of a conversion takes several of each."""
-    monkeypatch.setattr(rows, "BLOCK", 100)
-    monkeypatch.setattr(dist_writing, "CHUNK", 900)
-    monkeypatch.setattr(dist_writing, "FILE", 8000)
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A model folder of the family in `converting`."""
-    from converting import write_folder
-
-    return write_folder(tmp_path / "hf")

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_core.trainers.staging import Layout
-from slime_core.weights.archive import archive, frame
-from slime_core.weights.dist import BACKEND, COMMON, FORMAT, DistFolder
 from slime_core.weights.rows import read_at
+from slime_megatron.convert.archive import archive, frame
+from slime_megatron.convert.dist import BACKEND, COMMON, FORMAT, DistFolder
 
 VERSION = 3.0  # Megatron-LM's of a checkpoint
 

@@ -14,9 +14,9 @@ import torch
 
 from slime_core.errors import DataError
 from slime_core.trainers import checks
-from slime_core.weights.conversion import DistTensors
-from slime_core.weights.dist import is_dist
 from slime_core.weights.shards import Shards
+from slime_megatron.convert.conversion import DistTensors
+from slime_megatron.convert.dist import is_dist
 from slime_megatron.model import Model, build_model
 from slime_megatron.others import settings_of
 from slime_megatron.tensors import stored

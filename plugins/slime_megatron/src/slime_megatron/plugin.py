@@ -9,6 +9,8 @@ import slime_core
 from slime_core.backends import Plan, Planning, TrainerBackend
 
 if TYPE_CHECKING:
+    import click
+
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
     from slime_megatron.trainer import MegatronTrainer
@@ -67,6 +69,7 @@ def slime_trainer() -> list[TrainerBackend]:
             resumable=RESUMABLE,
             trainer=_trainer,
             megatron_hooks=True,
+            converters=_converters,
         )
     ]
 
@@ -127,3 +130,9 @@ def _trainer() -> type[MegatronTrainer]:
     from slime_megatron.trainer import MegatronTrainer
 
     return MegatronTrainer
+
+
+def _converters() -> Mapping[str, click.Command]:
+    from slime_megatron.convert.command import WORDS
+
+    return WORDS

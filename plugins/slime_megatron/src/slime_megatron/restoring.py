@@ -20,8 +20,8 @@ from slime_core.durable import storage_error
 from slime_core.errors import DataError, SlimeError, StorageError, TrainerError
 from slime_core.seeds import set_generators
 from slime_core.weights.bridge import Entry, whole_shape
-from slime_core.weights.dist import METADATA, DistFolder
-from slime_core.weights.dist_keys import BESIDE, OPTIMIZER, Place, places
+from slime_megatron.convert.dist import METADATA, DistFolder
+from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, Place, places
 from slime_megatron.dist_files import read_box
 from slime_megatron.masters import MASTER, MOMENTS, masters, prepare
 from slime_megatron.saving import (

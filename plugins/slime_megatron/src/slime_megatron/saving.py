@@ -27,9 +27,9 @@ import torch.distributed as dist
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.seeds import generators
-from slime_core.weights.dist import METADATA
-from slime_core.weights.dist_keys import BESIDE, extra_states, places
 from slime_megatron import dist_files
+from slime_megatron.convert.dist import METADATA
+from slime_megatron.convert.dist_keys import BESIDE, extra_states, places
 from slime_megatron.dist_files import Archives, Written
 from slime_megatron.masters import MASTER, MOMENTS, masters
 from slime_megatron.places import Piece, share

@@ -20,9 +20,9 @@ from megatron.core import parallel_state
 
 from slime_core.errors import TrainerError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
-from slime_core.weights.dist_keys import apart
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import Part, Source
+from slime_megatron.convert.dist_keys import apart
 
 if TYPE_CHECKING:
     from slime_core.weights.folder import ModelFolder

@@ -7,71 +7,31 @@ Everything that can be wrong with names, shapes, dtypes, formats and room is fou
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from slime_core.durable import storage_error
-from slime_core.errors import ConfigError, DataError, PluginError, StorageError
+from slime_core.errors import DataError, PluginError
 from slime_core.weights.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_core.weights.build import Fit, misfit
-from slime_core.weights.dist import METADATA, DistFolder, Whole
-from slime_core.weights.dist_keys import BESIDE, OPTIMIZER, Place, apart, forms, places
-from slime_core.weights.dist_writing import RELEASE, DistWriting, Target
 from slime_core.weights.folder import read_config
-from slime_core.weights.hf_writing import SHARD, HfWriting
-from slime_core.weights.job import File, Job
-from slime_core.weights.rows import Move, Moved, Rows, Stored, blocks, cast, joined, parted, read_whole, row_bytes
+from slime_core.weights.folder_writing import Done, How, check_apart, to_hf, write_folder
+from slime_core.weights.job import Job
+from slime_core.weights.rows import Move, Moved, Rows, Stored, cast, first_difference, joined, parted, read_whole
 from slime_core.weights.shards import Shards
+from slime_megatron.convert.dist import METADATA, DistFolder, Whole
+from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, Place, apart, forms, places
+from slime_megatron.convert.dist_writing import RELEASE, DistWriting, Target
 
-DType = Literal["keep", "bfloat16", "float32", "float16"]
 FindBridge = Callable[[Any], Bridge]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class How:
-    """What the user chose.
-
-    ``divisible_by`` rows of the vocabulary are filled up to a multiple of it; ``shard`` is in bytes.
-    ``moved`` is called with bytes, ``total`` with all that will be; ``note`` with lines.
-    """
-
-    dtype: DType = "keep"
-    workers: int = 2
-    verify: bool = False
-    force: bool = False
-    divisible_by: int = 128
-    shard: int = SHARD
-    trusted: bool = False
-    moved: Callable[[int], None] = lambda count: None
-    total: Callable[[int], None] = lambda count: None
-    note: Callable[[str], None] = lambda text: None
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """None where each tensor keeps its own."""
-        return None if self.dtype == "keep" else getattr(torch, self.dtype)
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Done:
-    """What was made: ``kept`` files are from an earlier try."""
-
-    path: Path
-    tensors: int
-    size: int
-    files: int
-    kept: int
-    verified: bool
-
-
-def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How) -> Done:
+def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How, *, divisible_by: int = 128) -> Done:
     """Write ``target/release`` and the tracker file, from a model folder; loadable at any layout.
+
+    The vocabulary is filled up with rows of zeros to a multiple of ``divisible_by``.
 
     Raises:
         DataError: TOK46 to TOK49 tensors that do not fit, or damaged files. ConfigError: CFG200 no bridge, CFG12 the
@@ -79,8 +39,9 @@ def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How) -> Done:
     """
     config = read_config(source)
     bridge, shards = find(config), Shards.open(source)
-    check_apart(target, {info.file for info in shards.infos.values()} | {source / "config.json"})
-    sizes, entries = bridge.sizes(config, how.divisible_by), _entries(bridge, config)
+    used = {info.file for info in shards.infos.values()}
+    check_apart(target, used | {source / "config.json"})
+    sizes, entries = bridge.sizes(config, divisible_by), _entries(bridge, config)
     check_tensors(entries, sizes, {name: info.shape for name, info in shards.infos.items()}, source)
     tensors = {name: cast(Stored(info), how.torch_dtype) for name, info in shards.infos.items()}
     _check_tied(entries, tensors, sizes, source)
@@ -88,19 +49,18 @@ def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How) -> Done:
     writing = DistWriting(
         [_target(entry, tensors, sizes, bridge, layers_apart) for entry in entries], layers_apart=layers_apart
     )
-    plan = _plan("hf-to-dist", how, writing.files, {info.file for info in shards.infos.values()}, source)
 
-    def check(job: Job) -> list[tuple[Rows, Rows]]:
+    def pairs(job: Job) -> list[tuple[Rows, Rows]]:
         folder = DistFolder.open(job.aside / RELEASE)
-        made = _hf_rows(entries, folder, sizes, bridge)
-        return [(rows, tensors[rows.name]) for rows in made]
+        return [(rows, tensors[rows.name]) for rows in _hf_rows(entries, folder, sizes, bridge)]
 
-    return _run(
-        target, plan, writing.files, how, lambda job: writing.finish(job.aside, job.marks), check, len(entries)
-    )
+    return write_folder(
+        "hf-to-dist", target, writing.files, how, used=used, config=source, tensors=len(entries),
+        finish=lambda job: writing.finish(job.aside, job.marks), pairs=pairs,
+    )  # fmt: skip
 
 
-def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: How) -> Done:
+def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: How, *, trusted: bool = False) -> Done:
     """Write a model folder from a torch_dist folder; config and tokenizer are those of ``origin``.
 
     Raises:
@@ -110,7 +70,7 @@ def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: 
     config = read_config(origin)
     bridge = find(config)
     sizes, entries = bridge.sizes(config), _entries(bridge, config)
-    folder = DistFolder.open(source, trusted=how.trusted)
+    folder = DistFolder.open(source, trusted=trusted)
     stored = _hf_rows(entries, folder, sizes, bridge, str(origin / "config.json"))
     tensors = [cast(rows, how.torch_dtype) for rows in stored]
     used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks}
@@ -152,38 +112,6 @@ class DistTensors(Mapping[str, torch.Tensor]):
         return len(self._rows)
 
 
-def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: set[Path], how: How) -> Done:
-    """Write a model folder of tensors that are cast already; ``used`` are the files that they come from."""
-    check_apart(target, used | {origin / "config.json"})
-    writing = HfWriting(tensors, origin=origin, shard=how.shard)
-
-    def check(job: Job) -> list[tuple[Rows, Rows]]:
-        made = Shards.open(job.aside)
-        return [(Stored(made.infos[rows.name]), rows) for rows in tensors]
-
-    plan = _plan(kind, how, writing.files, used, origin)
-    return _run(target, plan, writing.files, how, lambda job: writing.finish(job.aside), check, len(tensors))
-
-
-def check_apart(target: Path, used: set[Path]) -> None:
-    """Refuse a target that has files of the source in it: published with ``force``, it would take their place.
-
-    Raises:
-        ConfigError: CFG12, with the first such file.
-    """
-    place = Path(os.path.realpath(target))
-    for file in sorted(used):
-        for name in (file.parent.resolve() / file.name, file.resolve()):
-            if name.is_relative_to(place):
-                raise ConfigError(
-                    f"{target} has a file in it that it is made from",
-                    code="CFG12",
-                    where=str(name),
-                    why="the new folder takes the place of all that is there",
-                    fix="choose another folder",
-                )
-
-
 def _entries(bridge: Bridge, config: Any) -> list[Entry]:
     entries = bridge.entries(config)
     for entry in entries:
@@ -212,7 +140,7 @@ def _check_tied(entries: Sequence[Entry], tensors: Mapping[str, Rows], sizes: Si
     """A copy of a tied output matrix is left out, where it is a copy."""
     copy = tensors.get("lm_head.weight")
     embedding = next(entry for entry in entries if entry.kind == "vocabulary").hf[0]
-    if sizes.tied and copy is not None and (row := _first_difference(copy, tensors[embedding])) is not None:
+    if sizes.tied and copy is not None and (row := first_difference(copy, tensors[embedding])) is not None:
         raise DataError(
             f"lm_head.weight and {embedding} are tied by the config, but are stored twice and differ in row {row}",
             code="TOK49",
@@ -276,80 +204,3 @@ def _above(name: str, parts: Sequence[Rows]) -> Rows:
         moves.append(Move(place, rows.shape[0], number, 0))
         place += rows.shape[0]
     return Moved(name, parts, moves)
-
-
-def _plan(kind: str, how: How, files: Sequence[File], used: set[Path], config: Path) -> dict[str, Any]:
-    """What makes two conversions the same: sources by name, size and time, options, and the files to be made."""
-    stats = {str(path.resolve()): path.stat() for path in sorted(used)}
-    text = (config / "config.json").read_bytes()
-    return {
-        "kind": kind,
-        "dtype": how.dtype,
-        "sources": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        "config": hashlib.sha256(text).hexdigest(),
-        "files": {file.name: file.size for file in files},
-    }
-
-
-def _run(
-    target: Path,
-    plan: Mapping[str, Any],
-    files: Sequence[File],
-    how: How,
-    finish: Callable[[Job], None],
-    pairs: Callable[[Job], list[tuple[Rows, Rows]]],
-    tensors: int,
-) -> Done:
-    size = sum(file.size for file in files)
-    how.total(size * (2 if how.verify else 1))
-    chosen: dict[str, Any] = {"workers": how.workers, "force": how.force, "moved": how.moved, "note": how.note}
-    with Job(target, plan, files, **chosen) as job:
-        job.write()
-        try:
-            finish(job)
-        except OSError as error:
-            raise storage_error(error, job.aside, f"{target.name} cannot be finished") from error
-        if how.verify:
-            _forget(job.aside / file.name for file in files)
-            job.run([_comparison(job, made, meant, how) for made, meant in pairs(job)])
-        job.publish()
-        return Done(path=job.target, tensors=tensors, size=size, files=len(files), kept=job.kept, verified=how.verify)
-
-
-def _forget(files: Iterator[Path]) -> None:
-    """Let the system drop what it has in memory of files, so that they are read from the disk."""
-    for file in files:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
-def _comparison(job: Job, made: Rows, meant: Rows, how: How) -> Callable[[], None]:
-    def compare() -> None:
-        job.check_stop()
-        row = _first_difference(made, meant, how.moved)
-        if row is not None:
-            raise StorageError(
-                f"{meant.name} was written otherwise than it was meant: row {row} of {list(made.shape)} {made.dtype}",
-                code="STO112",
-                where=str(job.aside),
-                why=f"it was compared with {list(meant.shape)} {meant.dtype} of the source",
-                fix=f"look at the disk (dmesg); remove {job.aside}; then give the same command again",
-            )
-
-    return compare
-
-
-def _first_difference(one: Rows, other: Rows, moved: Callable[[int], None] = lambda count: None) -> int | None:
-    """The first row, or rows near it, whose bytes differ; None where all are equal."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return 0
-    row = 0
-    for left, right in zip(blocks(one), blocks(other)):
-        if left != right:
-            return row
-        row += len(left) // max(1, row_bytes(one))
-        moved(len(left))
-    return None

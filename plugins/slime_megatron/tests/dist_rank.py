@@ -3,7 +3,6 @@
 python dist_rank.py RANK MEETING CASES.json         a case: folders, layout, sizes; a file per case says how it went
 """
 
-import importlib.util
 import json
 import multiprocessing
 import sys
@@ -12,17 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-HERE = Path(__file__).parent
-
-
-def cpu_redirect():
-    """The fixture that lets megatron-core run on CPUs, by its path."""
-    path = HERE.parents[2] / "plugins" / "slime_megatron" / "tests" / "cpu.py"
-    spec = importlib.util.spec_from_file_location("megatron_on_cpu", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.cpu_redirect()
 
 
 class NoAttention(torch.nn.Module):
@@ -144,6 +132,9 @@ def run(case):
 def main():
     """All cases, one after another, in one process group."""
     rank, meeting, cases = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    sys.path.insert(0, str(Path(__file__).parent))
+    from cpu import cpu_redirect
+
     torch.set_num_threads(1)
     with cpu_redirect():
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_core.weights.bridge import Bridge, Given, Row
-from slime_core.weights.conversion import How, dist_to_hf, hf_to_dist
+from slime_core.weights.folder_writing import How
+from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 
 LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"
 ROWS = (
@@ -89,14 +90,15 @@ def write_folder(path, tensors=None, **changes):
     return path
 
 
-def to_dist(source, target, **how):
+def to_dist(source, target, *, divisible_by=128, **how):
     """A torch_dist folder of a model folder, compared with it."""
-    return hf_to_dist(source, target, bridge_of, How(verify=how.pop("verify", True), **how))
+    chosen = How(verify=how.pop("verify", True), **how)
+    return hf_to_dist(source, target, bridge_of, chosen, divisible_by=divisible_by)
 
 
-def back(dist, target, origin, **how):
+def back(dist, target, origin, *, trusted=False, **how):
     """A model folder of a torch_dist folder; its tensors by name."""
-    dist_to_hf(dist, target, origin, bridge_of, How(verify=True, **how))
+    dist_to_hf(dist, target, origin, bridge_of, How(verify=True, **how), trusted=trusted)
     return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 

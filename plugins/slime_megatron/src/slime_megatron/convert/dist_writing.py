@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_core import durable
 from slime_core.errors import DataError
-from slime_core.weights.archive import archive, frame
-from slime_core.weights.dist import BACKEND, COMMON, FORMAT, MANIFEST, METADATA, TRACKER
-from slime_core.weights.dist_keys import Place, extra_states
 from slime_core.weights.job import File, Mark
 from slime_core.weights.rows import Rows, blocks, nbytes, row_bytes
+from slime_megatron.convert.archive import archive, frame
+from slime_megatron.convert.dist import BACKEND, COMMON, FORMAT, MANIFEST, METADATA, TRACKER
+from slime_megatron.convert.dist_keys import Place, extra_states
 
 CHUNK, FILE, LEAST = 512 << 20, 1 << 30, 64 << 20  # bytes of a chunk, and of a file: at most and at least, about
 SEVERAL = 8  # files that a small folder has too, so that they are made at once

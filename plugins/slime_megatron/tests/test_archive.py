@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime_core.errors import DataError
-from slime_core.weights.archive import LARGEST, archive, frame, locate
+from slime_megatron.convert.archive import LARGEST, archive, frame, locate
 
 pytestmark = pytest.mark.unit
 

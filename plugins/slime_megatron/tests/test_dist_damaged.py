@@ -11,8 +11,9 @@ import pytest
 from converting import back, bridge_of, same, tensors_of, to_dist, write_folder
 
 from slime_core.errors import DataError
-from slime_core.weights.conversion import How, dist_to_hf
-from slime_core.weights.dist import DistFolder
+from slime_core.weights.folder_writing import How
+from slime_megatron.convert.conversion import dist_to_hf
+from slime_megatron.convert.dist import DistFolder
 
 pytestmark = [
     pytest.mark.unit,
@@ -30,7 +31,7 @@ def dist(tmp_path, source):
 def refused(dist, source, code, *, trusted=True):
     target = dist.parent / "never"
     with pytest.raises(DataError) as caught:
-        dist_to_hf(dist, target, source, bridge_of, How(trusted=trusted))
+        dist_to_hf(dist, target, source, bridge_of, How(), trusted=trusted)
     assert caught.value.code == code, caught.value
     assert not target.exists()
     return str(caught.value)
@@ -139,7 +140,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path, path):
 
 def rewrite(dist, change):
     """Change the metadata of a folder."""
-    from slime_core.weights.unpickle import read_metadata
+    from slime_megatron.convert.unpickle import read_metadata
 
     file = dist / "release" / ".metadata"
     held = read_metadata(file.read_bytes(), "f")

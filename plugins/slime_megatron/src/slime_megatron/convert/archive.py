@@ -22,7 +22,7 @@ import torch
 
 from slime_core.errors import DataError
 from slime_core.weights.rows import read_at
-from slime_core.weights.unpickle import STORAGES, Record, read_record
+from slime_megatron.convert.unpickle import STORAGES, Record, read_record
 
 ALIGNED = 64
 LARGEST = (1 << 32) - (1 << 20)  # a zip without its 64-bit form holds less than 4 GiB

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from slime_core.weights.bridge import Given, join
-from slime_core.weights.conversion import How, dist_to_hf, hf_to_dist
 from slime_core.weights.folder import read_config
+from slime_core.weights.folder_writing import How
 from slime_core.weights.shards import Shards
+from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 
 pytestmark = [
     pytest.mark.integration,
@@ -145,7 +146,7 @@ def test_megatron_loads_our_folders_and_we_read_its(place, ranks, number):
     do, name, _, _ = CASES[number]
     if do == "save":
         made = place / f"back-{number}"
-        dist_to_hf(place / f"saved-{number}", made, place / name, bridge_of(name), How(verify=True, trusted=True))
+        dist_to_hf(place / f"saved-{number}", made, place / name, bridge_of(name), How(verify=True), trusted=True)
         first, second = Shards.open(place / name), Shards.open(made)
         assert set(first) - set(second) <= {"lm_head.weight"}
         for key in second:

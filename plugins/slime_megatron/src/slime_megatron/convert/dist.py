@@ -25,10 +25,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from slime_core.errors import DataError
-from slime_core.weights.archive import locate
 from slime_core.weights.rows import read_at
 from slime_core.weights.run_folder import newest_step
-from slime_core.weights.unpickle import read_metadata
+from slime_megatron.convert.archive import locate
+from slime_megatron.convert.unpickle import read_metadata
 
 METADATA, COMMON, FORMAT, MANIFEST = ".metadata", "common.pt", "metadata.json", "MANIFEST.json"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime_core.errors import DataError
-from slime_core.weights.unpickle import read_metadata, read_record
+from slime_megatron.convert.unpickle import read_metadata, read_record
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,115 @@
+"""`slime convert hf-to-dist` and `dist-to-hf`: model folders to torch_dist checkpoints and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slime_core.errors import ConfigError, SlimeError
+from slime_core.report.text import say
+from slime_core.weights.convert_command import FOLDER, ORIGIN, convert, folder_of, options
+
+if TYPE_CHECKING:
+    from slime_core.weights.bridge import Bridge
+    from slime_core.weights.folder_writing import Done, How
+
+PLUGINS = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    help="Whose bridges are asked; default: every installed plugin that has some.",
+)
+
+
+@click.command("hf-to-dist")
+@click.argument("source", metavar="SRC", type=FOLDER)
+@click.argument("target", metavar="DST", type=FOLDER)
+@click.option(
+    "--make-vocab-size-divisible-by",
+    "divisible_by",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Rows of the vocabulary are filled up with zeros to a multiple of it.",
+)
+@click.option(
+    "--tensor-model-parallel-size",
+    "tp",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Times the number before, as Megatron counts; any layout loads DST all the same.",
+)
+@PLUGINS
+@options(to_hf=False)
+def hf_to_dist_command(source: Path, target: Path, divisible_by: int, tp: int, **rest: Any) -> None:
+    """A Hugging Face folder SRC to a Megatron checkpoint DST (torch_dist), for any layout."""
+    from slime_megatron.convert.conversion import hf_to_dist
+
+    find = finder(rest.pop("plugins"))
+
+    def work(how: How) -> Done:
+        return hf_to_dist(folder_of(source, "SRC"), target, find, how, divisible_by=divisible_by * tp)
+
+    convert(rest, work)
+
+
+@click.command("dist-to-hf")
+@click.argument("source", metavar="SRC", type=FOLDER)
+@click.argument("target", metavar="DST", type=FOLDER)
+@ORIGIN
+@click.option(
+    "--trust-metadata", "trusted", is_flag=True, help="Read the metadata of a checkpoint that slime did not write."
+)
+@PLUGINS
+@options(to_hf=True)
+def dist_to_hf_command(source: Path, target: Path, origin: Path | None, trusted: bool, **rest: Any) -> None:
+    """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST."""
+    from slime_core.weights.run_folder import origin_of, step_of
+    from slime_megatron.convert.conversion import dist_to_hf
+    from slime_megatron.convert.dist import find as folder_with_tensors
+
+    find = finder(rest.pop("plugins"))
+
+    def work(how: How) -> Done:
+        from_ = folder_of(origin) if origin else origin_of(step_of(folder_with_tensors(source)))
+        return dist_to_hf(source, target, from_, find, how, trusted=trusted)
+
+    convert(rest, work)
+
+
+def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:
+    """Asks the named plugins, or else every installed one that loads, for the bridge of a config.
+
+    Raises:
+        PluginError: a named plugin does not load.
+    """
+    from slime_core.plugins.bridges import find_bridge
+    from slime_core.plugins.discover import available
+    from slime_core.plugins.load import load_plugin
+
+    loaded, broken = [], []
+    for name in dict.fromkeys(names or (plugin.name for plugin in available())):
+        try:
+            loaded.append(load_plugin(name))
+        except SlimeError as error:
+            if names:
+                raise
+            broken.append(f"not asked: {error.what}")
+
+    def find(config: Any) -> Bridge:
+        try:
+            bridge: Bridge = find_bridge(loaded, config)
+        except ConfigError:
+            for line in broken:
+                say(line)
+            raise
+        return bridge
+
+    return find
+
+
+WORDS = {"hf-to-dist": hf_to_dist_command, "dist-to-hf": dist_to_hf_command}
