@@ -5,11 +5,21 @@ import shutil
 
 import pytest
 import torch
+from converting import write_folder
 from safetensors.torch import load_file, save_file
 
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
+
+WINDS = """
+from converting import BRIDGE
+from slime_core import hookimpl
+
+@hookimpl
+def slime_model_bridge(hf_config):
+    return BRIDGE if hf_config.model_type == "mistral" else None
+"""
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +154,19 @@ def test_a_model_of_no_family_is_refused_by_name(cli, hf, tmp_path):
     assert "CFG200" in done.err
     assert "GPTNeoXForCausalLM" in done.err
     assert not (tmp_path / "dist").exists()
+
+
+def test_every_installed_plugin_is_asked_for_a_bridge_and_a_broken_one_is_named_where_none_has_it(
+    cli, install_plugin, tmp_path
+):
+    write_folder(tmp_path / "mistral", model_type="mistral", architectures=["MistralForCausalLM"])
+    install_plugin("broken", "raise RuntimeError('half written')")
+    done = cli("convert", "hf-to-dist", "mistral", "dist")
+    assert (done.code, "CFG200" in done.err) == (2, True)
+    assert "not asked: plugin 'broken' (dist-broken==1.0) could not be imported" in done.err
+    install_plugin("winds", WINDS)
+    done = cli("convert", "hf-to-dist", "mistral", "dist", "--verify")
+    assert (done.code, "not asked" in done.err) == (0, False), done.err
 
 
 @pytest.mark.parametrize(
