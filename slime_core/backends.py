@@ -35,6 +35,9 @@ BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "sl
 """Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
 CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
 """Words of `slime convert` that trainers of slime's own repository bring."""
+BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
+PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer"}
+"""Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 KEYS = {
     "slime_engine": "rollout.rollout_engine",
     "slime_trainer": "train.train_backend",
@@ -231,6 +234,25 @@ def detaching() -> Detaching:
 def chosen(config: Config) -> tuple[Backend, ...]:
     """The config's engine, trainer and cluster; raises as :func:`engine_of`."""
     return engine_of(config), trainer_of(config), cluster_of(config)
+
+
+def implied(config: Config) -> tuple[str, ...]:
+    """Plugins that keys of the core need; they are loaded without ``--plugin``.
+
+    Raises:
+        ConfigError: CFG04 one is not installed.
+    """
+    if not config.rollout.rollout_buffer_url:
+        return ()
+    if not is_installed(BUFFER):
+        raise ConfigError(
+            f"rollout_buffer_url: {PACKAGES[BUFFER]} is not installed here",
+            code="CFG04",
+            where="rollout.rollout_buffer_url",
+            why=f"{PACKAGES[BUFFER]} brings the rollout buffer",
+            fix=install(BUFFER),
+        )
+    return (BUFFER,)
 
 
 def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:

@@ -28,7 +28,7 @@ MARKDOWN = (
     *("plugins/*/README.md", "examples/*/README.md"),
 )
 PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
-PLUGIN_COMMANDS = {"kernelbench", "models"}
+PLUGIN_COMMANDS = {"buffer", "kernelbench", "models"}
 RECIPES = sorted(
     path
     for pattern in ("plugins/*/src/*/recipes/*.toml", "examples/**/*.toml", "recipes/**/*.toml")

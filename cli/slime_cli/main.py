@@ -32,7 +32,6 @@ COMMANDS = {
     "convert": "convert checkpoints: model folders, torch_dist, the FSDP trainer's",
     "data": "check data sets",
     "plugins": "list, show, check and make plugins",
-    "buffer": "serve, watch and fill a buffer of rollouts made elsewhere",
     "doctor": "check this machine and installation",
 }
 """Sub-command -> its line in `slime --help`; the module has the same name."""

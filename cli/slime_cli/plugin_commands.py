@@ -42,8 +42,17 @@ def plugin_command(name: str) -> click.Command | None:
 
 def no_command(name: str, known: list[str]) -> SlimeError:
     """The error for a word that is neither a command nor a plugin."""
+    from slime_core.backends import PACKAGES, install
     from slime_core.plugins import available
 
+    if package := PACKAGES.get(name):
+        return ConfigError(
+            f"slime {name}: {package} is not installed here",
+            code="CFG01",
+            where=f"command line: {name}",
+            why=f"{package} brings it",
+            fix=install(name),
+        )
     plugins = [info.name for info in available()]
     near = nearest(name, [*known, *plugins])
     guess = f"   slime {near.split(chr(39))[1]}" if near else ""

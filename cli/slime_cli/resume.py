@@ -97,8 +97,7 @@ def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
     Raises:
         ConfigError: CFG01 to CFG11, CFG09 with every key whose secret was not saved.
     """
-    from slime_cli.settings import Settings, load_words, split_words
-    from slime_core.plugins import load_plugins
+    from slime_cli.settings import load_words, split_words, with_plugins
 
     given = split_words(words)
     brought: dict[str, str] = {}
@@ -112,7 +111,7 @@ def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
     session.secrets = loaded.secrets
     loaded.require_complete()
     _refuse_redacted(loaded.config.model_dump(mode="json"), path)
-    return Settings(loaded=loaded, plugins=load_plugins(loaded.config))
+    return with_plugins(loaded)
 
 
 def references(recipe: Path | None, saved: Mapping[str, Any]) -> dict[str, str]:

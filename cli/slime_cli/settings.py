@@ -36,7 +36,7 @@ class Settings:
         return self.loaded.config
 
 
-def load_settings(words: Sequence[str], session: Session, *, complete: bool = True) -> Settings:
+def load_settings(words: Sequence[str], session: Session) -> Settings:
     """Config and plugins of a command line; notices go to stderr.
 
     Raises:
@@ -44,12 +44,21 @@ def load_settings(words: Sequence[str], session: Session, *, complete: bool = Tr
         PluginError: PLG50 to PLG55.
     """
     loaded = load_words(split_words(words), session)
-    if complete:
-        loaded.require_complete()
-    settings = Settings(loaded=loaded, plugins=load_plugins(loaded.config))
-    problems = [problem for stage in stages(loaded.config) for problem in settings.plugins.problems(stage)]
+    loaded.require_complete()
+    return with_plugins(loaded)
+
+
+def with_plugins(loaded: Loaded) -> Settings:
+    """A config with its plugins, whose rules it keeps.
+
+    Raises:
+        ConfigError: CFG01 to CFG11 and CFG15.
+        PluginError: PLG50 to PLG57.
+    """
+    plugins = load_plugins(loaded.config)
+    problems = [problem for stage in stages(loaded.config) for problem in plugins.problems(stage)]
     raise_all([loaded.origins.place(problem) for problem in problems])
-    return settings
+    return Settings(loaded=loaded, plugins=plugins)
 
 
 def split_words(words: Sequence[str]) -> Words:

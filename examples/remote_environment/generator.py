@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import httpx
 
+from slime_buffer.generator import Away, Story, Task
+from slime_buffer.service.models import Sequence
 from slime_core import Context
-from slime_core.buffer.generator import Away, Story, Task
-from slime_core.buffer.service.models import Sequence
 from slime_core.data.turns import Speech
 from slime_core.types import Group
 from slime_core.weights.folder import ModelFolder

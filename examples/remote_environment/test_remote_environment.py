@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_core.buffer.client import BufferClient
-from slime_core.buffer.generator import Away, Task
-from slime_core.buffer.service import models
+from slime_buffer.client import BufferClient
+from slime_buffer.generator import Away, Task
+from slime_buffer.service import models
 from slime_core.plugins.locate import locate
 
 HERE = Path(__file__).parent

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from slime_core.builtin.buffer_rollout import BufferRollout, judged
 from slime_core.compat import listeners, owners, rollouts, shapes
 from slime_core.compat.finder import Finder, refuse_real
 from slime_core.compat.sample import Sample
@@ -18,7 +17,6 @@ from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
 from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
-from slime_core.plugins.router import SFT
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ class Functions:
 
     def __init__(self) -> None:
         self._session = Session()
-        self._elsewhere = BufferRollout()
         self._threads = HookThreads()
         self._finder: Finder | None = None
         self._located: dict[tuple[str, str], Function] = {}
@@ -73,8 +70,6 @@ class Functions:
     def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
         self._note(config)
-        if hook == "slime_generate" and _made_elsewhere(config, evaluation):
-            return self._elsewhere.answer(config)
         rollout = "eval.eval_function_path" if evaluation else "rollout.rollout_function_path"
         key = {
             "slime_reward": "reward.custom_rm_path",
@@ -84,11 +79,6 @@ class Functions:
         }.get(hook, "")
         path = _value(config, key)
         return self._answer(hook, key, path, config) if path else None
-
-    def around(self, hook: str, chosen: Answer, config: Config, evaluation: bool) -> Answer:
-        """``chosen``, or what stands before it: rewards that came from a rollout buffer are not asked for again."""
-        elsewhere = hook == "slime_reward" and _made_elsewhere(config, evaluation)
-        return judged(chosen) if elsewhere else chosen
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
@@ -175,14 +165,9 @@ class Functions:
         """Files of all functions that were loaded."""
         return sorted(self._files)
 
-    async def ended(self) -> None:
-        """See `slime_core.plugins.router.Functions`."""
-        await self._elsewhere.ended()
-
     def close(self) -> None:
         """Take the import finder and the servers away again."""
         self._session.close()
-        self._elsewhere.close()
         self._step.clear()
         if self._finder is not None:
             self._finder.remove()
@@ -282,11 +267,6 @@ class Functions:
             "custom_megatron_before_train_step_hook_path": lambda: listeners.megatron_train_step(fn, session),
         }
         return makers[key.rpartition(".")[2]]()
-
-
-def _made_elsewhere(config: Config, evaluation: bool) -> bool:
-    """Whether a rollout buffer makes the samples: in training, unless labels become responses."""
-    return bool(config.rollout.rollout_buffer_url) and not evaluation and config.train.loss_type != SFT
 
 
 def _value(config: Config, key: str) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime_core.backends import chosen, cluster_of, engine_of, trainer_of
+from slime_core.backends import chosen, cluster_of, engine_of, implied, trainer_of
 from slime_core.config import (
     algorithm_rules,
-    buffer_rules,
     debug_rules,
     evaluation_rules,
     sampling_rules,
@@ -33,7 +32,6 @@ def conflicts(config: Config) -> list[Problem]:
         *_lengths(config),
         *_sampling(config),
         *algorithm_rules.conflicts(config),
-        *buffer_rules.conflicts(config),
         *sampling_rules.conflicts(config),
         *debug_rules.conflicts(config),
         *evaluation_rules.conflicts(config),
@@ -63,7 +61,6 @@ def incomplete(config: Config) -> list[Problem]:
                 fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
             )
         )
-    problems += buffer_rules.incomplete(config)
     return problems
 
 
@@ -71,7 +68,7 @@ def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
     found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += [*buffer_rules.notices(config), *server_rules.notices(config), *evaluation_rules.notices(config)]
+    found += [*server_rules.notices(config), *evaluation_rules.notices(config)]
     found += [text for backend in chosen(config) for text in backend.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
@@ -243,8 +240,8 @@ def _tasks(config: Config) -> Iterator[Problem]:
 
 
 def _missing(config: Config) -> Iterator[Problem]:
-    """Backends that cannot be had."""
-    for find in (engine_of, trainer_of, cluster_of):
+    """Backends, and plugins that keys need, that cannot be had."""
+    for find in (engine_of, trainer_of, cluster_of, implied):
         try:
             find(config)
         except ConfigError as error:

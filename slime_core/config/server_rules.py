@@ -1,10 +1,12 @@
-"""Keys that servers, other clusters or other trainers read: what a config sets of them without any effect."""
+"""Keys that servers, other clusters or other trainers read: what a config sets without effect, or in clear text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from slime_core.addresses import is_loopback
 from slime_core.backends import chosen, cluster_of, engine_of, trainer_of
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ MEGATRON_HOOKS = (
 
 
 def notices(config: Config) -> Iterator[str]:
-    """Sentences about settings that have no effect."""
+    """Sentences about settings that have no effect, and about an address that others can listen at."""
     cluster, rollout, train = config.cluster, config.rollout, config.train
     backend = cluster_of(config)
     if not backend.remote and (idle := _changed(cluster, RAY_KEYS)):
@@ -69,6 +71,9 @@ def notices(config: Config) -> Iterator[str]:
             yield f"[{name}] {', '.join(table)}: no effect without the backend {name}"
     for name in _changed(train, MEGATRON_HOOKS) if not trainer_of(config).megatron_hooks else ():
         yield f"{name}: no effect with train_backend = {train.train_backend}, which has no such place"
+    url = rollout.rollout_buffer_url
+    if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
+        yield f"rollout_buffer_url = {url}: the token and the rollouts travel in clear text; put TLS before the buffer"
 
 
 def _changed(section: Any, names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.backends import implied
 from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.facade import Plugins
@@ -24,14 +25,16 @@ FUNCTIONS = "slime_core.compat.functions"
 
 
 def load_plugins(config: Config) -> Plugins:
-    """Load what ``config.plugins`` names, core's own plugin and functions by path, and route every hook and stage.
+    """Load what ``config.plugins`` names and its keys need, core's own plugin and functions by path; route all hooks.
 
     Raises:
         PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two answers of equal rank.
-        ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss.
+        ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss, or a plugin
+            that a key needs and that is not installed.
     """
     loaded: dict[str, Loaded] = {}
-    for entry in dict.fromkeys(config.plugins):
+    parts = stages(config)
+    for entry in dict.fromkeys([*(name for part in parts for name in implied(part)), *config.plugins]):
         plugin = load_plugin(entry)
         if (other := loaded.setdefault(plugin.provider.name, plugin)) is not plugin:
             raise PluginError(
@@ -51,7 +54,7 @@ def load_plugins(config: Config) -> Plugins:
         )
     for name, plugin in loaded.items():
         plugin.options = load_options(plugin, config.plugin.get(name, {}))
-    return connect(loaded, stages(config))
+    return connect(loaded, parts)
 
 
 def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:

@@ -266,7 +266,6 @@ class Plugins:
         try:
             yield
         finally:
-            await self._functions.ended()
             for answer in self._router.listeners("slime_run_done", ctx.config):
                 await self._call(answer, ctx, "the run", ctx.config.reward.reward_timeout, REWARD)
 

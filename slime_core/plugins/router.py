@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime_core.backends import BUFFER
 from slime_core.hookspecs import HOOKS
 from slime_core.plugins import route
 from slime_core.plugins.boundary import LONGEST
+from slime_core.plugins.elsewhere import judged, made_elsewhere
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.named import NAMED_HOOKS, Registry, collect
 from slime_core.plugins.provider import Answer
@@ -34,10 +36,6 @@ class Functions(Protocol):
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
-        ...
-
-    def around(self, hook: str, chosen: Answer, config: Config, evaluation: bool) -> Answer:
-        """``chosen``, or what stands before it."""
         ...
 
     def listeners(self, hook: str, config: Config) -> list[Answer]:
@@ -70,10 +68,6 @@ class Functions(Protocol):
 
     def files(self) -> list[Path]:
         """Files of all functions that were loaded."""
-        ...
-
-    async def ended(self) -> None:
-        """A run or an evaluation is over; its ledger can still be read."""
         ...
 
     def close(self) -> None:
@@ -214,20 +208,25 @@ class Router:
         declared = chosen or route.task_named(config, task, evaluation)
         owners = route.owners(config, self._loaded)
         inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(route.DEFAULT_TASK, "")
+        elsewhere = made_elsewhere(config, evaluation)
         winner = route.choose(
             hook,
             task,
             route.candidates(
                 hook,
-                by_path=self._functions.owner(hook, config, evaluation),
+                by_path=self._loaded[BUFFER].answers[hook]
+                if elsewhere and hook == "slime_generate"
+                else self._functions.owner(hook, config, evaluation),
                 own_choice=self._own_choice(hook, declared, config),
                 owner=(declared.plugin if declared else "") or owners.get(task, inherited),
                 owning=set(owners.values()),
-                loaded=self._loaded,
+                loaded={name: plugin for name, plugin in self._loaded.items() if name != BUFFER},
                 core=self._core.answers.get(hook),
             ),
         )
-        return self._functions.around(hook, winner.answer, config, evaluation) if winner else None
+        if winner is None:
+            return None
+        return judged(winner.answer) if elsewhere and hook == "slime_reward" else winner.answer
 
     def _own_choice(self, hook: str, task: Task | None, config: Config) -> Answer | None:
         path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""

@@ -103,6 +103,16 @@ def test_an_unknown_command_is_answered_with_the_nearest(cli):
     assert "slime --help" in done.err
 
 
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(cli, monkeypatch):
+    from slime_core import plugins
+
+    monkeypatch.setattr(plugins, "available", list)
+    done = cli("buffer", "serve", "folder")
+    assert (done.code, done.out) == (2, "")
+    assert "slime-buffer is not installed here" in done.err
+    assert "pip install -e plugins/slime_buffer" in done.err
+
+
 def test_an_unknown_option_names_the_help(cli):
     done = cli("show", "--nope", "x")
     assert done.code == 2

@@ -124,6 +124,24 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_package_that_brings
     assert error.fix.startswith(f"pip install -e plugins/slime_{name}")
 
 
+def test_a_rollout_buffer_without_its_package_is_refused_with_the_line_that_installs_it(recipe, refused, monkeypatch):
+    real = backends.is_installed
+    monkeypatch.setattr(backends, "is_installed", lambda name: name != "buffer" and real(name))
+    recipe()
+    error = refused(None, "--rollout-buffer-url", "http://127.0.0.1:9")
+    assert (error.code, error.why) == ("CFG04", "slime-buffer brings the rollout buffer")
+    assert error.fix.startswith("pip install -e plugins/slime_buffer")
+
+
+def test_a_rollout_buffer_in_clear_text_on_another_machine_is_noticed(tmp_path):
+    def noticed(url):
+        words = ["--hf-checkpoint", str(tmp_path), "--rollout-buffer-url", url]
+        return [notice for notice in read(None, words).notices if "clear text" in notice]
+
+    assert len(noticed("http://buffer.example:1")) == 1
+    assert noticed("http://127.0.0.1:1") == noticed("https://buffer.example:1") == []
+
+
 def test_a_backend_that_nobody_brings_gets_the_nearest_name(recipe, refused):
     recipe()
     error = refused(None, "--rollout-engine", "sglng")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime_core.buffer.service.serve import Settings as Address, bind, find_token, locked
+from slime_core.service import Address, bind, find_token, locked, url_of
 from slime_kernelbench.secret import Secret
 from slime_kernelbench.service.devices import Device, devices
 from slime_kernelbench.service.pool import Limits, Pool
@@ -26,16 +26,13 @@ CLOSING = 5.0  # seconds for answers under way once everything is judged
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Settings:
+class Settings(Address):
     """How one service runs.
 
     Example: Settings(folder=Path("judge"), workers=2)
     """
 
-    folder: Path
-    host: str = "127.0.0.1"
-    port: int = 0  # 0 takes a free one
-    token_file: Path | None = None
+    token_env: str = TOKEN_ENV
     workers: int = 1  # where no GPU is named
     gpus: tuple[str, ...] = ()  # UUIDs, or nvidia-smi's numbers
     grace: float = 30.0  # seconds to finish what was taken, after SIGTERM
@@ -51,17 +48,10 @@ def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> No
         ConfigError: an address, token or GPU that cannot be had.
         StorageError: the folder is another service's, or cannot be written.
     """
-    address = Address(
-        folder=settings.folder,
-        host=settings.host,
-        port=settings.port,
-        token_file=settings.token_file,
-        token_env=TOKEN_ENV,
-    )
     with locked(settings.folder):
-        token, path = find_token(address)
+        token, path = find_token(settings)
         secret = Secret.kept(settings.folder / "secret")
-        with bind(address) as listening:
+        with bind(settings) as listening:
             asyncio.run(_serve(settings, token, secret, listening, lambda url: started(url, path)))
 
 
@@ -84,7 +74,7 @@ async def _serve(
         await runner.setup()
         try:
             await web.SockSite(runner, listening).start()
-            started(_url(listening))
+            started(url_of(listening))
             await stop.wait()
             gate.draining = True
             await _drain(pool, settings.grace)
