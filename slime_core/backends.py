@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import click
+    from pydantic import BaseModel
 
     from slime_core.clusters.detached import Detaching
     from slime_core.clusters.host import ServerSites
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Engine, Parts, ServerProcess, Serving
+    from slime_core.plugins.load import Loaded
+    from slime_core.protocols import Engine, Parts, ServerProcess
     from slime_core.report import Report
     from slime_core.transfer import WeightRoute
     from slime_core.weights.folder import ModelFolder
@@ -44,6 +47,9 @@ KEYS = {
     "slime_cluster": "cluster.cluster_backend",
 }
 """Hook -> the key that names one of what it brings."""
+
+
+BRINGS = "install the package that brings it (then: slime plugins list)"
 
 
 def nothing(*_: Any) -> tuple[()]:
@@ -77,11 +83,13 @@ class Planning:
 class Backend:
     """What engines, trainers and clusters have in common.
 
-    A backend's own options stand in the table ``[NAME]`` of a recipe. On the command line they are ``--NAME-KEY``;
-    those that ``flags`` lists, with the types of their values, are also ``--KEY``.
+    A backend's own options stand in the table ``[NAME]`` of a recipe, and ``section`` is the pydantic model of it. On
+    the command line they are ``--NAME-KEY``; those that ``flags`` lists, with the types of their values, are also
+    ``--KEY``.
     """
 
     name: str
+    section: type[BaseModel] | None = None  # a backend without it checks [NAME] in ``problems``
     tables: tuple[str, ...] = ()  # tables inside [NAME]
     flags: Callable[[], Mapping[str, Any]] | None = None
     options: Callable[[], list[dict[str, str]]] | None = None  # rows of `slime config keys --backend NAME`
@@ -133,7 +141,6 @@ class EngineBackend(Backend):
     """
 
     start: Callable[[EngineStart], AbstractAsyncContextManager[Served]] | None = None
-    serve: Callable[[Config, ModelFolder], AbstractAsyncContextManager[Serving]] | None = None  # for evaluation alone
     gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
     count: Callable[[Config], int] | None = None  # engines that the config asks for
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
@@ -231,6 +238,12 @@ def detaching() -> Detaching:
     return detached
 
 
+def unread(config: Config) -> list[str]:
+    """Tables of a config whose packages are not installed, and which no key names."""
+    names = {config.rollout.rollout_engine, config.train.train_backend, config.cluster.cluster_backend}
+    return [name for name in config.tables if name in BROUGHT_BY and name not in names and not is_installed(name)]
+
+
 def chosen(config: Config) -> tuple[Backend, ...]:
     """The config's engine, trainer and cluster; raises as :func:`engine_of`."""
     return engine_of(config), trainer_of(config), cluster_of(config)
@@ -257,25 +270,55 @@ def implied(config: Config) -> tuple[str, ...]:
 
 def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:
     """The backend of that name; raises as :func:`engine_of`."""
-    own = {backend.name: backend for backend in getattr(import_module(CORE), hook)()}
-    if name in own:
-        return own[name]  # type: ignore[no-any-return]
+    core = {backend.name: backend for backend in getattr(import_module(CORE), hook)()}
+    if name in core:  # a plugin that brings it too is refused where plugins are loaded: `check_names`
+        return core[name]  # type: ignore[no-any-return]
     brought: dict[str, B] = {}
     for entry in dict.fromkeys([*plugins, *([name] if is_installed(name) else [])]):
-        origin, backends = offered(hook, entry, kind)
-        if found := next((backend for backend in backends if backend.name == name), None):
-            brought[origin] = found
+        try:
+            origin, backends = offered(hook, entry, kind)
+        except PluginError as error:
+            raise _unusable(error, f"{KEYS[hook]} = {name}", KEYS[hook]) from error
+        if backend := next((backend for backend in backends if backend.name == name), None):
+            brought[origin] = backend
     if len(brought) > 1:
-        raise PluginError(
-            f"{KEYS[hook]} = {name} is brought by {' and by '.join(brought)}",
-            code="PLG52",
-            where=KEYS[hook],
-            why="neither is taken: which one would run is a matter of chance",
-            fix="load one of the two, or rename one",
-        )
+        raise twice(hook, name, list(brought))
     if brought:
         return next(iter(brought.values()))
-    raise missing(hook, name, sorted(own))
+    raise missing(hook, name, sorted(core))
+
+
+def _unusable(error: PluginError, what: str, key: str) -> PluginError:
+    """The error of a plugin that a key of the config names."""
+    where = f"{key}, {error.where}" if error.where else key
+    return PluginError(f"{what}: {error.what}", code=error.code, where=where, why=error.why, fix=error.fix)
+
+
+def twice(hook: str, name: str, origins: Sequence[str]) -> PluginError:
+    """That several packages bring a backend of one name."""
+    return PluginError(
+        f"{KEYS[hook]} = {name} is brought by {' and by '.join(origins)}",
+        code="PLG52",
+        where=KEYS[hook],
+        why="neither is taken: which one would run is a matter of chance",
+        fix="load one of the two (plugins, --plugin), or rename one",
+    )
+
+
+def check_names(loaded: Iterable[Loaded]) -> None:
+    """Refuse a backend of a run's plugins that the core, or another of them, brings too.
+
+    Raises:
+        PluginError: PLG52; PLG56, PLG57 a hook fails or returns something else.
+    """
+    core = import_module(CORE)
+    brought = {(hook, backend.name): "slime-rl" for hook in KEYS for backend in getattr(core, hook)()}
+    for plugin in loaded:
+        for hook, kind in KINDS.items():
+            for backend in offers(plugin, hook, kind):
+                origin = brought.setdefault((hook, backend.name), plugin.provider.origin)
+                if origin != plugin.provider.origin:
+                    raise twice(hook, backend.name, [origin, plugin.provider.origin])
 
 
 def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
@@ -288,7 +331,7 @@ def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
         code="CFG04",
         where=key,
         why=f"{known} brings it" if known else f"there are: {', '.join(own)}, and those of installed plugins",
-        fix=install(name) if known else nearest(name, names) or f"set {key} to {' or '.join(own)}",
+        fix=install(name) if known else nearest(name, names) or f"set {key} to {' or '.join(own)}, or {BRINGS}",
     )
 
 
@@ -304,35 +347,51 @@ def is_installed(name: str) -> bool:
     return any(info.name == name for info in available())
 
 
+KINDS: dict[str, type[Any]] = {
+    "slime_engine": EngineBackend,
+    "slime_trainer": TrainerBackend,
+    "slime_cluster": ClusterBackend,
+}
+
+
 def offered(hook: str, plugin: str, kind: type[B]) -> tuple[str, list[B]]:
     """A plugin's origin, and what it brings by ``hook``.
 
     Raises:
         PluginError: PLG50 to PLG55 it does not load; PLG56, PLG57 its hook fails or returns something else.
     """
-    from slime_core.plugins.boundary import call_now, wrong
     from slime_core.plugins.load import load_plugin
 
     loaded = load_plugin(plugin)
+    return loaded.provider.origin, offers(loaded, hook, kind)
+
+
+def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
+    """What a loaded plugin brings by ``hook``; its functions raise errors that name the package.
+
+    Raises:
+        PluginError: PLG56, PLG57 its hook fails or returns something else.
+    """
+    from slime_core.plugins.backend_calls import guarded
+    from slime_core.plugins.boundary import call_now, wrong
+
     declared = loaded.answers.get(hook)
     if declared is None:
-        return loaded.provider.origin, []
+        return []
     backends = call_now(declared, {}, about="the run")
     if not isinstance(backends, (list, tuple)) or not all(isinstance(backend, kind) for backend in backends):
         fix = f"return a list of slime_core.backends.{kind.__name__}"
         raise wrong(declared, f"returned {backends!r}", "the run", code="PLG57", fix=fix)
-    return loaded.provider.origin, list(backends)
+    return [guarded(backend, loaded.provider, KEYS[hook]) for backend in backends]
 
 
 def brought_by(plugin: str) -> list[Backend]:
-    """All backends of an installed plugin; none of one that does not load, which is told where it is used."""
-    kinds: tuple[tuple[str, Any], ...] = (
-        ("slime_engine", EngineBackend),
-        ("slime_trainer", TrainerBackend),
-        ("slime_cluster", ClusterBackend),
-    )
+    """All backends of a plugin; none of one that does not load, which is told where it is used."""
+    from slime_core.plugins.load import load_plugin
+
     try:
-        return [backend for hook, kind in kinds for backend in offered(hook, plugin, kind)[1]]
+        loaded = load_plugin(plugin)
+        return [backend for hook, kind in KINDS.items() for backend in offers(loaded, hook, kind)]
     except SlimeError:
         return []
 
@@ -380,32 +439,89 @@ class Tables:
         Tables().prefixed("sglang_mem_fraction_static") == ("sglang", "mem_fraction_static")
     """
 
-    def __init__(self, plugins: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         from slime_core.plugins.discover import available
 
-        self._names = tuple(dict.fromkeys([*BROUGHT_BY, *(info.name for info in available()), *plugins]))
-        self._plugins = frozenset(plugins)
+        self._installed = frozenset(info.name for info in available())
+        self._plugins: tuple[str, ...] = ()
         self._backends: dict[str, list[Backend]] = {}
-        self._flags: dict[str, tuple[str, Any]] | None = None
+
+    def add(self, plugins: Sequence[str]) -> None:
+        """Note the plugins of a run, by name or file: their backends may have other names than they."""
+        self._plugins = tuple(plugins)
+        self.__dict__.pop("_loaded", None)
+        self.__dict__.pop("_bare", None)
+
+    @cached_property
+    def _loaded(self) -> dict[str, list[Backend]]:
+        """Backends of the run's plugins that have no installed plugin's name."""
+        loaded: dict[str, list[Backend]] = {}
+        for plugin in self._plugins:
+            for backend in brought_by(plugin):
+                if backend.name not in self._installed:
+                    loaded.setdefault(backend.name, []).append(backend)
+        return loaded
 
     def backends(self, name: str) -> list[Backend]:
-        """Those of the plugin of a name."""
+        """Those of the plugin of a name, or those of a run's plugins that have it."""
+        if name not in self._installed:
+            return self._loaded.get(name, [])
         if name not in self._backends:
-            self._backends[name] = brought_by(name) if is_installed(name) else []
+            self._backends[name] = brought_by(name)
         return self._backends[name]
+
+    def names(self) -> list[str]:
+        """All tables; every installed plugin is asked."""
+        return [name for name in (*BROUGHT_BY, *sorted(self._installed), *self._loaded) if self.is_table(name)]
 
     def is_table(self, name: str) -> bool:
         """Whether ``[NAME]`` is a backend's, perhaps of one that is not installed."""
-        return name in BROUGHT_BY or (name in self._names and bool(self.backends(name)))
+        return name in BROUGHT_BY or bool(self.backends(name))
+
+    def fault(self, name: str) -> SlimeError | None:
+        """Why the installed plugin of a name brings nothing; None where it loads, or is not installed."""
+        from slime_core.plugins.load import load_plugin
+
+        try:
+            plugin = load_plugin(name) if name in self._installed else None
+            for hook, kind in KINDS.items() if plugin else ():
+                offers(plugin, hook, kind)  # type: ignore[arg-type]
+        except SlimeError as error:
+            return error
+        return None
+
+    def kind(self, table: str, *keys: str) -> Any:
+        """The type of an option's value, where the table has a model."""
+        for backend in self.backends(table):
+            if backend.name == table and backend.section is not None and len(keys) == 1:
+                field = backend.section.model_fields.get(keys[0])
+                return field.annotation if field else Any
+        return Any
 
     def prefixed(self, flag: str) -> tuple[str, ...] | None:
         """Table, inner table if any, and key of ``NAME_KEY``; None for any other flag."""
-        for name in self._names:
+        for name in dict.fromkeys((*BROUGHT_BY, *sorted(self._installed), *self._loaded)):
             if flag.startswith(f"{name}_") and self.is_table(name) and name not in self.bare_tables():
                 rest = flag.removeprefix(f"{name}_")
                 inner = next((t for b in self.backends(name) for t in b.tables if rest.startswith(f"{t}_")), "")
                 return (name, inner, rest.removeprefix(f"{inner}_")) if inner else (name, rest)
         return None
+
+    def misspelt(self, flag: str) -> tuple[str, str]:
+        """Why ``NAME_KEY`` is no option, and what to do: its plugin does not load, or NAME is nearly a table's."""
+        for name in sorted(self._installed):
+            if flag.startswith(f"{name}_") and (error := self.fault(name)):
+                return f"plugin '{name}' does not load: {error.what}", error.fix
+        for name in self.names() if "_" in flag else ():
+            words = flag.split("_")
+            size = name.count("_") + 1
+            head, rest = "_".join(words[:size]), words[size:]
+            if rest and nearest(head, [name]):
+                return (
+                    f"no backend has a table [{head}]",
+                    f"did you mean --{'-'.join([name, *rest]).replace('_', '-')}?",
+                )
+        return "", ""
 
     def bare_tables(self) -> set[str]:
         """Tables whose keys are flags by themselves."""
@@ -413,13 +529,14 @@ class Tables:
 
     def bare(self) -> dict[str, tuple[str, Any]]:
         """Keys that are flags by themselves: the table and the type of the value of each."""
-        if self._flags is None:
-            self._flags = {
-                key: (backend.name, kind)
-                for name in self._names
-                if name in BROUGHT_BY or name in self._plugins
-                for backend in self.backends(name)
-                if backend.flags is not None
-                for key, kind in backend.flags().items()
-            }
-        return self._flags
+        return self._bare
+
+    @cached_property
+    def _bare(self) -> dict[str, tuple[str, Any]]:
+        return {
+            key: (backend.name, kind)
+            for name in dict.fromkeys((*BROUGHT_BY, *self._plugins, *self._loaded))
+            for backend in self.backends(name)
+            if backend.flags is not None
+            for key, kind in backend.flags().items()
+        }

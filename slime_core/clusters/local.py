@@ -8,8 +8,11 @@ before the trainer, which then finds the memory that they leave.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from slime_core.backends import EngineStart, engine_of, trainer_of
@@ -25,6 +28,7 @@ from slime_core.clusters.turns import FreeTurns, QuietTurns, gives_memory, serve
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
+from slime_core.notices import NOTICES
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.checks import open_model
@@ -139,17 +143,45 @@ async def _trainer(
 async def local_serving(config: Config) -> AsyncIterator[Serving]:
     """An engine alone, with the folder's weights."""
     folder = open_folder(config)
-    if (serve := engine_of(config).serve) is not None:
-        async with serve(config, folder) as serving:
-            yield serving
-        return
     async with AsyncExitStack() as stack:
+        if (start := engine_of(config).start) is not None:
+            run_dir = Path(stack.enter_context(TemporaryDirectory(prefix="slime-eval-")))
+            served = await stack.enter_async_context(start(serving_start(config, folder, run_dir)))
+            if folder.init_weights == "random":
+                weights = {"folder": str(await asyncio.to_thread(_drawn, config, folder, run_dir / "drawn"))}
+                await served.engine.load(WeightUpdate(version=0, epoch=0, transport="disk", handle=weights))
+            yield Serving(
+                engines=served.engine,
+                tokenizer=folder.tokenizer(),
+                vocab_size=folder.vocab_size,
+                roles=served.roles,
+            )
+            return
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
         engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         model = await thread.run(folder.build_model, dtype="float32", seed=config.seed)
         await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
         yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
+
+
+def serving_start(config: Config, folder: ModelFolder, run_dir: Path) -> EngineStart:
+    """What servers are started with for evaluation alone; logs go into a folder that is removed at the end."""
+    return EngineStart(
+        config=config,
+        folder=folder,
+        run_dir=run_dir,
+        epoch=0,
+        note=lambda text: NOTICES.say(text, text),
+        fixed=folder.init_weights != "random",
+    )
+
+
+def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
+    """A folder of the weights that are drawn from the seed."""
+    model: Any = folder.build_model("float32", seed=config.seed)
+    model.save_pretrained(str(path))
+    return path
 
 
 def teacher_of(config: Config) -> str:

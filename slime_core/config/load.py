@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.backends import BROUGHT_BY, Tables
+from slime_core.backends import BRINGS, Tables
 from slime_core.config import evaluation_file, rules
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.options import ModelsOf, check_options, plain_options
@@ -94,7 +94,9 @@ def read(
             fix="write keys as --key VALUE or section.key=VALUE",
         )
     base = file.path.parent if file.path is not None else Path.cwd()
-    options = models(plugin_names(file.data, words, base)) if models is not None else {}
+    plugins = plugin_names(file.data, words, base)
+    words.tables.add(plugins)
+    options = models(plugins) if models is not None else {}
     data, origins = _merge(file, words, options)
     config = _validate(data, origins, options, words.tables)
     parts = _stages(config, origins, options)
@@ -106,7 +108,7 @@ def read(
             for name in config.tables
             for backend in words.tables.backends(name)
             if backend.name == name
-            for problem in backend.problems(config, origins)
+            for problem in (*rules.section(backend, config), *backend.problems(config, origins))
         ]
         raise_all(problems)
     return Loaded(
@@ -161,10 +163,10 @@ def _apply(
     else:
         for table in staged:
             _forget(table, path)
-    inside = [table for backend in backends.backends(str(path[0])) for table in backend.tables]
-    if path[0] not in Config.model_fields and all(part in inside for part in path[1:-1]):
-        inner = _get(data, path[:-1])
-        _forget_spellings(inner, str(path[-1]))
+    if path[0] not in Config.model_fields:
+        inside = [table for backend in backends.backends(str(path[0])) for table in backend.tables]
+        if all(part in inside for part in path[1:-1]):
+            _forget_spellings(_get(data, path[:-1]), str(path[-1]))
     single: dict[str, Any] = {}
     _set(single, path, value)
     _set(data, path, _get(absolute_paths(single, Path.cwd(), options), path))
@@ -241,9 +243,7 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
     if isinstance(tables, dict) and filled:
         data = {**data, "plugin": {**tables, **filled}}
     problems += [
-        unknown((key,), [*Config.model_fields, *BROUGHT_BY])
-        for key in data
-        if key not in Config.model_fields and not backends.is_table(key)
+        _no_table(key, backends) for key in data if key not in Config.model_fields and not backends.is_table(key)
     ]
     config = check_config(
         {key: value for key, value in data.items() if not any(p.keys == ((key,),) for p in problems)}
@@ -252,6 +252,20 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
         problems += config if isinstance(config, list) else []
         raise error_of([origins.place(problem) for problem in problems])
     return config
+
+
+def _no_table(key: str, backends: Tables) -> Problem:
+    """What is wrong with a key or table at the top that nobody has."""
+    if error := backends.fault(key):
+        return Problem(
+            code="CFG01",
+            what=f"nobody reads [{key}]: plugin '{key}' does not load",
+            keys=((key,),),
+            why=error.what,
+            fix=error.fix,
+        )
+    problem = unknown((key,), [*Config.model_fields, *backends.names()])
+    return replace(problem, fix=f"{problem.fix}\na backend's table: {BRINGS}")
 
 
 def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Config, Origins]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from slime_core.config.problems import Origins, Problem, raise_all
+from slime_core.config.problems import KeyPath, Origins, Problem, raise_all
 from slime_core.config.recipe import not_finite
 from slime_core.config.validate import problems_of, unknown
 
@@ -36,7 +36,13 @@ def check_options(
     name: str, model: type[BaseModel] | None, table: Mapping[str, Any]
 ) -> BaseModel | list[Problem] | None:
     """The filled model, None where the plugin has no options, or every problem of the table."""
-    prefix = ("plugin", name)
+    return check_table(("plugin", name), model, table)
+
+
+def check_table(
+    prefix: KeyPath, model: type[BaseModel] | None, table: Mapping[str, Any]
+) -> BaseModel | list[Problem] | None:
+    """:func:`check_options` of the table that stands at ``prefix``."""
     known = list(model.model_fields) if model is not None else []
     open_table = model is not None and model.model_config.get("extra") == "allow"
     problems = [unknown((*prefix, key), known) for key in table if key not in known and not open_table]

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime_core.backends import chosen, cluster_of, engine_of, implied, trainer_of
+from slime_core.backends import (
+    BROUGHT_BY,
+    Backend,
+    chosen,
+    cluster_of,
+    engine_of,
+    implied,
+    install,
+    trainer_of,
+    unread,
+)
 from slime_core.config import (
     algorithm_rules,
     debug_rules,
@@ -13,6 +23,7 @@ from slime_core.config import (
     sampling_rules,
     server_rules,
 )
+from slime_core.config.options import check_table
 from slime_core.config.paths import plugin_name
 from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError
@@ -25,8 +36,8 @@ SFT = "sft_loss"
 
 def conflicts(config: Config) -> list[Problem]:
     """Everything in one resolved stage that cannot hold together."""
-    if missing := [*_missing(config)]:
-        return missing
+    if problems := [*_backends(config)]:
+        return problems
     return [
         *_batches(config),
         *_lengths(config),
@@ -239,10 +250,22 @@ def _tasks(config: Config) -> Iterator[Problem]:
         )
 
 
-def _missing(config: Config) -> Iterator[Problem]:
-    """Backends, and plugins that keys need, that cannot be had."""
+def _backends(config: Config) -> Iterator[Problem]:
+    """Backends, and plugins that keys need, that cannot be had; tables of those that nobody has."""
     for find in (engine_of, trainer_of, cluster_of, implied):
         try:
-            find(config)
+            backend = find(config)
+            yield from section(backend, config) if isinstance(backend, Backend) else ()
         except ConfigError as error:
             yield conflict(error.what, [error.where], why=error.why, fix=error.fix)
+    for name in unread(config):
+        what = f"nobody reads [{name}]: {BROUGHT_BY[name]}, whose table it is, is not installed here"
+        yield conflict(what, [name], fix=f"{install(name)}   or leave [{name}] out")
+
+
+def section(backend: Backend, config: Config) -> list[Problem]:
+    """What is wrong with ``[NAME]`` by its own model."""
+    if backend.section is None:
+        return []
+    problems = check_table((backend.name,), backend.section, config.table(backend.name))
+    return problems if isinstance(problems, list) else []

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.backends import BROUGHT_BY, Tables
+from slime_core.backends import Tables
 from slime_core.config.absent import absent
 from slime_core.config.fields import Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
@@ -244,8 +244,8 @@ def _locate(
     if head == "stage" and len(parts) == 3:
         return ("stage", parts[1], last), keys[last].info.annotation if last in keys else Any
     if head not in SECTIONS and tables.is_table(head):
-        return (head, *parts[1:]), Any
-    near = nearest(head, [*SECTIONS, *BROUGHT_BY, "plugin", "stage"])
+        return (head, *parts[1:]), tables.kind(head, *parts[1:])
+    near = nearest(head, [*SECTIONS, *tables.names(), "plugin", "stage"])
     return Problem(
         code="CFG01",
         what=f"unknown key '{word.name}'",
@@ -261,6 +261,8 @@ def _bare(
     if name in keys:
         key = keys[name]
         return ((key.section, name) if key.section else (name,)), key.info.annotation
+    if option := tables.prefixed(name) if word.shown.startswith("--") else None:
+        return option, tables.kind(*option)
     found: list[tuple[KeyPath, Any]] = [
         (("plugin", plugin, name), model.model_fields[name].annotation)
         for plugin, model in models.items()
@@ -290,14 +292,14 @@ def _bare(
         keys[known].path if known in keys else options.get(known) or f"{bare[known][0] if near else ''}.{known}"
     )
     flag = f"--{known.replace('_', '-')}"
+    why, fix = tables.misspelt(name)
+    fix = f"did you mean {flag}? ({full_name})" if near else fix
     return Problem(
         code="CFG01",
         what=f"unknown key '{name}'",
         where=place,
-        why=absent(name) or "no core key, option of a named plugin or of a trainer has this name",
-        fix="\n".join(
-            filter(None, [f"did you mean {flag}? ({full_name})" if near else "", "all keys: slime config keys"])
-        ),
+        why=absent(name) or why or "no core key, option of a named plugin or of a trainer has this name",
+        fix="\n".join(filter(None, [fix, "all keys: slime config keys"])),
     )
 
 

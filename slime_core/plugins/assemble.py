@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import implied
+from slime_core.backends import check_names, implied
 from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.facade import Plugins
@@ -43,6 +43,7 @@ def load_plugins(config: Config) -> Plugins:
                 where="plugins",
                 fix="rename the file, or load one of the two",
             )
+    check_names(loaded.values())
     strangers = [name for name in config.plugin if name not in loaded]
     if strangers:
         raise ConfigError(

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import slime_core
 from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, Served
-from slime_core.protocols import Check, CheckResult, Serving
+from slime_core.protocols import Check, CheckResult
 
 if TYPE_CHECKING:
     from slime_core.config.problems import Problem
     from slime_core.config.schema import Config
-    from slime_core.weights.folder import ModelFolder
 
 
 @slime_core.hookimpl
@@ -30,7 +29,6 @@ def slime_engine() -> list[EngineBackend]:
             notices=rules.notices,
             plan=_plan,
             start=_start,
-            serve=_serve,
             gpus=_gpus,
             count=rules.count,
             spreads=rules.spreads,
@@ -83,12 +81,6 @@ def _start(start: EngineStart) -> AbstractAsyncContextManager[Served]:
     from slime_sglang.start import sglang_engines
 
     return sglang_engines(start)
-
-
-def _serve(config: Config, folder: ModelFolder) -> AbstractAsyncContextManager[Serving]:
-    from slime_sglang.start import sglang_serving
-
-    return sglang_serving(config, folder)
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:

@@ -14,18 +14,14 @@ from collections.abc import AsyncIterator, Iterator, MutableMapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from slime_core.backends import EngineStart, Served
 from slime_core.clusters import nccl
 from slime_core.clusters.embedded import context_len
 from slime_core.clusters.host import LOOPBACK, LocalSites
 from slime_core.errors import EngineError
-from slime_core.notices import NOTICES
 from slime_core.plugins.locate import locate
-from slime_core.protocols import Serving
-from slime_core.types import WeightUpdate
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
 from slime_sglang.engine import Settings, SglangEngine
@@ -95,41 +91,11 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
         yield Served(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
 
 
-@asynccontextmanager
-async def sglang_serving(config: Config, folder: ModelFolder) -> AsyncIterator[Serving]:
-    """The policy's servers alone, with the folder's weights; logs go into a folder that is removed at the end."""
-    with TemporaryDirectory(prefix="slime-eval-") as name:
-        run_dir, drawn = Path(name), folder.init_weights == "random"
-        start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=0, note=_say, fixed=not drawn)
-        async with sglang_engines(start) as served:
-            if drawn:
-                weights = await asyncio.to_thread(_drawn, config, folder, run_dir / "drawn")
-                handle = {"folder": str(weights)}
-                await served.engine.load(WeightUpdate(version=0, epoch=0, transport="disk", handle=handle))
-            yield Serving(
-                engines=served.engine,
-                tokenizer=folder.tokenizer(),
-                vocab_size=folder.vocab_size,
-                roles=served.roles,
-            )
-
-
 def agree(config: Config, environment: MutableMapping[str, str]) -> None:
     """Settle how NCCL shares memory, here and in what is started; where GPUs are shared nothing goes by NCCL."""
     if config.cluster.device == "cuda" and not config.cluster.colocate:
         options = {name.replace("-", "_"): value for name, value in config.table("sglang").items()}
         nccl.agree(environment, symmetric=bool(options.get("enable_symm_mem")))
-
-
-def _say(text: str) -> None:
-    NOTICES.say(text, text)
-
-
-def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
-    """A folder of the weights that are drawn from the seed."""
-    model: Any = folder.build_model("float32", seed=config.seed)
-    model.save_pretrained(str(path))
-    return path
 
 
 async def _start(servers: Sequence[Server], timeout: float) -> None:
