@@ -39,7 +39,8 @@ BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "sl
 CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
 """Words of `slime convert` that trainers of slime's own repository bring."""
 BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
-PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer"}
+COMPAT = "compat"  # the plugin that functions by path need where they ask for slime's modules or servers
+PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer", COMPAT: "slime-compat"}
 """Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 KEYS = {
     "slime_engine": "rollout.rollout_engine",

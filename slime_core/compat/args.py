@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime_core.backends import engine_of
+from slime_core.backends import COMPAT, engine_of, is_installed
 from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.config.slots import rollout_slots
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slime_core.context import Context
 
 LOOPBACK = "127.0.0.1"
+ADDRESS = ("sglang_router_ip", "sglang_router_port")
 _NONE_FOR_ZERO = ("rollout_max_context_len", "rollout_max_prompt_len", "global_batch_size", "lr_decay_iters")
 _FOLLOWS = {  # evaluation keys that fall back on training's where they are 0
     "eval_max_response_len": "rollout_max_response_len",
@@ -169,9 +170,10 @@ class Args:
 
     def __getattr__(self, name: str) -> Any:
         if name == "sglang_router_ip":
+            self._session.server()
             return LOOPBACK
         if name == "sglang_router_port":
-            return self._session.port(self._ctx)
+            return self._session.server().port(self._ctx)
         if name.startswith("__") or name not in self._values:
             hint = nearest(name, tuple(self._values))
             raise AttributeError(f"args has no '{name}'; {hint + ' ' if hint else ''}all keys: slime config keys")
@@ -183,13 +185,13 @@ class Args:
     __delattr__ = None  # type: ignore[assignment]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._values or name in ("sglang_router_ip", "sglang_router_port")
+        return name in self._values or name in ADDRESS
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def __copy__(self) -> Changeable:
-        address = {"sglang_router_ip": LOOPBACK, "sglang_router_port": self._session.port(self._ctx)}
+        address = {name: getattr(self, name) for name in ADDRESS} if is_installed(COMPAT) else {}
         return Changeable(**self._values, **address, _session=self._session, _ctx=self._ctx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Changeable:
@@ -198,6 +200,11 @@ class Args:
 
 class Changeable(SimpleNamespace):
     """A copy of `Args` that a function may change, and copy again; all copies lead to the same run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ADDRESS:  # not in a copy where slime-compat is not installed
+            self._session.server()
+        raise AttributeError(f"args has no '{name}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Changeable:
         shared = {id(one): one for one in (self._session, self._ctx)}

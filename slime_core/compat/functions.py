@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from slime_core.compat import listeners, owners, rollouts, shapes
-from slime_core.compat.finder import Finder, refuse_real
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.errors import SlimeError
 from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
+from slime_core.plugins.compat import Modules, slime_modules
 from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.protocols import Estimator, Loss
@@ -54,7 +54,7 @@ class Functions:
     def __init__(self) -> None:
         self._session = Session()
         self._threads = HookThreads()
-        self._finder: Finder | None = None
+        self._modules: Modules | None = None
         self._located: dict[tuple[str, str], Function] = {}
         self._guards: dict[tuple[str, str], Function] = {}
         self._answers: dict[tuple[str, str, str], Answer] = {}
@@ -169,9 +169,9 @@ class Functions:
         """Take the import finder and the servers away again."""
         self._session.close()
         self._step.clear()
-        if self._finder is not None:
-            self._finder.remove()
-            self._finder = None
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
 
     def _note(self, config: Config) -> None:
         if not any(known is config for known in self._configs):
@@ -196,10 +196,10 @@ class Functions:
     def _locate(self, key: str, path: str, hook: str = "") -> Function:
         """The function at ``path``, checked against the signature that slime gives it, or the ``hook``'s own."""
         if (key, path) not in self._located:
-            if self._finder is None:
-                self._finder = Finder.install()
+            if self._modules is None:
+                self._modules = slime_modules(key)
             fn: Function = locate(path, key)
-            refuse_real(key, path, self._finder)
+            self._modules.check(key, path)
             self._check(fn, key, path, hook)
             self._located[key, path] = fn
             self._files |= {file} if (file := source_file(fn)) else set()

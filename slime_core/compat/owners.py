@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat import sglang, shapes
+from slime_core.compat import shapes
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import Session
 from slime_core.plugins.boundary import HookThreads, together
-from slime_core.types import Group, Sample as CoreSample, Status
+from slime_core.types import Group, Sample as CoreSample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from slime_core.context import Context
@@ -33,6 +33,22 @@ def _with_text(sample: Sample, ctx: Context) -> Sample:
             sample.prompt, tokenize=False, add_generation_prompt=True, **kwargs
         )
     return sample
+
+
+def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """The ``sampling_params`` that slime hands to a generate function."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "max_new_tokens": params.max_new_tokens,
+        "stop": list(params.stop) or None,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": seed,
+    }
 
 
 def reward(fn: Function, session: Session, *, group_rm: bool) -> Function:
@@ -123,7 +139,7 @@ def generate(fn: Function, session: Session, threads: HookThreads) -> Function:
         served = ctx.engine.version
         with session.call(sample, ctx) as call:
             offered = shapes.accepted(fn, {"evaluation": ctx.evaluation}) if shapes.takes(fn, "evaluation") else {}
-            arguments = (session.args(ctx.config, ctx), sample, sglang.to_dict(ctx.sampling, call.seed))
+            arguments = (session.args(ctx.config, ctx), sample, sampling_params(ctx.sampling, call.seed))
             if inspect.iscoroutinefunction(fn):
                 made = await fn(*arguments, **offered)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,13 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat import sglang
 from slime_core.compat.args import Args, flat
 from slime_core.errors import SlimeError
-from slime_core.plugins.boundary import HOOK_LOOP
-from slime_core.plugins.loopback import HttpError, LoopbackServer, Request, require_token
+from slime_core.plugins.compat import Server, compat
 from slime_core.seeds import seed_of
-from slime_core.types import GenerateRequest
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -41,21 +37,15 @@ class Call:
 
 
 class Session:
-    """One a run. Its server starts when a function first reads the address, and closes with the run.
+    """One a run. Its server starts when a function first reads the address, and closes with the run."""
 
-    With a ``token`` the server requires it; slime's own functions could not send one.
-    """
-
-    def __init__(self, token: str = "") -> None:
-        self.token = token
+    def __init__(self) -> None:
         self.plugins: Plugins | None = None
         self.state: Any = None  # slime's GenerateState, made when first asked for
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
         self._calls: dict[int, Call] = {}
-        self._unknown: Counter[int] = Counter()
-        self._server: tuple[LoopbackServer, Context] | None = None
+        self._server: Server | None = None
         self._lock = threading.Lock()
-        self._served = 0
 
     def args(self, config: Config, ctx: Context | None = None) -> Args:
         """slime's ``args`` for this config."""
@@ -82,118 +72,20 @@ class Session:
         finally:
             del self._calls[call.seed]
 
-    def port(self, ctx: Context | None) -> int | None:
-        """The server's port; starts it, unless there is no engine here."""
-        if ctx is None or ctx.engine is None:
-            return None
+    def server(self) -> Server:
+        """The server of /generate, which starts when its port is first asked for.
+
+        Raises:
+            PluginError: PLG51 slime-compat is not installed.
+        """
         with self._lock:
-            if self._server is not None and (self._server[1].engine is not ctx.engine or self._server[0].orphaned):
-                self._server[0].close()
-                self._server = None
             if self._server is None:
-                routes = dict.fromkeys(("POST /generate", "PUT /generate"), self._handle)
-                self._server = (LoopbackServer(routes, _engine_loop(), require_token(self.token)), ctx)
-            return self._server[0].port
+                self._server = compat("args.sglang_router_ip").server(self._calls)
+            return self._server
 
     def close(self) -> None:
         """Close the server."""
         with self._lock:
             if self._server is not None:
-                self._server[0].close()
+                self._server.close()
             self._server = None
-
-    async def _handle(self, request: Request) -> Any:
-        """Answer one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of answers."""
-        payload = request.payload
-        if payload.get("stream"):
-            raise HttpError(400, "stream is not supported; leave it out")
-        ids, text = payload.get("input_ids"), payload.get("text")
-        if (ids is None) == (text is None):
-            raise HttpError(400, "send one of text and input_ids")
-        given_prompt: Any = text if ids is None else ids
-        many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
-        prompts = [self._tokens(one, text is not None) for one in (given_prompt if many else [given_prompt])]
-        given = payload.get("sampling_params") or {}
-        params = given if isinstance(given, list) else [given] * len(prompts)
-        answers = await asyncio.gather(
-            *(self._one(tokens, each, payload) for tokens, each in zip(prompts, params, strict=True))
-        )
-        return answers if many else answers[0]
-
-    def _tokens(self, prompt: Any, is_text: bool) -> list[int]:
-        ctx = self._context()
-        if is_text and isinstance(prompt, str):
-            return [int(token) for token in ctx.tokenizer.encode(prompt, add_special_tokens=False)]
-        if not is_text and isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
-            return prompt
-        raise HttpError(400, "a prompt is a text or a list of token ids")
-
-    async def _one(self, tokens: list[int], given: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
-        ctx = self._context()
-        engine: Any = ctx.engine
-        call = self._calls.get(given.get("sampling_seed", -1))
-        params = sglang.from_dict(given)
-        try:
-            if params.max_new_tokens == 0:
-                return await self._scored(tokens, payload)
-            request = GenerateRequest(
-                id=f"door/{self._number()}", tokens=tokens, params=params, seed=self._seed(tokens, given, call)
-            )
-            done = await engine.generate(request)
-        except SlimeError as error:
-            if call is not None:
-                call.error = error
-            raise
-        if call is not None:
-            call.note(done.versions)
-        text = done.text
-        if given.get("no_stop_trim"):
-            text = ctx.tokenizer.decode(done.tokens, skip_special_tokens=bool(given.get("skip_special_tokens", True)))
-        wanted = bool(payload.get("return_logprob"))
-        return sglang.answer(done, len(tokens), text, log_probs=wanted, version=engine.version)
-
-    async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> dict[str, Any]:
-        """No new tokens: the log-probs of the prompt itself, as a teacher is asked for."""
-        engine: Any = self._context().engine
-        start = max(1, int(payload.get("logprob_start_len", 0)))
-        values = await engine.score(tokens, start) if start < len(tokens) else []
-        scored = [None, *map(float, values)] if start == 1 else list(map(float, values))
-        meta = {
-            "id": f"door/{self._number()}",
-            "finish_reason": {"type": "length", "length": 0},
-            "prompt_tokens": len(tokens),
-            "completion_tokens": 0,
-            "weight_version": str(engine.version),
-            "output_token_logprobs": [],
-            "input_token_logprobs": sglang.entries(tokens[len(tokens) - len(scored) :], scored),
-        }
-        return {"text": "", "output_ids": [], "meta_info": meta}
-
-    def _seed(self, tokens: Sequence[int], given: dict[str, Any], call: Call | None) -> int:
-        """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""
-        if call is None and given.get("sampling_seed") is not None:
-            return int(given["sampling_seed"])
-        seed = call.seed if call else seed_of(self._context().config.seed, "door")
-        asked = call.asked if call else self._unknown
-        key = seed_of(seed, *tokens)
-        asked[key] += 1
-        repeat = asked[key] - 1
-        if call is None:
-            return seed_of(key, "again", repeat)
-        return seed if repeat == 0 else seed_of(seed, "again", repeat)
-
-    def _number(self) -> int:
-        self._served += 1
-        return self._served
-
-    def _context(self) -> Context:
-        if self._server is None:
-            raise HttpError(503, "the run has ended")
-        return self._server[1]
-
-
-def _engine_loop() -> asyncio.AbstractEventLoop:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return HOOK_LOOP.get()

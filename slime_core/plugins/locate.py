@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime_core.backends import COMPAT, install, is_installed
 from slime_core.errors import PluginError, nearest
 from slime_core.plugins.files import add_to_path, import_file
 
@@ -98,6 +99,8 @@ def _from_module(name: str, path: str, key: str) -> ModuleType:
 
 def _missing_fix(module: str) -> str:
     top = module.partition(".")[0]
+    if top == "slime" and not is_installed(COMPAT):
+        return install(COMPAT)
     if top == "slime":
         return "import only what is served (docs/compat.md lists it), or copy what is missing into the function's file"
     if top in FOLDERS:

@@ -237,3 +237,40 @@ def test_a_sync_generate_function_runs_beside_the_loop(by, connect, make_group):
     samples = asyncio.run(plugins.generate(make_group(), ctx)).samples
     assert [s.metadata["main"] for s in samples] == [False, False]
     assert all(s.status == "completed" for s in samples)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nothing but the core is installed."""
+    monkeypatch.setattr("slime_core.plugins.discover.available", list)
+
+
+INSTALL = "pip install -e plugins/slime_compat"
+
+
+def test_a_function_that_imports_slime_names_the_package_that_serves_it(alone, by):
+    with pytest.raises(PluginError, match=r"module 'slime' is missing") as caught:
+        load_plugins(by("from slime.utils.types import Sample\ndef fn(sample): return 1", custom_rm_path=True))
+    assert caught.value.code == "PLG50"
+    assert caught.value.fix.startswith(INSTALL)
+
+
+def test_a_function_that_imports_slime_when_it_is_called_names_it_too(alone, by, connect, make_group):
+    plugins, ctx = connect(by("def fn(sample):\n    import slime.utils\n    return 1", custom_rm_path=True))
+    with pytest.raises(PluginError, match=f"slime-compat serves slime, and is not installed here: {INSTALL}"):
+        asyncio.run(plugins.reward(make_group(), ctx))
+
+
+@pytest.mark.parametrize("read", ["args.sglang_router_ip", "args.sglang_router_port", "copy(args).sglang_router_ip"])
+def test_a_function_that_reads_the_engines_address_names_it_too(alone, by, connect, make_group, read):
+    source = f"from copy import copy\nasync def fn(args, sample, **kwargs):\n    return {read} and 1"
+    plugins, ctx = connect(by(source, custom_rm_path=True))
+    with pytest.raises(PluginError, match=r"args\.sglang_router_ip needs slime-compat") as caught:
+        asyncio.run(plugins.reward(make_group(), ctx))
+    assert caught.value.fix.startswith(INSTALL)
+
+
+def test_any_other_function_runs_without_the_package(alone, by, connect, make_group):
+    source = "from copy import copy\nasync def fn(args, sample, **kwargs):\n    return copy(args).lr"
+    plugins, ctx = connect(by(source, custom_rm_path=True))
+    assert {reward.value for reward in asyncio.run(plugins.reward(make_group(), ctx))} == {Config().train.lr}

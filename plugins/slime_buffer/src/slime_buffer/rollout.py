@@ -14,8 +14,9 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slime_core.compat.session import Session
+from slime_buffer.rules import KEY
 from slime_core.errors import ConfigError
+from slime_core.plugins.compat import Server, compat
 from slime_core.plugins.elsewhere import INFRA
 from slime_core.seeds import seed_of
 from slime_core.types import Group, Sample, Status
@@ -34,7 +35,8 @@ class BufferRollout:
     """The run's side of a rollout buffer; nothing is opened before the first group."""
 
     def __init__(self) -> None:
-        self._door = Session(token=secrets.token_urlsafe(32))
+        self._token = secrets.token_urlsafe(32)
+        self._door: Server | None = None
         self._exchange: tuple[asyncio.AbstractEventLoop, str, Exchange] | None = None
 
     async def generate(self, group: Group, ctx: Context) -> Group:
@@ -48,7 +50,8 @@ class BufferRollout:
         if self._exchange is not None:
             exchange, self._exchange = self._exchange[2], None
             await exchange.close()
-        self._door.close()
+        if self._door is not None:
+            self._door.close()
 
     def _of(self, ctx: Context) -> Exchange:
         from slime_buffer.exchange import Exchange, run_name
@@ -64,8 +67,10 @@ class BufferRollout:
     def _engine(self, ctx: Context) -> models.EngineDoor | None:
         from slime_buffer.service import models
 
+        if self._door is None:
+            self._door = compat(KEY).server({}, self._token)
         port = self._door.port(ctx)
-        return None if port is None else models.EngineDoor(url=f"http://127.0.0.1:{port}", token=self._door.token)
+        return None if port is None else models.EngineDoor(url=f"http://127.0.0.1:{port}", token=self._token)
 
 
 def token_of(config: Config) -> str:

@@ -15,7 +15,7 @@ from typing import Self
 
 from slime_core.errors import PluginError
 
-HERE = "slime_core.compat.served"
+HERE = "slime_compat.served"
 SERVED = {  # slime's module -> ours; empty: a package with nothing of its own
     "slime": "",
     "slime.utils": "",
@@ -54,6 +54,22 @@ class Finder(MetaPathFinder, Loader):
             for name in [n for n, m in sys.modules.items() if n in SERVED and _is_served(m)]:
                 del sys.modules[name]
 
+    def check(self, key: str, path: str) -> None:
+        """Refuse a function that imported a real slime: its Sample is not the one that such functions are handed.
+
+        Raises:
+            PluginError: PLG50.
+        """
+        module = sys.modules.get("slime")
+        if self not in sys.meta_path and module is not None and not _is_served(module):
+            raise PluginError(
+                f"{key} = '{path}' imported the package slime that is installed at {module.__file__}",
+                code="PLG50",
+                where=key,
+                why="slime_compat serves slime.utils and slime.rollout itself, and two cannot stand side by side",
+                fix="pip uninstall slime   (or take its folder off PYTHONPATH)",
+            )
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -72,7 +88,7 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Fill it with the public names of the module behind it."""
         behind = SERVED[module.__name__]
-        module.__doc__ = f"Served by slime_core in place of THUDM/slime's {module.__name__}."
+        module.__doc__ = f"Served by slime_compat in place of THUDM/slime's {module.__name__}."
         if behind:
             source = importlib.import_module(behind)
             vars(module).update({name: getattr(source, name) for name in source.__all__})
@@ -88,20 +104,3 @@ def real_slime() -> str | None:
         return str(module.__file__)
     spec = PathFinder.find_spec("slime")
     return spec.origin if spec is not None and spec.origin else None  # a bare folder has no origin
-
-
-def refuse_real(key: str, path: str, finder: Finder) -> None:
-    """Refuse a function that imported a real slime: its Sample is not the one that such functions are handed.
-
-    Raises:
-        PluginError: PLG50.
-    """
-    module = sys.modules.get("slime")
-    if finder not in sys.meta_path and module is not None and not _is_served(module):
-        raise PluginError(
-            f"{key} = '{path}' imported the package slime that is installed at {module.__file__}",
-            code="PLG50",
-            where=key,
-            why="slime_core serves slime.utils and slime.rollout itself, and two of them cannot stand side by side",
-            fix="pip uninstall slime   (or take its folder off PYTHONPATH)",
-        )

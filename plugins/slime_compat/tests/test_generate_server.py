@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from slime_core.compat.http import HttpStatusError, get, post
+from slime_compat.http import HttpStatusError, get, post
 from slime_core.compat.session import Session
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -157,7 +157,7 @@ def test_the_server_speaks_http_and_keeps_strangers_out(connect, request_, statu
     session = Session()
 
     async def run():
-        port = session.port(ctx)
+        port = session.server().port(ctx)
         try:
             return await asyncio.to_thread(raw, port, request_)
         finally:
@@ -174,7 +174,7 @@ def test_one_connection_may_ask_again_and_again(connect):
     request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
     async def run():
-        port = session.port(ctx)
+        port = session.server().port(ctx)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         answers = []
         for _ in range(3):
@@ -212,8 +212,8 @@ def test_the_server_is_bound_to_the_loopback_alone(connect):
     session = Session()
 
     async def run():
-        session.port(ctx)
-        bound = session._server[0]._socket.getsockname()[0]
+        session.server().port(ctx)
+        bound = session.server()._server[0]._socket.getsockname()[0]
         session.close()
         return bound
 
@@ -221,7 +221,7 @@ def test_the_server_is_bound_to_the_loopback_alone(connect):
 
 
 def test_a_context_without_an_engine_has_no_server():
-    assert Session().port(Context(config=Config())) is None
+    assert Session().server().port(Context(config=Config())) is None
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "generate", "http:///x"])
@@ -250,7 +250,7 @@ def test_the_client_reads_chunked_answers(connect):
 
 @pytest.mark.parametrize(("status", "asked"), [(503, 2), (404, 1)], ids=["the server's fault", "the client's"])
 def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
-    monkeypatch.setattr("slime_core.compat.http.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("slime_compat.http.RETRY_SECONDS", 0.0)
     seen = []
 
     async def run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from slime_core.compat.http import get, post
+from slime_compat.http import get, post
 
 
 def is_port_available(port: int) -> bool:

@@ -22,22 +22,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of SGLang that change nothi
 }
 
 
-def to_dict(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """The ``sampling_params`` that slime hands to a generate function."""
-    return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "max_new_tokens": params.max_new_tokens,
-        "stop": list(params.stop) or None,
-        "stop_token_ids": list(params.stop_token_ids) or None,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-        "sampling_seed": seed,
-    }
-
-
 def from_dict(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams of a payload.
 

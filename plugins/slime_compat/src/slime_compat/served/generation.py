@@ -6,10 +6,10 @@ import asyncio
 import inspect
 from typing import Any
 
-from slime_core.compat import sglang
-from slime_core.compat.http import post
+from slime_compat.http import post
+from slime_compat.served.rewards import async_rm, batched_async_rm
+from slime_core.compat import owners
 from slime_core.compat.sample import FINISH, Sample
-from slime_core.compat.served.rewards import async_rm, batched_async_rm
 from slime_core.plugins.boundary import together
 from slime_core.plugins.locate import locate
 from slime_core.rollout.sampling import training_params
@@ -35,7 +35,7 @@ class GenerateState:
                 raise RuntimeError("GenerateState needs the run's tokenizer; there is none in this hook")
             state.args, state.tokenizer, state.processor = args, ctx.tokenizer, None
             state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-            state.sampling_params = sglang.to_dict(training_params(ctx.config), 0)
+            state.sampling_params = owners.sampling_params(training_params(ctx.config), 0)
             del state.sampling_params["sampling_seed"]
             state.aborted = False
             session.state = state

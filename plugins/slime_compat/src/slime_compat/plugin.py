@@ -1,0 +1,45 @@
+"""The plugin `compat`: what the core asks for where a function by path was written for THUDM/slime.
+
+Functions by path find it by name; no `--plugin` is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from slime_compat.finder import Finder, real_slime
+from slime_core import Check, CheckResult, hookimpl
+
+if TYPE_CHECKING:
+    from slime_compat.server import GenerateServer
+    from slime_core.compat.session import Call
+
+
+class Compat:
+    """See `slime_core.plugins.compat.Compat`."""
+
+    slime_api = 1
+
+    def modules(self) -> Finder:
+        """Serve slime's modules until the finder is removed."""
+        return Finder.install()
+
+    def server(self, calls: Mapping[int, Call], token: str = "") -> GenerateServer:
+        """A `/generate` that starts when its port is first asked for."""
+        from slime_compat.server import GenerateServer
+
+        return GenerateServer(calls, token)
+
+    @hookimpl
+    def slime_checks(self) -> list[Check]:
+        """`compat: modules`."""
+        return [Check(name="modules", run=check_modules)]
+
+
+def check_modules() -> CheckResult:
+    """Whether slime's modules can be served, or a package named slime is in their place."""
+    if place := real_slime():
+        fix = "pip uninstall slime   (or take its folder off PYTHONPATH)"
+        return CheckResult(status="warn", found=f"functions that import slime are refused: {place}", fix=fix)
+    return CheckResult(status="ok", found="functions written for THUDM/slime can import slime.utils and slime.rollout")

@@ -1,0 +1,88 @@
+"""The modules that stand for slime's own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_compat.finder import SERVED, Finder, real_slime
+from slime_core.compat.sample import Sample
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def finder():
+    finder = Finder.install()
+    yield finder
+    finder.remove()
+
+
+@pytest.mark.parametrize("name", [name for name, home in SERVED.items() if home])
+def test_every_served_module_can_be_imported_and_says_where_it_comes_from(finder, name):
+    module = __import__(name, fromlist=["x"])
+    assert "slime_compat" in module.__doc__
+
+
+def test_a_module_that_is_not_served_names_those_that_are(finder):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"slime\.backends of THUDM/slime is not served.*slime\.utils\.types"
+    ):
+        import slime.backends  # noqa: F401
+
+
+def test_two_runs_share_the_modules_until_the_last_is_over(finder):
+    import slime.utils.types
+
+    other = Finder.install()
+    other.remove()
+    assert sys.modules["slime.utils.types"] is slime.utils.types
+    finder.remove()
+    assert "slime.utils.types" not in sys.modules
+
+
+REAL = """
+import sys
+sys.path.insert(0, {folder!r})
+from slime_core.config.schema import Config, RewardSection
+from slime_core.errors import PluginError
+from slime_core.plugins import load_plugins
+try:
+    load_plugins(Config(reward=RewardSection(custom_rm_path={path!r})))
+    print("loaded")
+except PluginError as error:
+    print(error.code, error.fix)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("from slime.utils.types import Sample\ndef fn(sample): return 1\n", "PLG50 pip uninstall slime"),
+        ("def fn(sample): return 1\n", "loaded"),
+    ],
+    ids=["a function that imports it", "a function that does not"],
+)
+def test_a_real_slime_is_not_shadowed_and_its_functions_are_refused(tmp_path, write, source, answer):
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/utils/__init__.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "slime/utils/types.py").write_text("class Sample: pass\n")
+    code = REAL.format(folder=str(tmp_path), path=write(source) + ":fn")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(answer)
+
+
+def test_a_bare_folder_named_slime_is_no_obstacle(tmp_path, monkeypatch, finder):
+    (tmp_path / "slime").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert real_slime() is None
+    from slime.utils.types import Sample as Served
+
+    assert Served is Sample
+
+
+def test_every_served_module_is_on_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "compat.md").read_text()
+    assert all(name.split(".")[2] in page for name in SERVED if name.count(".") >= 2)

@@ -1,1 +1,0 @@
-"""What stands behind the modules of THUDM/slime that functions import; see `slime_core.compat.finder.SERVED`."""
