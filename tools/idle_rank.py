@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.clusters.parent import die_with
+from slime_core.clusters.channel import die_with
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.trainers.portion import Seat
 from slime_core.weights.flops import Flops

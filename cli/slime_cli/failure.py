@@ -121,7 +121,7 @@ def coloured() -> bool:
 
 
 def _told(shown: SlimeError, error: BaseException, session: Session, *, always_saved: bool = False) -> int:
-    from slime_core.config.redact import scrub
+    from slime_core.config.dump import scrub
 
     trace = scrub(shortened("".join(traceback.format_exception(error)), TRACE), session.secrets)
     text = safe_text(scrub(shown.render(), session.secrets))

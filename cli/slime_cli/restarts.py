@@ -186,7 +186,7 @@ class Restarts:
         self._command.become(run_dir, carried, version)
 
     def _say(self, error: SlimeError, run_dir: RunDir, number: int, limit: int) -> None:
-        from slime_core.config.redact import scrub
+        from slime_core.config.dump import scrub
 
         secrets = self._session.secrets
         say(scrub(placed(error, run_dir).render(), secrets))
@@ -208,8 +208,7 @@ def pause(number: int) -> float:
 
 def unsaved(settings: Settings) -> dict[str, str]:
     """Values of the keys that ``config.toml`` does not have because they are secret."""
-    from slime_core.config.dump import redacted
-    from slime_core.config.redact import REDACTED, texts_in
+    from slime_core.config.dump import REDACTED, redacted, texts_in
 
     config = settings.config
     hidden = dict(texts_in(redacted(config, settings.loaded.secrets).model_dump(mode="json")))

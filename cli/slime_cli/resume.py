@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import Session
+from slime_core.config.dump import REDACTED, texts_in
 from slime_core.config.load import Words, stages
-from slime_core.config.redact import REDACTED, texts_in
 from slime_core.config.tokens import Word
 from slime_core.errors import ConfigError, PluginError
 from slime_core.report.rundir import RunDir

@@ -360,8 +360,7 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
     from slime_core import __version__
     from slime_core.clusters.detached import DETACHED
     from slime_core.clusters.machine import machine_facts
-    from slime_core.config.dump import fingerprint, redacted
-    from slime_core.config.redact import redact
+    from slime_core.config.dump import fingerprint, redact, redacted
 
     recipe, plugins, secrets = settings.loaded.recipe, settings.plugins, settings.loaded.secrets
     known = references(recipe, redacted(config, secrets).model_dump(mode="json"))

@@ -42,7 +42,7 @@ def add_terms(estimator: Estimator, advantages: NDArray[Any], batch: Batch, trai
     Raises:
         TrainerError: TRN00 a column that a term reads is missing.
     """
-    from slime_core.algo.whiten import whiten
+    from slime_core.algo.returns import whiten
 
     total = np.asarray(advantages, dtype=np.float64)
     if not estimator.terms:

@@ -3,8 +3,7 @@
 checkpoints/step-12/   trainer/...   state.json   [ledger.sqlite]   MANIFEST.json
 """
 
-from slime_core.checkpoint.manifest import About, Found
-from slime_core.checkpoint.state import check_dtype, check_state
+from slime_core.checkpoint.manifest import About, Found, check_dtype, check_state
 from slime_core.checkpoint.store import Checkpoints
 
 __all__ = ["About", "Checkpoints", "Found", "check_dtype", "check_state"]

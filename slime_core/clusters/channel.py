@@ -7,7 +7,9 @@ RankTrainer, EngineProcess --> Channel --+-- ProcessChannel: a socket pair to a 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_core.clusters.looking import Look, look
-from slime_core.clusters.parent import end_of
 from slime_core.clusters.wire import Frame, decode, receive_frame, send_frame
 
 SILENT = "it wrote nothing into its log"  # why, in the error of a process that ended so
@@ -199,3 +200,39 @@ class ProcessChannel:
 async def start_here(_: int, child: Child) -> Channel:
     """A :data:`Start` of children on this machine."""
     return await ProcessChannel.start(child)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the process ``parent``, which started it, is gone; at once if it is.
+
+    Signals that a terminal or a scheduler sends to all processes of a run are left to the parent: it ends its children
+    when it has written what it needs. The kernel counts the thread that started the child as the parent, so a child is
+    started from a thread that lives as long as the process.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """The same for a process that hears signals itself."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it was gone before the kernel was told
+        os._exit(1)
+
+
+def end_of(code: int) -> str:
+    """A process's exit code as the end of a sentence.
+
+    Example: end_of(-9) == "was killed by SIGKILL"
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

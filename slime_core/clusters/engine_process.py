@@ -20,8 +20,8 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slime_core.clusters.channel import die_with
 from slime_core.clusters.looking import show_stacks
-from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive, send
 from slime_core.errors import EngineError, SlimeError
 from slime_core.types import WeightUpdate

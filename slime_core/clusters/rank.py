@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.backends import trainer_of
+from slime_core.clusters.channel import die_with
 from slime_core.clusters.looking import show_stacks
-from slime_core.clusters.parent import die_with
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError, SlimeError, StorageError, TrainerError

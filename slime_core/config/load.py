@@ -18,12 +18,12 @@ from pydantic import BaseModel
 
 from slime_core.backends import BRINGS, Tables
 from slime_core.config import evaluation_file, rules
+from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.options import ModelsOf, check_options, plain_options
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
 from slime_core.config.problems import KeyPath, Origins, Problem, error_of, raise_all
 from slime_core.config.recipe import Recipe, not_finite, read_recipe
-from slime_core.config.redact import secrets_in
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written

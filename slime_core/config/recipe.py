@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_core.config.dump import REDACTED, is_secret, scrub
 from slime_core.config.positions import key_lines
 from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_all
-from slime_core.config.redact import REDACTED, is_secret, scrub
 from slime_core.config.schema import SCHEMA_VERSION
 from slime_core.errors import ConfigError
 from slime_core.extras import UPDATE

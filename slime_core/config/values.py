@@ -9,9 +9,8 @@ import tomllib
 import typing
 from typing import Any, Literal
 
-from slime_core.config.dump import value_to_toml
+from slime_core.config.dump import REDACTED, is_secret, scrub, value_to_toml
 from slime_core.config.fields import describe, element, is_sequence, unwrap
-from slime_core.config.redact import REDACTED, is_secret, scrub
 from slime_core.errors import ConfigError
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")

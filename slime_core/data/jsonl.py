@@ -11,15 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.data.pinned import BACK, Pin
 from slime_core.data.strict import HINT, converted, parse_line
 from slime_core.errors import DataError
+from slime_core.notices import NOTICES
 
 BLOCK = 4 << 20
 STEP = 1 << 14  # read at once to find a line
@@ -257,3 +258,76 @@ class _Index:
             self._kept = [self.starts()[::2].copy()]
             self._held = len(self._kept[0])
             self.stride *= 2
+
+
+BACK = "put the file back as it was, then: slime run --resume RUN_DIR"
+
+
+class Pin:
+    """The first ``size`` bytes of a file.
+
+    Example:
+        pin = Pin(path, os.fstat(fd), size=1200, digest="9f86...")
+        pin.check()
+    """
+
+    def __init__(self, path: Path, seen: os.stat_result, *, size: int, digest: str) -> None:
+        self.path, self.size, self.digest = path, size, digest
+        self._seen = _key(seen)
+
+    def check(self) -> None:
+        """Look at the file.
+
+        Raises:
+            DataError: DAT37 with the path, what was expected and what was found.
+        """
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise self.lost("is gone", f"found nothing: {error.strerror}") from error
+        if _key(found) == self._seen:
+            return
+        if found.st_size < self.size:
+            raise self.lost("was cut short", f"found {found.st_size} bytes")
+        same_file = self._seen[:2] == _key(found)[:2]
+        if not same_file or found.st_size == self.size:
+            self._compare("was changed" if same_file else "was replaced", found.st_size)
+        if found.st_size > self.size:
+            NOTICES.say(
+                ("appended", str(self.path)),
+                f"{self.path}: {found.st_size - self.size} bytes were appended since it was opened; "
+                f"this run reads the first {self.size} bytes only",
+            )
+        self._seen = _key(found)
+
+    def lost(self, what: str, found: str) -> DataError:
+        """The error of a file that is no longer what it was."""
+        return DataError(
+            f"{self.path.name} {what} during the run",
+            code="DAT37",
+            where=str(self.path),
+            why=f"expected {self.size} bytes, sha256 {self.digest}; {found}",
+            fix=BACK,
+        )
+
+    def _compare(self, what: str, size: int) -> None:
+        try:
+            digest = digest_of(self.path, self.size)
+        except OSError as error:
+            raise self.lost(what, f"it cannot be read: {error.strerror}") from error
+        if digest != self.digest:
+            raise self.lost(what, f"found {size} bytes, sha256 of the first {self.size}: {digest}")
+
+
+def digest_of(path: Path, size: int) -> str:
+    """sha256 of a file's first ``size`` bytes, in hex."""
+    digest = sha256()
+    with path.open("rb", buffering=0) as file:
+        while size > 0 and (block := file.read(min(BLOCK, size))):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+def _key(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

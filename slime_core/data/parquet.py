@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.data.pinned import Pin, digest_of
+from slime_core.data.jsonl import Pin, digest_of
 from slime_core.errors import DataError
 
 MAX_GROUP_BYTES = 1 << 30  # decoded size that a row group's footer may claim

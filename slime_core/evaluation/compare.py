@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.evaluation.figures import passed
 from slime_core.evaluation.questions import Question
 from slime_core.evaluation.record import Evaluation, by_name
-from slime_core.evaluation.statistics import bootstrap_interval, mcnemar, sign_flip
+from slime_core.evaluation.statistics import bootstrap_interval, mcnemar, passed, sign_flip
 
 LEVEL = 0.05
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_core.errors import PluginError
+from slime_core.notices import NOTICES
 from slime_core.plugins.boundary import wrong
-from slime_core.types import Group
+from slime_core.plugins.provider import Answer
+from slime_core.seeds import seed_of
+from slime_core.types import Batch, Columns, Group, Reward
 
 if TYPE_CHECKING:
+    from slime_core.context import Context
     from slime_core.plugins.provider import Answer
 
 T = TypeVar("T")
@@ -44,3 +55,217 @@ def same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> d
             fix="return every group, with the prompt it came with",
         )
     return made
+
+
+MAY_GIVE = ("advantages", "returns")
+
+
+def role_columns(scores: Mapping[str, Columns]) -> Columns:
+    """One column a role, as estimators and losses read it: its log-probs or values; also ``policy_entropy``.
+
+    Example: {"policy": {"log_probs": lp, "entropy": h}} gives {"policy": lp, "policy_entropy": h}
+    """
+    found: Columns = {}
+    for role, columns in scores.items():
+        for name, values in columns.items():
+            found[role if name in ("log_probs", "values") else f"{role}_{name}"] = values
+    return found
+
+
+def checked_columns(answer: Answer, found: Any, batch: Batch) -> Columns:
+    """``advantages`` and perhaps ``returns`` as float32 of R entries.
+
+    Raises:
+        PluginError: PLG57 no ``advantages`` or not numbers, PLG58 not finite (named by sample), PLG59 another length.
+    """
+    about = f"step {batch.version}"
+    if not isinstance(found, Mapping) or "advantages" not in found:
+        have = list(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise wrong(answer, f"returned {have}", about, code="PLG57", fix='return {"advantages": an array of R floats}')
+    columns: Columns = {}
+    for name, values in found.items():
+        column = np.asarray(values) if not isinstance(values, (str, bytes)) else np.asarray(None)
+        if name not in MAY_GIVE or column.dtype.kind not in "fiub":
+            raise wrong(
+                answer,
+                f"returned '{name}' of type {column.dtype}",
+                about,
+                code="PLG57",
+                why=f"an estimator gives {' and '.join(MAY_GIVE)}, arrays of numbers",
+            )
+        if column.shape != batch.loss_mask.shape:
+            raise wrong(
+                answer,
+                f"returned '{name}' of shape {column.shape}, not {batch.loss_mask.shape},",
+                about,
+                code="PLG59",
+                why="one value a response token of the whole step",
+                fix="per_sample[batch.sample_of_token()] spreads values of samples over tokens",
+            )
+        columns[name] = _finite(answer, name, column.astype(np.float32), batch)
+    return columns
+
+
+def _finite(answer: Answer, name: str, column: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+    bad = np.flatnonzero(~np.isfinite(column))
+    if bad.size:
+        sample = int(np.searchsorted(batch.response_offsets, bad[0], side="right")) - 1
+        raise wrong(
+            answer,
+            f"returned '{name}' with {column[bad[0]]} at response token {bad[0] - batch.response_offsets[sample]} "
+            f"of sample '{batch.sample_ids[sample]}' ({bad.size} such values)",
+            f"step {batch.version}",
+            code="PLG58",
+            why="nothing is replaced by 0 silently",
+        )
+    return column
+
+
+ONE_IN = 100  # groups that are judged twice
+LARGEST = 1e30  # above it a reward is a mistake: its square leaves float32 long before
+TYPES = "a float, int, bool, numpy scalar, Reward, or a dict with reward.reward_key"
+
+
+def to_rewards(answer: Answer, value: Any, group: Group, reward_key: str) -> list[Reward]:
+    """One Reward a sample of the group.
+
+    Raises:
+        PluginError: PLG57 a type that is none of the documented, PLG58 not finite or huge, PLG59 another count.
+    """
+    about = f"prompt '{group.id}'"
+    if not isinstance(value, (list, tuple)):
+        raise wrong(
+            answer,
+            f"returned {_kind(value)}, not a list",
+            about,
+            code="PLG57",
+            fix="return a list with one reward a sample",
+        )
+    if len(value) != len(group.samples):
+        raise wrong(
+            answer,
+            f"returned {len(value)} rewards, not {len(group.samples)},",
+            about,
+            code="PLG59",
+            why="one reward a sample, in the order of group.samples",
+        )
+    return [
+        to_reward(answer, item, f"sample '{sample.id}'", reward_key)
+        for item, sample in zip(value, group.samples, strict=True)
+    ]
+
+
+def to_reward(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+    """One Reward from any of the documented types; a dict's other numbers become its terms.
+
+    Raises:
+        PluginError: PLG57 any other type, PLG58 a value that is not finite or above 1e30.
+    """
+    given = value if isinstance(value, Reward) else _coerced(answer, value, about, reward_key)
+    numbers = {name: _float(answer, number, about) for name, number in (("", given.value), *given.terms.items())}
+    for name, number in numbers.items():
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            term = f"'{name}' = " if name else ""
+            raise wrong(
+                answer,
+                f"returned {term}{number}",
+                about,
+                code="PLG58",
+                why=f"a reward is finite and at most {LARGEST:g} in size; nothing is replaced by 0",
+                fix='answer Reward(value=0.0, kind="infra_error", reason=...) where nothing could be judged',
+            )
+    return Reward(value=numbers.pop(""), kind=given.kind, terms=numbers, reason=given.reason)
+
+
+def _float(answer: Answer, value: Any, about: str) -> float:
+    if not _is_number(value):
+        raise _not_a_reward(answer, value, about)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _coerced(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+    if _is_number(value):
+        return Reward(value=value)
+    if isinstance(value, Mapping):
+        if not reward_key or reward_key not in value:
+            named = f"reward.reward_key is '{reward_key}'" if reward_key else "reward.reward_key is not set"
+            keys = [str(key) for key in value]
+            raise wrong(
+                answer,
+                f"returned a dict with keys {keys}, but {named},",
+                about,
+                code="PLG57",
+                fix=f"reward.reward_key={keys[0] if keys else 'NAME'}",
+            )
+        terms = {str(name): number for name, number in value.items() if name != reward_key and _is_number(number)}
+        return Reward(value=value[reward_key], terms=terms)
+    raise _not_a_reward(answer, value, about)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
+
+
+def _not_a_reward(answer: Answer, value: Any, about: str) -> PluginError:
+    tensor = hasattr(value, "item") and hasattr(value, "dtype")
+    return wrong(
+        answer,
+        f"returned {_kind(value)}",
+        about,
+        code="PLG57",
+        why=f"a reward is {TYPES}",
+        fix="call .item() on it" if tensor else "return a number",
+    )
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    shown = f" {text}" if isinstance(value, (str, bytes)) and len(text) <= 40 else ""
+    size = f" of {len(value)}" if isinstance(value, Sequence) and not shown else ""
+    module = type(value).__module__.split(".")[0]
+    name = type(value).__name__ if module in ("builtins", "slime_core") else f"{module} {type(value).__name__}"
+    return f"a {name}{size}{shown}"
+
+
+class Twice:
+    """Judges one group in a hundred twice, with ``report.check_hooks``, and tells where the rewards differ.
+
+    Which ones is a function of seed and position. A reward that differs is told and counted, never an error. In runs
+    whose steps take groups as they finish nothing repeats anyway, and nothing is judged twice.
+    """
+
+    def __init__(self) -> None:
+        self._judged = self._unstable = 0
+
+    def copy(self, group: Group, ctx: Context) -> Group | None:
+        """The group to judge again, before the first reward can change it; None for most."""
+        rollout = ctx.config.rollout
+        free = rollout.max_staleness > 0 and rollout.async_schedule == "free"
+        if not ctx.config.report.check_hooks or ctx.evaluation or free:
+            return None
+        chosen = seed_of(ctx.config.seed, "twice", group.prompt.position) % ONE_IN == 0
+        return copy.deepcopy(group) if chosen else None
+
+    def compare(self, answer: Answer, group: Group, first: Sequence[Reward], second: Sequence[Reward]) -> None:
+        """Note the samples whose rewards are not those of the first time."""
+        self._judged += 1
+        pairs = list(zip(group.samples, first, second, strict=True))
+        differ = [(s.id, a, b) for s, a, b in pairs if (a.value, a.kind, a.terms) != (b.value, b.kind, b.terms)]
+        self._unstable += len(differ)
+        if differ:
+            name, a, b = differ[0]
+            NOTICES.say(
+                ("twice", group.id),
+                f"{answer.provider.name}.{answer.hook} judged {', '.join(name for name, _, _ in differ)} twice and "
+                f"did not say the same: {name} had {a.value:g}, then {b.value:g}; such a run does not repeat",
+            )
+
+    def pop(self) -> dict[str, float]:
+        """Figures since the last call."""
+        judged, unstable, self._judged, self._unstable = self._judged, self._unstable, 0, 0
+        return {"reward/judged_twice": float(judged), "reward/unstable": float(unstable)} if judged else {}

@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem
 from slime_core.errors import PluginError
-from slime_core.plugins.answers import expect, same_groups
+from slime_core.plugins.answers import Twice, checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
-from slime_core.plugins.bridges import find_bridge
-from slime_core.plugins.columns import checked_columns, role_columns
-from slime_core.plugins.fingerprint import fingerprint, sources
 from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
-from slime_core.plugins.load import Loaded, load_options, recipe_of
-from slime_core.plugins.megatron import MegatronHooks
+from slime_core.plugins.load import Loaded, fingerprint, load_options, recipe_of, sources
+from slime_core.plugins.megatron import MegatronHooks, find_bridge
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
-from slime_core.plugins.rewards import Twice, to_reward, to_rewards
 from slime_core.plugins.router import Functions, Router, Terms
 from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import ConfigError, nearest
+from slime_core.plugins.boundary import call_now, wrong
+from slime_core.plugins.load import Loaded
 
 if TYPE_CHECKING:
     from slime_core.context import Context
@@ -28,3 +32,47 @@ class MegatronHooks:
         """`slime_megatron_before_train_step`: gradients are zero, and the step's first forward pass is next."""
         about = f"optimizer step {step}"
         self.tell("slime_megatron_before_train_step", about, ctx, model=model, optimizer=optimizer, step=step)
+
+
+HOOK = "slime_model_bridge"
+PARTS = ("entries", "megatron", "sizes")
+
+
+def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
+    """The `slime_core.weights.bridge.Bridge` of a config, from the plugins in turn.
+
+    Example:
+        find_bridge([load_plugin("models")], AutoConfig.from_pretrained(folder))
+
+    Raises:
+        ConfigError: CFG200 none of the plugins has one.
+        PluginError: PLG56 a hook raised, PLG57 what it returned is no bridge.
+    """
+    asked = [plugin for plugin in loaded if HOOK in plugin.answers]
+    family = str(getattr(hf_config, "model_type", ""))
+    for plugin in asked:
+        answer, about = plugin.answers[HOOK], f"model_type '{family}'"
+        bridge = call_now(answer, {"hf_config": hf_config}, about=about)
+        if bridge is None:
+            continue
+        if not all(callable(getattr(bridge, name, None)) for name in PARTS):
+            fix = "return a slime_core.weights.bridge.Bridge, or None to decline"
+            raise wrong(answer, f"returned a {type(bridge).__name__}", about, code="PLG57", fix=fix)
+        return bridge
+    raise _none(asked, hf_config, family)
+
+
+def _none(asked: list[Loaded], hf_config: Any, family: str) -> ConfigError:
+    named = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
+    families = {str(name) for plugin in asked for name in getattr(plugin.target, "slime_families", ())}
+    known = f"; families: {', '.join(sorted(families))}" if families else ""
+    near = nearest(family, families)
+    load = "" if families else "--plugin models   (from a clone of slime: pip install -e plugins/slime_models)"
+    train = 'train it with train_backend = "fsdp", or write a plugin with slime_model_bridge'
+    return ConfigError(
+        f"no plugin has a bridge for {named} (model_type '{family}')",
+        code="CFG200",
+        where="config.json: model_type",
+        why=f"asked: {', '.join(str(plugin.provider) for plugin in asked) or 'none, for none is loaded'}{known}",
+        fix="\n".join(filter(None, [near, load, train])),
+    )

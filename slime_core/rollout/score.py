@@ -7,11 +7,13 @@ A reward is a score, a failed candidate (a score too) or an infrastructure error
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slime_core.errors import PluginError
-from slime_core.rollout.rewards import note_reward, shape_rewards
+from slime_core.errors import PluginError, TrainerError
+from slime_core.rollout.rewards import KIND, note_reward, shape_rewards, unjudged
 from slime_core.types import Drop, Group, Reward, Sample, Status
 
 if TYPE_CHECKING:
@@ -99,3 +101,101 @@ def _without(group: Group, unfit: list[bool]) -> Group | None:
         if any(i in places for i in indices)
     }
     return Group(prompt=group.prompt, samples=[group.samples[i] for i in places], rollouts=rollouts)
+
+
+MANY_BATCHES = 3
+"""Batches' worth of dropped groups in one step before a sentence says so; another after each doubling."""
+
+REWARDS_SHOWN = 5
+FIX = (
+    "look at the prompts and the reward: slime show RUN_DIR; mend what could not judge; change the data's difficulty, "
+    "raise n_samples_per_prompt or rollout_temperature, or raise rollout.max_dropped_groups (0 is no limit)"
+)
+
+
+class Streak:
+    """Dropped groups in a row (``rollout.max_dropped_groups``, 0 is no limit), and in a step."""
+
+    def __init__(self, limit: int, batch: int, note: Callable[[str], None]) -> None:
+        self._limit, self._many, self._note = limit, MANY_BATCHES * batch, note
+        self._next = -1  # position whose verdict counts next
+        self._waiting: dict[int, bool | None] = {}  # position -> dropped, None for neither; counted after earlier ones
+        self._row = 0
+        self._of_step = 0
+        self._kept = 0
+        self._told = 0  # sentences about this step; each after twice as many groups as the one before
+        self._unjudged = ""  # why the last that could not be judged was not
+        self._reasons: Counter[str] = Counter()
+        self._rewards: Counter[str] = Counter()
+
+    def issued(self, position: int) -> None:
+        """A group started; the first says where counting begins."""
+        if self._next < 0:
+            self._next = position
+
+    def left_out(self, position: int) -> None:
+        """A group ended without a verdict: it was not needed."""
+        self._count(position, None)
+
+    def kept(self, position: int) -> None:
+        """A group trains, or could have."""
+        self._kept += 1
+        self._count(position, False)
+
+    def dropped(self, position: int, reason: str, samples: Sequence[Sample]) -> None:
+        """A group was dropped, with its last reason and its samples.
+
+        Raises:
+            TrainerError: TRN100 ``limit`` groups in a row were dropped.
+        """
+        self._of_step += 1
+        self._reasons[reason] += 1
+        judged = [s for s in samples if s.metadata.get(KIND) != "infra_error"]
+        self._rewards.update(f"{s.reward:g}" for s in judged if isinstance(s.reward, (int, float)))
+        self._unjudged = unjudged(samples) or self._unjudged
+        if self._of_step == self._many << self._told:
+            self._told += 1
+            self._note(f"{self._of_step} groups were dropped in this step and {self._kept} kept; {self._seen()}")
+        self._count(position, True)
+
+    def step(self) -> None:
+        """A step took its groups; what is said of a step begins anew."""
+        self._of_step = self._kept = self._told = 0
+        self._unjudged = ""
+        self._reasons.clear()
+        self._rewards.clear()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready, for a checkpoint."""
+        return {"next": self._next, "row": self._row, "waiting": [[p, v] for p, v in sorted(self._waiting.items())]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; verdicts that it has counted do not count again."""
+        self._next, self._row = int(state["next"]), int(state["row"])
+        self._waiting = {int(position): verdict for position, verdict in state["waiting"]}
+
+    def _count(self, position: int, dropped: bool | None) -> None:
+        if position < self._next or position in self._waiting:
+            return
+        self._waiting[position] = dropped
+        while self._next in self._waiting:
+            verdict = self._waiting.pop(self._next)
+            self._next += 1
+            if verdict is not None:
+                self._row = self._row + 1 if verdict else 0
+            if self._limit and self._row >= self._limit:
+                raise TrainerError(
+                    f"{self._row} groups in a row were dropped and none was kept",
+                    code="TRN100",
+                    where="rollout.max_dropped_groups",
+                    why=self._seen(),
+                    fix=FIX,
+                )
+
+    def _seen(self) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
+        common = self._rewards.most_common(REWARDS_SHOWN)
+        more = len(self._rewards) - len(common)
+        rewards = ", ".join(f"{value} ({count} times)" for value, count in common)
+        seen = f"reasons: {reasons}; rewards seen: {rewards or 'none'}" + (f" and {more} others" if more > 0 else "")
+        return f"{seen}; not judged at last: {self._unjudged}" if self._unjudged else seen

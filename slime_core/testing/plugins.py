@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slime_core.checkpoint.state import check_state
+from slime_core.checkpoint.manifest import check_state
 from slime_core.config.load import load_config, stages
 from slime_core.config.paths import plugin_path
 from slime_core.config.schema import Config, Task
@@ -32,7 +32,7 @@ from slime_core.plugins.boundary import call_now
 from slime_core.plugins.load import Loaded, load_plugin, options_model
 from slime_core.protocols import Check
 from slime_core.rollout.pending import pending_group
-from slime_core.rollout.sampling import training_params
+from slime_core.rollout.supply import training_params
 from slime_core.testing.fakes import CharTokenizer, ChatTokenizer, FakeEngine
 from slime_core.types import Batch, Group, Prompt, Status
 

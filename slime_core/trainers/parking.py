@@ -7,10 +7,12 @@ and what is away can be read there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
+
+from slime_core.errors import TrainerError
 
 KEPT = ("parameters", "optimizer")  # gradients come back as zeros
 
@@ -105,3 +107,38 @@ class Parking:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+HOLDS = frozenset({"gradients", "optimizer", "parameters"})
+
+
+class Holding:
+    """Starts with everything.
+
+    Example:
+        holding = Holding()
+        holding.need({"parameters"}, "score")
+        holding.now -= holding.known({"optimizer"})
+    """
+
+    def __init__(self) -> None:
+        self.now = set(HOLDS)
+
+    def known(self, what: Set[str]) -> set[str]:
+        """The same names.
+
+        Raises:
+            TrainerError: a name that no trainer holds.
+        """
+        if unknown := what - HOLDS:
+            raise TrainerError(f"a trainer holds {sorted(HOLDS)}, not {sorted(unknown)}")
+        return set(what)
+
+    def need(self, what: Set[str], call: str) -> None:
+        """Refuse a call whose state was released.
+
+        Raises:
+            TrainerError: with what to reacquire.
+        """
+        if missing := sorted(what - self.now):
+            raise TrainerError(f"{call} was called while {missing} were released", fix=f"reacquire({missing}) first")

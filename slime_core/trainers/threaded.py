@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime_core.trainers.holds import HOLDS, Holding
+from slime_core.trainers.parking import HOLDS, Holding
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -9,7 +9,7 @@ import pytest
 
 from slime_cli.failure import Session
 from slime_cli.resume import load_saved
-from slime_core.config.redact import REDACTED
+from slime_core.config.dump import REDACTED
 
 pytestmark = pytest.mark.integration
 

@@ -26,7 +26,7 @@ from slime_core.loop import Clock, train_on
 from slime_core.report import Report, history
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.rundir import RunDir
-from slime_core.rollout.ageing import Ageing
+from slime_core.rollout.staleness import Ageing
 from slime_core.seeds import set_generators
 from slime_core.types import Group, StepReport
 

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
 
-    from slime_core.trainers.cudnn import LEAST, STEPS, filled
+    from slime_core.trainers.flash import LEAST, STEPS, filled
     from slime_megatron import accumulating
     from slime_megatron.attention import _by_span, by_sequence
     from slime_megatron.norms import rms_norm

@@ -8,8 +8,8 @@ import pytest
 
 from slime_core import Context, Group, Prompt, Sample, Status
 from slime_core.config.schema import Config
-from slime_core.evaluation.figures import figures_of
 from slime_core.evaluation.questions import answer_of, questions_of
+from slime_core.evaluation.statistics import figures_of
 from slime_rm_math.graders.equivalence import Equivalence
 from slime_rm_math.graders.forms import at_once, of_number
 from slime_rm_math.graders.registry import Graders

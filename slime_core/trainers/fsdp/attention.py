@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from slime_core.trainers.compiling import whole
-from slime_core.trainers.cudnn import filled, has_cudnn
-from slime_core.trainers.flash import varlen
+from slime_core.trainers.flash import filled, has_cudnn, varlen
 
 NAME = "slime_segments"
 FILLING = 0.125  # of a batched call's rows, at most

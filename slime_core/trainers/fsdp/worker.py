@@ -31,10 +31,9 @@ from slime_core.trainers.micro import pack
 from slime_core.trainers.parking import Parking
 from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps
-from slime_core.trainers.share import Sums
+from slime_core.trainers.share import Guard, Outcome, Sums, summary
 from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.staging import Staging
-from slime_core.trainers.steps import Guard, Outcome, summary
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
 

@@ -5,7 +5,7 @@ import pytest
 import ref_advantages
 from hypothesis import given, settings, strategies as st
 
-from slime_core.algo.whiten import whiten
+from slime_core.algo.returns import whiten
 
 pytestmark = pytest.mark.unit
 

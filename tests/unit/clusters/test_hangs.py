@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from slime_core.clusters.channel import Child, ProcessChannel
-from slime_core.clusters.hang_page import Seen, cause, render
-from slime_core.clusters.hangs import Member, Servers, watching
+from slime_core.clusters.hangs import Member, Seen, Servers, cause, render, watching
 from slime_core.clusters.looking import Look, collective, look, place
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import Hung, TrainerError

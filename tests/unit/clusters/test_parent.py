@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from slime_core.clusters.parent import end_of
+from slime_core.clusters.channel import end_of
 
 pytestmark = pytest.mark.unit
 
 CHILD = """
 import os, signal, sys
-from slime_core.clusters.parent import die_with
+from slime_core.clusters.channel import die_with
 die_with(int(sys.argv[1]))
 for name in ("SIGINT", "SIGTERM"):
     os.kill(os.getpid(), getattr(signal, name))

@@ -6,12 +6,21 @@ import tomllib
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from slime_core.config.dump import fingerprint, redacted, table_to_toml, to_toml, value_to_toml
+from slime_core.config.dump import (
+    REDACTED,
+    fingerprint,
+    redact,
+    redacted,
+    scrub,
+    secrets_in,
+    table_to_toml,
+    to_toml,
+    value_to_toml,
+)
 from slime_core.config.load import load_config, read
 from slime_core.config.positions import key_lines
 from slime_core.config.problems import Origins
 from slime_core.config.recipe import resolve_env
-from slime_core.config.redact import REDACTED, redact, scrub, secrets_in
 from slime_core.config.schema import Config
 from slime_core.errors import ConfigError
 

@@ -16,9 +16,9 @@ from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.staleness import trained_versions
 from slime_core.resume import positions
-from slime_core.rollout.ageing import Ageing
 from slime_core.rollout.collect import Collector
-from slime_core.rollout.sampling import training_params
+from slime_core.rollout.staleness import Ageing
+from slime_core.rollout.supply import training_params
 from slime_core.rollout.surplus import Flight
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, MemoryLedger
 from slime_core.trainers.batch import make_batch

@@ -5,7 +5,7 @@ from zlib import crc32
 import pytest
 
 from slime_core.errors import TrainerError
-from slime_core.rollout.streak import Streak
+from slime_core.rollout.score import Streak
 from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Sample
 

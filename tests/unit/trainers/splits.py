@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from slime_core.trainers.dealing import dealer_of
+from slime_core.trainers.dealing import dealer_of, prepared
 from slime_core.trainers.fsdp.sharding import full
-from slime_core.trainers.prepare import prepared
 from slime_core.trainers.share import Sums
 from slime_core.types import Batch
 

@@ -12,7 +12,7 @@ from slime_core.errors import TrainerError
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.checks import parts_of
 from slime_core.trainers.portion import Split
-from slime_core.trainers.steps import FILE, Guard, Outcome, summary
+from slime_core.trainers.share import FILE, Guard, Outcome, summary
 from slime_core.types import Status
 from slime_core.weights.flops import Flops
 

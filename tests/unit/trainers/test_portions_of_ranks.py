@@ -14,7 +14,7 @@ from slime_core.clusters.wire import decode, encode
 from slime_core.config.schema import Config
 from slime_core.errors import TrainerError
 from slime_core.plugins import load_plugins
-from slime_core.plugins.columns import role_columns
+from slime_core.plugins.answers import role_columns
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration

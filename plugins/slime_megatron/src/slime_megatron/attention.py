@@ -23,8 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.cudnn import filled, has_cudnn
-from slime_core.trainers.flash import EIGHTS, varlen
+from slime_core.trainers.flash import EIGHTS, filled, has_cudnn, varlen
 from slime_megatron.rotary import TURN, turn
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slime_core.config.redact import scrub
+from slime_core.config.dump import scrub
 from slime_core.errors import ConfigError
 from slime_sglang import options as _options
 from slime_sglang.options import Option, Place, no_such_installation, read_options

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime_core.config.dump import is_secret
 from slime_core.config.problems import Problem, raise_all
-from slime_core.config.redact import is_secret
 from slime_core.config.values import kind_of, show
 from slime_core.errors import ConfigError, nearest
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from slime_core.clusters.parent import end_of
+from slime_core.clusters.channel import end_of
 from slime_kernelbench.service.devices import Device
 from slime_kernelbench.service.frames import MAX_LINE, receive, send
 from slime_kernelbench.types import Problem
