@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SGLANG_PIP := $(VENV_SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 INSTALL_PLUGINS := $(addprefix -e ./,$(PLUGINS))
+BACKENDS := plugins/slime_megatron plugins/slime_ray plugins/slime_sglang
+INSTALL_TASKS := $(addprefix -e ./,$(filter-out $(BACKENDS),$(PLUGINS)))
 EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 INSTALL_EXAMPLES := $(addprefix -e ./,$(EXAMPLES))
 MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
@@ -74,7 +76,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.demo: $(MANIFESTS) | $(BIN)/python
-	$(PIP) -e ".[fsdp]" $(INSTALL_PLUGINS)
+	$(PIP) -e ".[fsdp]" $(INSTALL_TASKS)
 	@touch $@
 
 $(VENV)/.dev: $(MANIFESTS) $(wildcard examples/*/pyproject.toml) | $(BIN)/python

@@ -158,6 +158,11 @@ def test_the_makefile_has_the_promised_targets_and_demo_installs_no_tools() -> N
     demo = text[text.index("$(VENV)/.demo:") :].split("\n\n")[0]
     assert '-e ".[fsdp]"' in demo
     assert "dev" not in demo
+    shown = subprocess.run(
+        ["make", "-n", "-B", ".venv/.demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "-e ./plugins/slime_rm_math" in shown
+    assert not re.search(r"slime_(megatron|ray|sglang)", shown), "the demo needs no heavy backend"
 
 
 @pytest.mark.parametrize(
