@@ -49,7 +49,7 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
                 batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
                 answer = verify(worker, batch)
                 found[f"{case}-{size}"] = {
-                    "micro_batches": len(worker._pack(splits.portion_of(worker, batch))[0]),
+                    "micro_batches": len(worker.packs(splits.portion_of(worker, batch))[0]),
                     **{name: answer[name] for name in ("float64", "gradient_error", "loss_error")},
                 }
     if rank == 0:

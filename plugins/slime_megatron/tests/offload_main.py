@@ -37,14 +37,14 @@ def offload(ranks, **flags):
     made = settings(worker.bridge, worker.folder.config, table, worker.train, worker.world, "cuda")
     built = build(replace(made, transformer=worker.settings.transformer))
     with main_memory():
-        for learner in worker._learners():
+        for learner in worker.learners():
             learner.begin(worker.train, learner.schedule, built)
     return ranks
 
 
 def same_kernel(ranks):
     """Have torch's fused AdamW, which the hybrid optimizer asks for, on the "device" too."""
-    for learner in ranks.worker._learners():
+    for learner in ranks.worker.learners():
         for group in learner.optimizer.param_groups:
             group["fused"] = True
     return ranks
@@ -55,7 +55,7 @@ def kept(ranks):
     from slime_megatron.masters import MOMENTS, masters
 
     found = []
-    for learner in ranks.worker._learners():
+    for learner in ranks.worker.learners():
         for master in masters(learner.optimizer):
             found.append(master.weights().clone())
             found += [master.moment(name).clone() for name in MOMENTS]
@@ -64,7 +64,7 @@ def kept(ranks):
 
 def weights(ranks):
     """Every parameter of this rank."""
-    return [p.detach().clone() for learner in ranks.worker._learners() for p in learner.stage.parameters()]
+    return [p.detach().clone() for learner in ranks.worker.learners() for p in learner.stage.parameters()]
 
 
 def equal(mine, theirs):

@@ -29,7 +29,7 @@ def made(root, flags):
 
 def weights(worker):
     """Every parameter, on the host."""
-    return [p.detach().float().cpu() for learner in worker._learners() for p in learner.stage.parameters()]
+    return [p.detach().float().cpu() for learner in worker.learners() for p in learner.stage.parameters()]
 
 
 def kept(worker):
@@ -37,7 +37,7 @@ def kept(worker):
     from slime_megatron.masters import MOMENTS, masters
 
     found = []
-    for learner in worker._learners():
+    for learner in worker.learners():
         for master in masters(learner.optimizer):
             found += [read.cpu() for read in (master.weights(), *(master.moment(name) for name in MOMENTS))]
     return found
@@ -60,11 +60,11 @@ def main(root, case, flags, other):
     torch.cuda.synchronize()
     found = {
         "memory": torch.cuda.memory_allocated(),
-        "parameters": sum(p.numel() for learner in worker._learners() for p in learner.stage.parameters()),
+        "parameters": sum(p.numel() for learner in worker.learners() for p in learner.stage.parameters()),
         "metrics": metrics,
-        "places": sorted({str(t.device.type) for learner in worker._learners() for t in learner.states()}),
+        "places": sorted({str(t.device.type) for learner in worker.learners() for t in learner.states()}),
     }
-    for learner in worker._learners():
+    for learner in worker.learners():
         for one in learner.optimizer.chained_optimizers:
             for inner in getattr(one.optimizer, "cpu_optimizers", ()):
                 locked = [p.is_pinned() for group in inner.param_groups for p in group["params"]]

@@ -48,7 +48,7 @@ class Notes:
 
     def everywhere(self, name):
         """Whether all data-parallel ranks have the same parameters once they are settled."""
-        for learner in self.ranks.worker._learners():
+        for learner in self.ranks.worker.learners():
             learner.settle()
             for number, parameter in enumerate(learner.stage.parameters()):
                 self.found[f"{name} {number}"] = parameter.detach().numpy().copy()
@@ -118,7 +118,7 @@ if __name__ == "__main__":
         found = {
             "wrong": differences(mine, plain),
             "compared": len(plain.found),
-            "micro_batches": len(ranks.worker._pack(portion_of(ranks.worker, ranks.batch))[0]),
+            "micro_batches": len(ranks.worker.packs(portion_of(ranks.worker, ranks.batch))[0]),
             "buckets": len(ranks.worker.actor.ddp.bucket_groups),
             "ungathered": ungathered(ranks, where),
         }

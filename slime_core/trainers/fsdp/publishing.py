@@ -23,7 +23,7 @@ from slime_core.weights.transports.buckets import Part, Source
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.worker import Worker
+    from slime_core.trainers.fsdp.rank import Rank
     from slime_core.transfer import WeightRoute
 
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -37,7 +37,7 @@ class Publisher:
         update = Publisher(worker).publish(4, route)
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Rank) -> None:
         self._worker = worker
         self._senders = Senders(worker.device, worker.folder.path)
 

@@ -12,11 +12,11 @@ from slime_core.trainers.share import Sums
 from slime_core.trainers.verify import Slow, Tensors, compared, slow_model
 
 if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.worker import Worker
+    from slime_core.trainers.fsdp.rank import Rank
     from slime_core.types import Batch, MicroBatch
 
 
-def verify(worker: Worker, batch: Batch) -> dict[str, float]:
+def verify(worker: Rank, batch: Batch) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective, the same answer on every rank."""
     dealer = dealer_of(worker, batch)
     batch = dealer.ready(batch)
@@ -25,16 +25,16 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
 
     def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
         sums = Sums(portion, worker.device)
-        worker._backward(micros, sums)
+        worker.run_backward(micros, sums)
         loss = sums.finish(worker.world)[0]["loss"]
         grads = {name: _whole(p) for name, p in worker.parameters().items()}
-        worker._forget()
+        worker.forget()
         return loss, grads
 
-    return compared(batch, worker._pack(portion), fast, slow_way(worker))
+    return compared(batch, worker.packs(portion), fast, slow_way(worker))
 
 
-def slow_way(worker: Worker) -> Slow:
+def slow_way(worker: Rank) -> Slow:
     """With the weights that the ranks hold now; a collective."""
     assert worker.stage is not None
     return Slow(_model(worker), worker.stage, worker.loss, worker.dtype, worker.rank, worker.world)
@@ -46,7 +46,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return full(grad.detach()).double().cpu()
 
 
-def _model(worker: Worker) -> Any:
+def _model(worker: Rank) -> Any:
     """transformers' model with the weights that the ranks hold together; a collective."""
     weights = {name: full(p.detach()) for name, p in worker.parameters().items()}
     with torch.random.fork_rng(devices=[]):

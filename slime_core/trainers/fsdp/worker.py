@@ -19,87 +19,37 @@ from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.fsdp import files, saving
 from slime_core.trainers.fsdp.critic import Critic
 from slime_core.trainers.fsdp.fingerprint import fingerprint
-from slime_core.trainers.fsdp.frozen import Frozen
-from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.passes import backward, forward
+from slime_core.trainers.fsdp.passes import forward
 from slime_core.trainers.fsdp.policy import Policy
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.fsdp.publishing import Publisher
-from slime_core.trainers.fsdp.sharding import full, join, local, reshard, shard
+from slime_core.trainers.fsdp.rank import DTYPES, Rank, Tensors, dtype_name
+from slime_core.trainers.fsdp.sharding import reshard
 from slime_core.trainers.fsdp.verify import verify
-from slime_core.trainers.micro import pack
-from slime_core.trainers.parking import Parking
-from slime_core.trainers.portion import Portion, Seat
+from slime_core.trainers.portion import Portion
 from slime_core.trainers.schedule import Schedule, optimizer_steps
-from slime_core.trainers.share import Guard, Outcome, Sums, summary
+from slime_core.trainers.share import Outcome, Sums, summary
 from slime_core.trainers.short import Passes, told_of_memory
-from slime_core.trainers.staging import Staging
 from slime_core.types import Batch
-from slime_core.weights.flops import Flops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from slime_core.config.schema import Config
-    from slime_core.plugins import Plugins
-    from slime_core.protocols import Loss, Role
+    from slime_core.protocols import Role
     from slime_core.transfer import WeightRoute
     from slime_core.types import Columns, MicroBatch, WeightUpdate
-    from slime_core.weights.folder import ModelFolder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Tensors = dict[str, torch.Tensor]
 
 
-class Worker:
+class Worker(Rank):
     """See `FsdpTrainer`, whose calls these are."""
 
-    def __init__(
-        self,
-        config: Config,
-        plugins: Plugins,
-        folder: ModelFolder,
-        rank: int,
-        world: int,
-        device: str,
-        rendezvous: str | Path | None,
-        errors: Path | None = None,
-    ) -> None:
-        self.rank, self.world, self.device = rank, world, torch.device(device)
-        self.plugins, self.folder, self.seed = plugins, folder, config.seed
-        self.dtype = DTYPES[_dtype_name(config, self.device)]
-        self.mesh = join(rank, world, device, rendezvous)
-        model: Any = folder.build_model("float32", self.seed)
-        self.policy = Policy(
-            model.to(self.device).eval().requires_grad_(True), chunk=config.train.logprob_chunk_tokens
-        )
-        self.policy.try_model()
-        self.policy.choose_compiling(config.train.compile)
-        shard(self.policy, self.mesh, self.dtype)
-        self.actor = Learner(self.policy, rank, world)
-        self.frozen = Frozen(folder, self.mesh, self.dtype, self.device)
-        self.critic: Critic | None = None
-        self.staging = Staging(self.device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.publisher = Publisher(self)
-        self.parking = Parking(self._tensors)
-        self.guard = Guard(errors=errors if rank == 0 else None)
-        self.seat = Seat(number=rank, ranks=world, over=1, flops=Flops.of(folder.config))
-        self.stage: Config | None = None
-        self.steps = 0  # calls of step in this stage
-        self.loss: Loss
-
-    def parameters(self) -> Tensors:
-        """The policy's parameters by their names in the folder, tied ones once; DTensors."""
-        return self.actor.parameters()
-
-    def locals(self) -> Tensors:
-        """This rank's shards of the parameters."""
-        return self.actor.locals()
 
     def begin(self, stage: Config) -> None:
         train = settle(stage.train)
         stage = stage.model_copy(update={"train": train})
-        if DTYPES[_dtype_name(stage, self.device)] != self.dtype:
+        if DTYPES[dtype_name(stage, self.device)] != self.dtype:
             raise TrainerError(
                 "stages compute in different dtypes",
                 where="train.dtype",
@@ -170,15 +120,15 @@ class Worker:
             elif role == "teacher" and self.frozen.teacher is not None:
                 found[role] = {"log_probs": self._score(portion, self.frozen.teacher)["log_probs"]}
             elif role == "values" and self.critic is not None:
-                found[role] = {"values": self.critic.score(portion, self._pack(portion, self.critic.model))}
+                found[role] = {"values": self.critic.score(portion, self.packs(portion, self.critic.model))}
             else:
                 raise checks.missing(role)
         return found
 
     def _score(self, portion: Portion, model: Policy) -> Columns:
         columns = torch.zeros(2, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in chain(*self._pack(portion, model)):
-            log_probs, entropy = forward(model, micro, self._temperature(micro), self.device)
+        for micro in chain(*self.packs(portion, model)):
+            log_probs, entropy = forward(model, micro, self.temperature(micro), self.device)
             where = torch.from_numpy(micro.response).to(self.device)
             columns[0, where], columns[1, where] = log_probs.float(), entropy.float()
         reshard(model)
@@ -199,7 +149,7 @@ class Worker:
 
     def _step(self, portion: Portion) -> dict[str, float]:
         alone = self.steps < self._critic_only_steps
-        micros = self._pack(portion)
+        micros = self.packs(portion)
         if self.critic is None:
             outcomes = [self._optimizer_step(portion, mine) for mine in micros]
             known = {}
@@ -207,7 +157,7 @@ class Worker:
             critic.check(portion.batch)
             known = portion.known
             same = self.critic.model.packs == self.policy.packs
-            others = micros if same else self._pack(portion, self.critic.model)
+            others = micros if same else self.packs(portion, self.critic.model)
             outcomes = [self._optimizer_step(portion, *both, alone) for both in zip(micros, others, strict=True)]
         self.steps += 1
         return summary(outcomes, portion.trained) | known
@@ -229,7 +179,7 @@ class Worker:
         bad: list[int] = []
         norm = 0.0
         if not alone:
-            self._backward(micros, sums)
+            self.run_backward(micros, sums)
             totals, bad = sums.finish(self.world)
             grads, norm = self.actor.gradients()
             metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()} | {"grad_norm": norm}
@@ -242,7 +192,7 @@ class Worker:
             bad = sorted({*bad, *worse})
         norms = norm, metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):
-            self._forget()
+            self.forget()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
             return self.guard.skip(portion, bad, loss, math.hypot(*norms))
         self.guard.passed()
@@ -258,63 +208,24 @@ class Worker:
             return Outcome("critic_only", metrics)
         norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(grads, norm) if norm else self.actor.rate
-        self._forget()
+        self.forget()
         return Outcome("made" if norm else "no_gradient", metrics)
-
-    def _backward(self, micros: list[MicroBatch], sums: Sums) -> None:
-        """The policy's gradients of one optimizer step, and its sums."""
-        assert self.stage is not None
-        for number, micro in enumerate(micros):
-            self.actor.reduce_gradients(number + 1 == len(micros))
-            backward(self.policy, self.loss, self.stage.train, micro, self._temperature(micro), sums)
-
-    def _forget(self) -> None:
-        """Drop all gradients."""
-        for learner in self._learners():
-            learner.forget()
-
-    def _learners(self) -> list[Learner]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
-
-    def _pack(self, portion: Portion, model: Policy | None = None) -> list[list[MicroBatch]]:
-        assert self.stage is not None
-        most = self.stage.train.max_tokens_per_gpu
-        return pack(portion, max_tokens=most, alone=not (model or self.policy).packs)
 
     def _passes(self) -> Passes:
         assert self.stage is not None
         return Passes(
             stage=self.stage,
             where=f"rank {self.rank}, {self.device}",
-            drop=self._forget if self.world > 1 else lambda: self.release(set()),
-            pack=self._pack,
+            drop=self.forget if self.world > 1 else lambda: self.release(set()),
+            pack=self.packs,
             keys=_recompute_more(self.stage.train),
         )
-
-    def _temperature(self, micro: MicroBatch) -> torch.Tensor | None:
-        """Of each response token's draw; None where all are 1."""
-        if micro.temperature is None or (micro.temperature == 1).all():
-            return None
-        return torch.from_numpy(micro.temperature).to(self.device)
 
     def verify(self, batch: Batch) -> dict[str, float]:
         return verify(self, batch)
 
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         return self.publisher.publish(version, route)
-
-    def whole(self) -> Tensors:
-        """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
-        owners = {name: id(p) for name, p in self.policy.hf.named_parameters(remove_duplicate=False)}
-        gathered: dict[Any, torch.Tensor] = {}
-        whole: Tensors = {}
-        for name, tensor in self.policy.hf.state_dict().items():
-            owner = owners.get(name, name)
-            if owner not in gathered:
-                one = full(tensor.detach())
-                gathered[owner] = one.cpu().contiguous() if self.rank == 0 else torch.empty(0)
-            whole[name] = gathered[owner]
-        return whole if self.rank == 0 else {}
 
     def save(self, path: Path) -> None:
         saving.save(self, path)
@@ -342,7 +253,7 @@ class Worker:
 
     def release(self, what: set[str]) -> None:
         self.staging.before_change()
-        self._forget()
+        self.forget()
         if "parameters" in what:
             self.publisher.drop()
         if self.device.type != "cpu":
@@ -352,13 +263,6 @@ class Worker:
 
     def reacquire(self, what: set[str]) -> None:
         self.parking.back(what)
-
-    def _tensors(self, what: str) -> Iterable[torch.Tensor]:
-        """What a name of `release` stands for, this rank's shards of it; gradients are forgotten instead."""
-        if what == "parameters":
-            mine = [local(p.detach()) for learner in self._learners() for p in learner.parameters().values()]
-            return [*mine, *self.frozen.tensors()]
-        return [tensor for learner in self._learners() for tensor in learner.states()] if what == "optimizer" else []
 
     def _barrier(self) -> None:
         if self.world > 1:
@@ -371,8 +275,3 @@ def _recompute_more(train: Any) -> tuple[str, ...]:
         return ("train.gradient_checkpointing=true",)
     some = train.gradient_checkpointing_layers
     return (f"train.gradient_checkpointing_layers=0   (it is {some}; 0 is all)",) if some else ()
-
-
-def _dtype_name(config: Config, device: torch.device) -> str:
-    name = config.train.dtype
-    return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"

@@ -280,7 +280,7 @@ def test_a_trainer_whose_tensors_went_elsewhere_and_back_trains_on_bit_for_bit(d
     thread = TorchThread(1)
 
     def elsewhere(worker):
-        for learner in worker._learners():
+        for learner in worker.learners():
             learner.module._apply(lambda tensor: tensor.clone())
             for moments in (learner.optimizer.moment1, learner.optimizer.moment2):
                 moments |= {name: tensor.clone() for name, tensor in moments.items()}

@@ -66,14 +66,14 @@ def step_of(worker, batch, loss=None):
     try:
         portion = portion_of(worker, prepared(batch, worker.loss, worker.stage.train))
         sums = Sums(portion, worker.device)
-        worker._backward(worker._pack(portion)[0], sums)
+        worker.run_backward(worker.packs(portion)[0], sums)
         totals, _ = sums.finish(worker.world)
         grads = {}
         for name, p in worker.parameters().items():
             grads[name] = full((p.grad if p.grad is not None else torch.zeros_like(p)).detach()).double().clone()
         return totals, grads
     finally:
-        worker._forget()
+        worker.forget()
         worker.loss = own
 
 

@@ -73,7 +73,7 @@ def critic_gradient(one, batch):
         worker = one.worker
         (portion,) = dealer_of(worker, batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
-        worker.critic.backward(worker._pack(portion)[0], sums)
+        worker.critic.backward(worker.packs(portion)[0], sums)
         grads = {n: g.clone() for n, g in worker.critic.learner.gradients()[0].items()}
         worker.critic.learner.forget()
         return dict(sums.totals), grads

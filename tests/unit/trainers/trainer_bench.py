@@ -102,9 +102,9 @@ class Bench:
 
         (portion,) = dealer_of(self.worker, batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
-        for micro in self.worker._pack(portion)[step]:
+        for micro in self.worker.packs(portion)[step]:
             backward(
-                self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums
+                self.worker.policy, self.worker.loss, self.config.train, micro, self.worker.temperature(micro), sums
             )
         grads = {n: local(p.grad).clone() for n, p in self.worker.parameters().items()}
         self.worker.policy.zero_grad()

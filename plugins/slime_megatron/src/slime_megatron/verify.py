@@ -58,7 +58,7 @@ def verify(worker: Worker, batch: Batch) -> dict[str, float]:
         return loss, {name: grad.double().cpu() for name, grad in found.items()}
 
     slow = _slow(worker, _model(worker))
-    return compared(batch, worker._pack(portion), fast, slow, stored_names(slow.model))
+    return compared(batch, worker.packs(portion), fast, slow, stored_names(slow.model))
 
 
 def log_probs_in(worker: Worker, portion: Portion, dtype: torch.dtype) -> Columns:
