@@ -202,7 +202,7 @@ ALGORITHM_CARDS: tuple[Card, ...] = (
         options=("n_samples_per_prompt", *CREDIT, *LOSS),
         advice="One sample a prompt is enough, since the baseline is the step's mean: for many prompts, few samples "
         "each. Wants large steps.",
-        functions=("algo.returns.reward_to_go", "algo.whiten.whiten", "algo.losses.clipped"),
+        functions=("algo.returns.reward_to_go", "algo.returns.whiten", "algo.losses.clipped"),
         related=("reinforce_plus_plus_baseline", "ppo", *PARTS),
     ),
     Card(
@@ -227,7 +227,7 @@ ALGORITHM_CARDS: tuple[Card, ...] = (
         options=(*GROUP, *CREDIT, *LOSS),
         advice="Like grpo, but one standard deviation for the whole step: a group where one sample of eight is right "
         "does not weigh more than one where half are.",
-        functions=("algo.estimators.dr_grpo", "algo.whiten.whiten", "algo.losses.clipped"),
+        functions=("algo.estimators.dr_grpo", "algo.returns.whiten", "algo.losses.clipped"),
         related=("reinforce_plus_plus", "grpo", *PARTS),
     ),
     Card(
