@@ -375,7 +375,7 @@ def slime_run_done(ctx: Context) -> None:
 
 @hookspec
 def slime_engine() -> list[EngineBackend]:  # type: ignore[empty-body]
-    """Return engines that `rollout_engine` may name; `slime_core.testing.EngineContract` checks one.
+    """Return engines that `rollout_engine` may name; `ENGINE_CHECKS` of `slime_core.testing.contracts` check one.
 
     @contextlib.asynccontextmanager
     async def serve(start):
@@ -389,7 +389,7 @@ def slime_engine() -> list[EngineBackend]:  # type: ignore[empty-body]
 
 @hookspec
 def slime_trainer() -> list[TrainerBackend]:  # type: ignore[empty-body]
-    """Return trainers that `train_backend` may name; `slime_core.testing.TrainerContract` checks one.
+    """Return trainers that `train_backend` may name; `TRAINER_CHECKS` of `slime_core.testing.contracts` check one.
 
     @slime_core.hookimpl
     def slime_trainer():

@@ -1,4 +1,4 @@
-"""A name in, a plugin package on disk out: the files of `templates/plugin`, with its names put in."""
+"""A name in, a plugin package on disk out: the files of a folder of `templates`, with its names put in."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 
-TEMPLATE = Path(__file__).parent / "templates" / "plugin"
+TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".template"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-def write_plugin(name: str, parent: Path) -> dict[str, Any]:
+def write_plugin(name: str, parent: Path, kind: str = "plugin") -> dict[str, Any]:
     """Write the package into ``parent/slime-NAME``; ``folder``, ``distribution``, ``package`` and ``files``.
+
+    ``kind`` is plugin, engine or trainer; the name of a backend is also that of a table of recipes.
 
     Raises:
         ConfigError: CFG03 an unusable name, CFG12 the folder is there already.
     """
     from slime_cli.main import COMMANDS
+    from slime_core.backends import BROUGHT_BY
+    from slime_core.config.schema import Config
 
     if name in COMMANDS:
         raise ConfigError(
@@ -28,6 +32,14 @@ def write_plugin(name: str, parent: Path) -> dict[str, Any]:
             code="CFG03",
             where="command line: NAME",
             why=f"`slime {name}` is a command of slime, so the plugin's own could not be called",
+            fix=f"take another name, such as my_{name}",
+        )
+    if kind != "plugin" and name in {*Config.model_fields, *BROUGHT_BY, "local", "fsdp"}:
+        raise ConfigError(
+            f"{'an engine' if kind == 'engine' else 'a trainer'} cannot be called '{name}'",
+            code="CFG03",
+            where="command line: NAME",
+            why=f"slime has a table or a backend of that name: its own [{name}] could not be told from it",
             fix=f"take another name, such as my_{name}",
         )
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in ("core", "cli", "main"):
@@ -44,9 +56,9 @@ def write_plugin(name: str, parent: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} is there already", code="CFG12", where=str(folder), fix="choose another name or --dir"
         )
-    files = []
-    for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file()):
-        target = folder / _filled(source.relative_to(TEMPLATE).as_posix().removesuffix(SUFFIX), names)
+    template, files = TEMPLATES / kind, []
+    for source in sorted(path for path in template.rglob("*") if path.is_file()):
+        target = folder / _filled(source.relative_to(template).as_posix().removesuffix(SUFFIX), names)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_filled(source.read_text(), names))
         files.append(target.relative_to(folder).as_posix())

@@ -187,12 +187,17 @@ def _hook_cells(row: dict[str, Any]) -> list[object]:
 @plugins.command("new")
 @click.argument("name")
 @click.option("--dir", "parent", type=click.Path(path_type=Path), default=Path(), help="Where its folder goes.")
+@click.option("--kind", type=click.Choice(["engine", "trainer"]), help="A backend, with its contract suite.")
 @AS_JSON
-def new(name: str, parent: Path, as_json: bool) -> None:
+def new(name: str, parent: Path, kind: str | None, as_json: bool) -> None:
     """Write a complete plugin package: code, a recipe that trains on a CPU, tests, metadata."""
     from slime_cli.plugin_template import write_plugin
 
-    made = write_plugin(name, parent)
+    made = write_plugin(name, parent, kind or "plugin")
+    train = {
+        "engine": f"--plugin rm_math --rollout-engine {name}",
+        "trainer": f"--plugin rm_math --train-backend {name}",
+    }
     if as_json:
         click.echo(json.dumps(made, indent=1, sort_keys=True))
         return
@@ -202,7 +207,7 @@ def new(name: str, parent: Path, as_json: bool) -> None:
         {
             "install": f"pip install -e {made['folder']}",
             "look": f"slime plugins check {name}",
-            "train": f"slime run --plugin {name}",
+            "train": f"slime run {train[kind] if kind else f'--plugin {name}'}",
             "test": f"pytest {made['folder']}",
         }
     )

@@ -95,3 +95,53 @@ def test_the_new_plugin_trains_as_it_is(forked_slime, site, tmp_path):
     assert len(rewards) == 12
     assert rewards[-1] > rewards[0] + 0.1
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["sglang", "rollout", "local", "fsdp"])
+def test_a_backend_is_not_called_as_a_table_or_backend_of_slime(cli, tmp_path, name):
+    done = cli("plugins", "new", name, "--kind", "engine")
+    assert done.code == 2
+    assert "CFG03" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def backend_site(tmp_path_factory):
+    """A folder with a new engine and a new trainer, both installed."""
+    folder = tmp_path_factory.mktemp("backends")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    for kind in ("engine", "trainer"):
+        new = [sys.executable, "-m", "slime_cli.main", "plugins", "new", f"own_{kind}", "--kind", kind]
+        subprocess.run(new, cwd=folder, check=True)
+    options = ["--no-index", "--no-build-isolation", "--target", str(folder / "site")]
+    subprocess.run([*pip, *options, "./slime-own-engine", "./slime-own-trainer"], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("kind", "count"), [("engine", 10), ("trainer", 8)])
+def test_a_new_backend_s_own_tests_are_the_contract_and_pass(backend_site, kind, count):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(backend_site / f"slime-own-{kind}")],
+        env={**os.environ, "PYTHONPATH": str(backend_site / "site"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{count} passed" in done.stdout
+
+
+@pytest.mark.system
+def test_a_run_trains_by_a_new_engine_and_a_new_trainer(forked_slime, backend_site, tmp_path):
+    done = forked_slime(
+        *("run", "--plugin", "rm_math", "--rollout-engine", "own_engine", "--own-engine-threads", "2"),
+        *("--train-backend", "own_trainer", "--own-trainer-report-tokens", "--cpu-threads", "1", "--run-dir", "out"),
+        *("stage.warmup.num_rollout=1", "--num-rollout", "1", "--rollout-batch-size", "2", "--heldout-rows", "2"),
+        *("--n-samples-per-prompt", "2", "--dtype", "float32"),
+        path=[backend_site / "site"],
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["own_trainer/tokens"] > 0 for line in lines if line["kind"] == "step"] == [True, True]
+    assert "not compared byte by byte" in done.stderr
