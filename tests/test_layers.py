@@ -173,6 +173,40 @@ def test_imports_go_downward_in_the_layers(parsed: Parsed) -> None:
     assert [line for path, tree in parsed("slime_core", "cli/slime_cli") for line in upward(path, tree)] == []
 
 
+def circles(modules: dict[str, ast.Module]) -> list[list[str]]:
+    """Modules that import each other, however far around, also where only a type checker follows."""
+    needs: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        named = [
+            alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in (a.name for a in node.names)
+        ]
+        named += [
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        nearest = (name if name in modules else name.rpartition(".")[0] for name in named)
+        needs[module] = {known for known in nearest if known in modules}
+        needs[module].discard(module)
+    while free := [module for module, others in needs.items() if not others & set(needs)]:
+        for module in free:
+            del needs[module]
+    return [sorted(needs)] if needs else []
+
+
+def test_no_modules_of_the_core_import_each_other(parsed: Parsed) -> None:
+    assert circles({module_name(path): tree for path, tree in parsed("slime_core")}) == []
+
+
+def test_a_circle_is_found() -> None:
+    one, other = "from slime_core.b import x", "if TYPE_CHECKING:\n    from slime_core.a import y"
+    assert circles({"slime_core.a": ast.parse(one), "slime_core.b": ast.parse(other)}) == [
+        ["slime_core.a", "slime_core.b"]
+    ]
+    assert circles({"slime_core.a": ast.parse(one), "slime_core.b": ast.parse("import os")}) == []
+
+
 def test_an_upward_import_is_found() -> None:
     tree = ast.parse("from slime_core.loop import run\nif TYPE_CHECKING:\n    import slime_core.testing\n")
     assert upward(ROOT / "slime_core/data/source.py", tree) == [

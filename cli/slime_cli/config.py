@@ -93,9 +93,9 @@ def card_comments(config: Config) -> str:
 @click.option("--markdown", is_flag=True, help="As the tables of docs/config.md, or docs/megatron.md.")
 def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bool, markdown: bool) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
-    from slime_core.backends import with_options
     from slime_core.config.absent import absent
     from slime_core.errors import ConfigError, nearest
+    from slime_core.plugins.backends import with_options
 
     tables: Callable[[list[dict[str, str]]], str] = markdown_tables
     if backend is not None:

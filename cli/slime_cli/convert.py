@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from slime_core import backends
+from slime_core.plugins import backends
 from slime_core.weights.convert_command import FOLDER, ORIGIN, convert, folder_of, options
 
 

@@ -42,8 +42,8 @@ def plugin_command(name: str) -> click.Command | None:
 
 def no_command(name: str, known: list[str]) -> SlimeError:
     """The error for a word that is neither a command nor a plugin."""
-    from slime_core.backends import PACKAGES, install
     from slime_core.plugins import available
+    from slime_core.plugins.backends import PACKAGES, install
 
     if package := PACKAGES.get(name):
         return ConfigError(

@@ -23,8 +23,8 @@ def write_plugin(name: str, parent: Path, kind: str = "plugin") -> dict[str, Any
         ConfigError: CFG03 an unusable name, CFG12 the folder is there already.
     """
     from slime_cli.main import COMMANDS
-    from slime_core.backends import BROUGHT_BY
     from slime_core.config.schema import Config
+    from slime_core.plugins.backends import BROUGHT_BY
 
     if name in COMMANDS:
         raise ConfigError(

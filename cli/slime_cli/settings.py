@@ -128,8 +128,9 @@ def plans(settings: Settings, config: Config | None = None, folder: ModelFolder 
     Raises:
         ConfigError, DataError, EngineError: as the backends say.
     """
-    from slime_core.backends import Planning, cluster_of, engine_of, trainer_of
+    from slime_core.backends import Planning
     from slime_core.clusters.machine import resolve_machine
+    from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 
     own = settings.config
     backends = {"trainer": trainer_of(own), "cluster": cluster_of(own), "servers": engine_of(own)}

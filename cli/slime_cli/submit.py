@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from slime_cli.driver_process import Letter, deadline
 from slime_cli.failure import Session
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.backends import cluster_of
 from slime_core.clusters.detached import (
     FILE,
     LOG,
@@ -31,6 +30,7 @@ from slime_core.clusters.detached import (
     time_of_day,
 )
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from slime_core.backends import cluster_of
+from slime_core.plugins.backends import cluster_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

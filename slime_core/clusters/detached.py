@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime_core.backends import ClusterBackend
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, Preempted, SlimeError
+from slime_core.plugins.backends import named
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -194,3 +196,14 @@ def taken(run_dir: str, name: str) -> ConfigError:
         why=f"the cluster has its actor, {name}",
         fix=f"slime attach {run_dir}   follows it\nslime stop {run_dir}   ends it",
     )
+
+
+def detaching() -> Detaching:
+    """What keeps detached drivers where no config names a cluster.
+
+    Raises:
+        ConfigError: CFG04 no package that is installed can.
+    """
+    detached: Detaching | None = named("slime_cluster", "ray", (), ClusterBackend).detached
+    assert detached is not None
+    return detached

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import EngineStart, engine_of, trainer_of
+from slime_core.backends import EngineStart
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.engine_set import as_one, holding
@@ -29,6 +29,7 @@ from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.notices import NOTICES
+from slime_core.plugins.backends import engine_of, trainer_of
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.checks import open_model

@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime_core.backends import cluster_of, engine_of
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import cluster_of, engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -16,13 +16,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import trainer_of
 from slime_core.clusters.channel import die_with
 from slime_core.clusters.looking import show_stacks
 from slime_core.clusters.wire import receive_blocking, send_blocking
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError, SlimeError, StorageError, TrainerError
 from slime_core.plugins import load_plugins
+from slime_core.plugins.backends import trainer_of
 from slime_core.threads import TorchThread
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
-from slime_core.backends import cluster_of
 from slime_core.config.load import stages
+from slime_core.plugins.backends import cluster_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -8,16 +8,15 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from slime_core.backends import COMPAT, engine_of, is_installed
 from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.config.slots import rollout_slots
 from slime_core.errors import ConfigError, nearest
+from slime_core.plugins.backends import COMPAT, engine_of, is_installed
 
 if TYPE_CHECKING:
-    from slime_core.compat.session import Session
     from slime_core.config.schema import Config
     from slime_core.context import Context
 
@@ -152,6 +151,14 @@ def _servers(config: Config) -> dict[str, Any]:
     }
 
 
+class Served(Protocol):
+    """What has the loopback `/generate` of a run."""
+
+    def server(self) -> Any:
+        """The server; its ``port(ctx)`` is opened when it is first asked for."""
+        ...
+
+
 class Args:
     """Reads like slime's argparse namespace and cannot be written; ``copy.copy(args)`` gives one that can.
 
@@ -164,7 +171,7 @@ class Args:
 
     __slots__ = ("_ctx", "_session", "_values")
 
-    def __init__(self, values: Mapping[str, Any], session: Session, ctx: Context | None) -> None:
+    def __init__(self, values: Mapping[str, Any], session: Served, ctx: Context | None) -> None:
         for name, value in (("_values", values), ("_session", session), ("_ctx", ctx)):
             object.__setattr__(self, name, value)
 

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime_core.backends import brought_by
 from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import stage_name, stages
 from slime_core.config.validate import check_config
 from slime_core.errors import ConfigError, nearest
+from slime_core.plugins.backends import brought_by
 
 Verdict = Literal["safe", "notice", "unsafe"]
 PLUGINS = "plugins"

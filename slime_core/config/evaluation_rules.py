@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime_core.backends import cluster_of, engine_of
 from slime_core.config.problems import Problem, conflict
+from slime_core.plugins.backends import cluster_of, engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

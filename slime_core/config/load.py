@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.backends import BRINGS, Tables
 from slime_core.config import evaluation_file, rules
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
@@ -29,6 +28,7 @@ from slime_core.config.stages import resolve_stage, stage_name as stage_name, st
 from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
 from slime_core.config.validate import check_config, unknown
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import BRINGS, Tables
 
 Models = Mapping[str, "type[BaseModel] | None"]
 

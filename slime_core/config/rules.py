@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime_core.backends import (
-    BROUGHT_BY,
-    Backend,
-    chosen,
-    cluster_of,
-    engine_of,
-    implied,
-    install,
-    trainer_of,
-    unread,
-)
+from slime_core.backends import Backend
 from slime_core.config import (
     algorithm_rules,
     debug_rules,
@@ -27,6 +17,7 @@ from slime_core.config.options import check_table
 from slime_core.config.paths import plugin_name
 from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import BROUGHT_BY, chosen, cluster_of, engine_of, implied, install, trainer_of, unread
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.backends import Tables
 from slime_core.config.absent import absent
 from slime_core.config.fields import Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
+from slime_core.plugins.backends import Tables
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)

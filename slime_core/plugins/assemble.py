@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import check_names, implied
 from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, PluginError, nearest
+from slime_core.plugins.backends import check_names, implied
 from slime_core.plugins.facade import Plugins
 from slime_core.plugins.load import Loaded, core_plugin, load_options, load_plugin, options_model, recipe_of
 from slime_core.plugins.router import Functions

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_core.backends import COMPAT, PACKAGES, install, is_installed
 from slime_core.errors import PluginError
+from slime_core.plugins.backends import COMPAT, PACKAGES, install, is_installed
 from slime_core.plugins.load import load_plugin
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_core.backends import COMPAT, install, is_installed
 from slime_core.errors import PluginError, nearest
+from slime_core.plugins.backends import COMPAT, install, is_installed
 from slime_core.plugins.files import add_to_path, import_file
 
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")

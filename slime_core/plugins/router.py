@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_core.backends import BUFFER
 from slime_core.hookspecs import HOOKS
 from slime_core.plugins import route
+from slime_core.plugins.backends import BUFFER
 from slime_core.plugins.boundary import LONGEST
 from slime_core.plugins.elsewhere import judged, made_elsewhere
 from slime_core.plugins.load import Loaded
@@ -21,7 +21,6 @@ from slime_core.protocols import Estimator, Loss, Role
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
-    from slime_core.plugins.facade import Plugins
     from slime_core.types import Batch, Group
 
 SFT = "sft_loss"
@@ -62,7 +61,7 @@ class Functions(Protocol):
         """Add the columns that functions around the loss need."""
         ...
 
-    def attach(self, plugins: Plugins) -> None:
+    def attach(self, plugins: Any) -> None:
         """Make the facade known to functions that ask for a reward by name."""
         ...
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_core import backends
+from slime_core.plugins import backends
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slime_core import backends
 from slime_core.config import rules
 from slime_core.config.load import load_config, read
 from slime_core.config.problems import Origins
+from slime_core.plugins import backends
 
 pytestmark = pytest.mark.unit
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from slime_core import ConfigError, PluginError, backends
-from slime_core.backends import cluster_of, engine_of, trainer_of
+from slime_core import ConfigError, PluginError
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
-from slime_core.plugins import load_plugins, option_models
+from slime_core.plugins import backends, load_plugins, option_models
+from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import EngineStart, Served, engine_of
+from slime_core.backends import EngineStart, Served
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
 from slime_core.clusters.engine_set import as_one, holding
@@ -24,6 +24,7 @@ from slime_core.clusters.remote_engine import EngineProcess, Sender
 from slime_core.clusters.resync import Resync
 from slime_core.clusters.turns import FreeTurns, gives_memory, server_turns
 from slime_core.ledger.ledger import SqliteLedger
+from slime_core.plugins.backends import engine_of
 from slime_core.protocols import Parts
 from slime_core.threads import TorchThread
 from slime_ray.head import head_kept

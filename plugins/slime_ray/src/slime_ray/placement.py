@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime_core.backends import engine_of
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

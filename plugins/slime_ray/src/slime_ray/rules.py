@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.backends import engine_of
 from slime_core.config.problems import Problem, conflict
+from slime_core.plugins.backends import engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -1,0 +1,395 @@
+"""Engines, trainers and clusters by name: what `rollout_engine`, `train_backend` and `cluster_backend` choose.
+
+The hooks `slime_engine`, `slime_trainer` and `slime_cluster` bring them. A name is looked up in the core, in the
+plugins that the run loads, and in the installed plugin of that name, which needs no `--plugin`. Nothing else in slime
+compares a backend's name with a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
+
+if TYPE_CHECKING:
+    import click
+
+    from slime_core.config.schema import Config
+    from slime_core.plugins.load import Loaded
+from slime_core.backends import Backend, ClusterBackend, EngineBackend, TrainerBackend
+
+CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
+
+BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
+
+"""Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
+
+CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
+
+"""Words of `slime convert` that trainers of slime's own repository bring."""
+
+BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
+
+COMPAT = "compat"  # the plugin that functions by path need where they ask for slime's modules or servers
+
+PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer", COMPAT: "slime-compat"}
+
+"""Plugins of slime's own repository that a config or a command may need: the distribution of each."""
+
+KEYS = {
+    "slime_engine": "rollout.rollout_engine",
+    "slime_trainer": "train.train_backend",
+    "slime_cluster": "cluster.cluster_backend",
+}
+
+"""Hook -> the key that names one of what it brings."""
+
+BRINGS = "install the package that brings it (then: slime plugins list)"
+
+B = TypeVar("B", EngineBackend, TrainerBackend, ClusterBackend)
+
+
+def engine_of(config: Config) -> EngineBackend:
+    """The engine that ``rollout.rollout_engine`` names.
+
+    Raises:
+        ConfigError: CFG04 no package that is installed brings it.
+        PluginError: PLG50 to PLG57 its package does not load; PLG52 two packages bring it.
+    """
+    return named("slime_engine", config.rollout.rollout_engine, config.plugins, EngineBackend)
+
+
+def trainer_of(config: Config) -> TrainerBackend:
+    """The trainer that ``train.train_backend`` names; raises as :func:`engine_of`."""
+    return named("slime_trainer", config.train.train_backend, config.plugins, TrainerBackend)
+
+
+def cluster_of(config: Config) -> ClusterBackend:
+    """The cluster that ``cluster.cluster_backend`` names; raises as :func:`engine_of`."""
+    return named("slime_cluster", config.cluster.cluster_backend, config.plugins, ClusterBackend)
+
+
+def with_options(name: str) -> Backend:
+    """The installed backend of that name whose options can be listed.
+
+    Raises:
+        ConfigError: CFG04 there is none.
+    """
+    for backend in brought_by(name) if is_installed(name) else ():
+        if backend.options is not None:
+            return backend
+    package = BROUGHT_BY.get(name)
+    raise ConfigError(
+        f"no installed backend called '{name}' lists its options",
+        code="CFG04",
+        where=f"backend {name}",
+        why=f"{package} brings it" if package else f"known: {', '.join(BROUGHT_BY)}",
+        fix=install(name) if package else nearest(name, list(BROUGHT_BY)) or "slime plugins list",
+    )
+
+
+def unread(config: Config) -> list[str]:
+    """Tables of a config whose packages are not installed, and which no key names."""
+    names = {config.rollout.rollout_engine, config.train.train_backend, config.cluster.cluster_backend}
+    return [name for name in config.tables if name in BROUGHT_BY and name not in names and not is_installed(name)]
+
+
+def chosen(config: Config) -> tuple[Backend, ...]:
+    """The config's engine, trainer and cluster; raises as :func:`engine_of`."""
+    return engine_of(config), trainer_of(config), cluster_of(config)
+
+
+def implied(config: Config) -> tuple[str, ...]:
+    """Plugins that keys of the core need; they are loaded without ``--plugin``.
+
+    Raises:
+        ConfigError: CFG04 one is not installed.
+    """
+    if not config.rollout.rollout_buffer_url:
+        return ()
+    if not is_installed(BUFFER):
+        raise ConfigError(
+            f"rollout_buffer_url: {PACKAGES[BUFFER]} is not installed here",
+            code="CFG04",
+            where="rollout.rollout_buffer_url",
+            why=f"{PACKAGES[BUFFER]} brings the rollout buffer",
+            fix=install(BUFFER),
+        )
+    return (BUFFER,)
+
+
+def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:
+    """The backend of that name; raises as :func:`engine_of`."""
+    core = {backend.name: backend for backend in getattr(import_module(CORE), hook)()}
+    if name in core:  # a plugin that brings it too is refused where plugins are loaded: `check_names`
+        return core[name]  # type: ignore[no-any-return]
+    brought: dict[str, B] = {}
+    for entry in dict.fromkeys([*plugins, *([name] if is_installed(name) else [])]):
+        try:
+            origin, backends = offered(hook, entry, kind)
+        except PluginError as error:
+            raise _unusable(error, f"{KEYS[hook]} = {name}", KEYS[hook]) from error
+        if backend := next((backend for backend in backends if backend.name == name), None):
+            brought[origin] = backend
+    if len(brought) > 1:
+        raise twice(hook, name, list(brought))
+    if brought:
+        return next(iter(brought.values()))
+    raise missing(hook, name, sorted(core))
+
+
+def _unusable(error: PluginError, what: str, key: str) -> PluginError:
+    """The error of a plugin that a key of the config names."""
+    where = f"{key}, {error.where}" if error.where else key
+    return PluginError(f"{what}: {error.what}", code=error.code, where=where, why=error.why, fix=error.fix)
+
+
+def twice(hook: str, name: str, origins: Sequence[str]) -> PluginError:
+    """That several packages bring a backend of one name."""
+    return PluginError(
+        f"{KEYS[hook]} = {name} is brought by {' and by '.join(origins)}",
+        code="PLG52",
+        where=KEYS[hook],
+        why="neither is taken: which one would run is a matter of chance",
+        fix="load one of the two (plugins, --plugin), or rename one",
+    )
+
+
+def check_names(loaded: Iterable[Loaded]) -> None:
+    """Refuse a backend of a run's plugins that the core, or another of them, brings too.
+
+    Raises:
+        PluginError: PLG52; PLG56, PLG57 a hook fails or returns something else.
+    """
+    core = import_module(CORE)
+    brought = {(hook, backend.name): "slime-rl" for hook in KEYS for backend in getattr(core, hook)()}
+    for plugin in loaded:
+        for hook, kind in KINDS.items():
+            for backend in offers(plugin, hook, kind):
+                origin = brought.setdefault((hook, backend.name), plugin.provider.origin)
+                if origin != plugin.provider.origin:
+                    raise twice(hook, backend.name, [origin, plugin.provider.origin])
+
+
+def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
+    """That nothing brings a backend; which package would, or the nearest name."""
+    known = BROUGHT_BY.get(name, "")
+    names = [*own, *(other for other in BROUGHT_BY if is_installed(other))]
+    key = KEYS[hook]
+    return ConfigError(
+        f"{key} = {name}: {f'{known} is not installed here' if known else 'no package that is installed brings it'}",
+        code="CFG04",
+        where=key,
+        why=f"{known} brings it" if known else f"there are: {', '.join(own)}, and those of installed plugins",
+        fix=install(name) if known else nearest(name, names) or f"set {key} to {' or '.join(own)}, or {BRINGS}",
+    )
+
+
+def install(name: str) -> str:
+    """How a backend of slime's own repository is installed."""
+    return f"pip install -e plugins/slime_{name}   in a clone of slime, or its wheel"
+
+
+def is_installed(name: str) -> bool:
+    """Whether a plugin of that name is installed; nothing is imported."""
+    from slime_core.plugins.discover import available
+
+    return any(info.name == name for info in available())
+
+
+KINDS: dict[str, type[Any]] = {
+    "slime_engine": EngineBackend,
+    "slime_trainer": TrainerBackend,
+    "slime_cluster": ClusterBackend,
+}
+
+
+def offered(hook: str, plugin: str, kind: type[B]) -> tuple[str, list[B]]:
+    """A plugin's origin, and what it brings by ``hook``.
+
+    Raises:
+        PluginError: PLG50 to PLG55 it does not load; PLG56, PLG57 its hook fails or returns something else.
+    """
+    from slime_core.plugins.load import load_plugin
+
+    loaded = load_plugin(plugin)
+    return loaded.provider.origin, offers(loaded, hook, kind)
+
+
+def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
+    """What a loaded plugin brings by ``hook``; its functions raise errors that name the package.
+
+    Raises:
+        PluginError: PLG56, PLG57 its hook fails or returns something else.
+    """
+    from slime_core.plugins.backend_calls import guarded
+    from slime_core.plugins.boundary import call_now, wrong
+
+    declared = loaded.answers.get(hook)
+    if declared is None:
+        return []
+    backends = call_now(declared, {}, about="the run")
+    if not isinstance(backends, (list, tuple)) or not all(isinstance(backend, kind) for backend in backends):
+        fix = f"return a list of slime_core.backends.{kind.__name__}"
+        raise wrong(declared, f"returned {backends!r}", "the run", code="PLG57", fix=fix)
+    return [guarded(backend, loaded.provider, KEYS[hook]) for backend in backends]
+
+
+def brought_by(plugin: str) -> list[Backend]:
+    """All backends of a plugin; none of one that does not load, which is told where it is used."""
+    from slime_core.plugins.load import load_plugin
+
+    try:
+        loaded = load_plugin(plugin)
+        return [backend for hook, kind in KINDS.items() for backend in offers(loaded, hook, kind)]
+    except SlimeError:
+        return []
+
+
+def converters() -> dict[str, click.Command]:
+    """Words of `slime convert` that installed trainers bring; none of a plugin that does not load."""
+    from slime_core.plugins.discover import available
+
+    backends = [backend for info in available() for backend in brought_by(info.name)]
+    return {
+        word: command
+        for backend in backends
+        if isinstance(backend, TrainerBackend) and backend.converters
+        for word, command in backend.converters().items()
+    }
+
+
+def converter(word: str) -> click.Command | None:
+    """The command of a word of `slime convert`; None where no installed trainer brings it.
+
+    Raises:
+        ConfigError: CFG04 the package that brings it is not installed.
+        PluginError: PLG50 to PLG57 that package does not load.
+    """
+    name = CONVERTERS.get(word)
+    if name is None:
+        return converters().get(word)
+    if not is_installed(name):
+        package = BROUGHT_BY[name]
+        raise ConfigError(
+            f"slime convert {word}: {package} is not installed here",
+            code="CFG04",
+            where=f"command line: slime convert {word}",
+            why=f"{package} brings it",
+            fix=install(name),
+        )
+    backend = named("slime_trainer", name, (), TrainerBackend)
+    return backend.converters()[word] if backend.converters else None
+
+
+class Tables:
+    """Tables of backends as the command line sees them; a plugin is asked when a word begins with its name.
+
+    Example:
+        Tables().prefixed("sglang_mem_fraction_static") == ("sglang", "mem_fraction_static")
+    """
+
+    def __init__(self) -> None:
+        from slime_core.plugins.discover import available
+
+        self._installed = frozenset(info.name for info in available())
+        self._plugins: tuple[str, ...] = ()
+        self._backends: dict[str, list[Backend]] = {}
+
+    def add(self, plugins: Sequence[str]) -> None:
+        """Note the plugins of a run, by name or file: their backends may have other names than they."""
+        self._plugins = tuple(plugins)
+        self.__dict__.pop("_loaded", None)
+        self.__dict__.pop("_bare", None)
+
+    @cached_property
+    def _loaded(self) -> dict[str, list[Backend]]:
+        """Backends of the run's plugins that have no installed plugin's name."""
+        loaded: dict[str, list[Backend]] = {}
+        for plugin in self._plugins:
+            for backend in brought_by(plugin):
+                if backend.name not in self._installed:
+                    loaded.setdefault(backend.name, []).append(backend)
+        return loaded
+
+    def backends(self, name: str) -> list[Backend]:
+        """Those of the plugin of a name, or those of a run's plugins that have it."""
+        if name not in self._installed:
+            return self._loaded.get(name, [])
+        if name not in self._backends:
+            self._backends[name] = brought_by(name)
+        return self._backends[name]
+
+    def names(self) -> list[str]:
+        """All tables; every installed plugin is asked."""
+        return [name for name in (*BROUGHT_BY, *sorted(self._installed), *self._loaded) if self.is_table(name)]
+
+    def is_table(self, name: str) -> bool:
+        """Whether ``[NAME]`` is a backend's, perhaps of one that is not installed."""
+        return name in BROUGHT_BY or bool(self.backends(name))
+
+    def fault(self, name: str) -> SlimeError | None:
+        """Why the installed plugin of a name brings nothing; None where it loads, or is not installed."""
+        from slime_core.plugins.load import load_plugin
+
+        try:
+            plugin = load_plugin(name) if name in self._installed else None
+            for hook, kind in KINDS.items() if plugin else ():
+                offers(plugin, hook, kind)  # type: ignore[arg-type]
+        except SlimeError as error:
+            return error
+        return None
+
+    def kind(self, table: str, *keys: str) -> Any:
+        """The type of an option's value, where the table has a model."""
+        for backend in self.backends(table):
+            if backend.name == table and backend.section is not None and len(keys) == 1:
+                field = backend.section.model_fields.get(keys[0])
+                return field.annotation if field else Any
+        return Any
+
+    def prefixed(self, flag: str) -> tuple[str, ...] | None:
+        """Table, inner table if any, and key of ``NAME_KEY``; None for any other flag."""
+        for name in dict.fromkeys((*BROUGHT_BY, *sorted(self._installed), *self._loaded)):
+            if flag.startswith(f"{name}_") and self.is_table(name) and name not in self.bare_tables():
+                rest = flag.removeprefix(f"{name}_")
+                inner = next((t for b in self.backends(name) for t in b.tables if rest.startswith(f"{t}_")), "")
+                return (name, inner, rest.removeprefix(f"{inner}_")) if inner else (name, rest)
+        return None
+
+    def misspelt(self, flag: str) -> tuple[str, str]:
+        """Why ``NAME_KEY`` is no option, and what to do: its plugin does not load, or NAME is nearly a table's."""
+        for name in sorted(self._installed):
+            if flag.startswith(f"{name}_") and (error := self.fault(name)):
+                return f"plugin '{name}' does not load: {error.what}", error.fix
+        for name in self.names() if "_" in flag else ():
+            words = flag.split("_")
+            size = name.count("_") + 1
+            head, rest = "_".join(words[:size]), words[size:]
+            if rest and nearest(head, [name]):
+                return (
+                    f"no backend has a table [{head}]",
+                    f"did you mean --{'-'.join([name, *rest]).replace('_', '-')}?",
+                )
+        return "", ""
+
+    def bare_tables(self) -> set[str]:
+        """Tables whose keys are flags by themselves."""
+        return {table for table, _ in self.bare().values()}
+
+    def bare(self) -> dict[str, tuple[str, Any]]:
+        """Keys that are flags by themselves: the table and the type of the value of each."""
+        return self._bare
+
+    @cached_property
+    def _bare(self) -> dict[str, tuple[str, Any]]:
+        return {
+            key: (backend.name, kind)
+            for name in dict.fromkeys((*BROUGHT_BY, *self._plugins, *self._loaded))
+            for backend in self.backends(name)
+            if backend.flags is not None
+            for key, kind in backend.flags().items()
+        }
