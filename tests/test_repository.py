@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from slime_core.config.load import load_config, stages
+from slime_core.config.paths import plugin_name
 from slime_core.plugins import load_plugins
 
 pytestmark = pytest.mark.integration
@@ -215,7 +216,7 @@ def test_every_recipe_parses_and_its_plugins_accept_it(recipe: Path) -> None:
     config = load_config(recipe, [])
     for stage in stages(config):
         plugins = load_plugins(stage)
-        assert plugins.names == tuple(stage.plugins)
+        assert plugins.names == tuple(map(plugin_name, stage.plugins))
         plugins.close()
 
 

@@ -209,7 +209,7 @@ def test_a_server_that_is_not_there_is_named(model, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "code", "fix"),
     [
-        (("--openai-engine-ulr", "http://x"), "CFG01", "openai_engine.url"),
+        (("--openai-engine-ulr", "http://x.example"), "CFG01", "openai_engine.url"),
         (("--openai-engine-url", "here"), "CFG03", ""),
         (("--rollout-temperature", "0.7"), "CFG04", "--rollout-temperature 1"),
     ],

@@ -19,7 +19,7 @@ import slime_core
 from slime_core.backends import EngineBackend
 
 class Section(pydantic.BaseModel, extra="forbid"):
-    url: str = "http://here"
+    url: str = "http://here.example"
     retries: int = pydantic.Field(2, ge=0)
 
 @asynccontextmanager
@@ -49,8 +49,8 @@ def refused(kind, *flags, recipe=None):
 
 def test_an_installed_backend_is_found_by_its_name_with_its_table_and_flags(install_plugin):
     install_plugin("far_engine", engine("far_engine"))
-    config = load("--rollout-engine", "far_engine", "--far-engine-url", "http://there", "far_engine.retries=3")
-    assert config.table("far_engine") == {"url": "http://there", "retries": 3}
+    config = load("--rollout-engine", "far_engine", "--far-engine-url", "http://there.example", "far_engine.retries=3")
+    assert config.table("far_engine") == {"url": "http://there.example", "retries": 3}
     assert engine_of(config).name == "far_engine"
 
 
