@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from slime_core.backends import EngineStart
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
@@ -179,7 +180,8 @@ async def serving(
         print(f"  {text}", flush=True)
 
     try:
-        async with sglang_engines(config, folder, run_dir, epoch, note, fixed=fixed) as running:
+        start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=epoch, note=note, fixed=fixed)
+        async with sglang_engines(start) as running:
             client = running.engine.router.lanes[0].client
             facts = await client.server_info()
             yield Served(

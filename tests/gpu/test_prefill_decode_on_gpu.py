@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime_core.backends import EngineStart
 from slime_core.clusters import ports
 from slime_core.clusters.machine import resolve_machine
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
@@ -59,9 +60,8 @@ def started(place, folder, loop, tmp_path_factory):
         run_dir = tmp_path_factory.mktemp("run")
         config = resolve_machine(found.config(folder, "--dtype", "bfloat16", *flags, sglang=OPTIONS))
         opened, notes = ModelFolder.open(folder), []
-        served = loop.run(
-            stack.enter_async_context(sglang_engines(config, opened, run_dir, 1, notes.append, fixed=True))
-        )
+        start = EngineStart(config=config, folder=opened, run_dir=run_dir, epoch=1, note=notes.append, fixed=True)
+        served = loop.run(stack.enter_async_context(sglang_engines(start)))
         return served.engine, notes
 
     yield start

@@ -12,6 +12,7 @@ import torch
 from raw_server import RawServer
 from safetensors.torch import load_file
 
+from slime_core.backends import EngineStart
 from slime_core.config.load import load_config
 from slime_core.testing.contracts import EngineCase, EngineCheck
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
@@ -42,7 +43,8 @@ async def serving(
     config = load_config(recipe, ["--device", "cpu", "--dtype", "float32", *flags])
     opened = ModelFolder.open(model)
     part = Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
-    engine = await cluster._engine(config, opened, folder, EPOCH, notes.append, part, -1)
+    start = EngineStart(config=config, folder=opened, run_dir=folder, epoch=EPOCH, note=notes.append)
+    engine = await cluster._engine(start, opened, part, -1)
     try:
         async with Watch(
             (server,), engine.fleet, limits or cluster.limits(config), note=notes.append

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from served_engine import EPOCH, VERSION
 
+from slime_core.backends import EngineStart
 from slime_core.config.load import load_config
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import start as cluster, start_gateway as gateways
@@ -53,7 +54,8 @@ async def routed(
     assert made is not None
     async with made:
         opened = ModelFolder.open(model)
-        engine = await cluster._engine(config, opened, folder, EPOCH, notes.append, part, -1, gateway=made)
+        start = EngineStart(config=config, folder=opened, run_dir=folder, epoch=EPOCH, note=notes.append)
+        engine = await cluster._engine(start, opened, part, -1, gateway=made)
         bounds = limits or Limits(interval=0.5, told=True)
         try:
             async with Watch(servers, engine.fleet, bounds, note=notes.append) as engine.fleet.watch:

@@ -12,6 +12,7 @@ from faulty import TOKEN
 from routing import Kind, routed
 from serving import EPOCH, request, update
 
+from slime_core.backends import EngineStart
 from slime_core.clusters import ports
 from slime_core.clusters.host import Launch
 from slime_core.config.load import load_config
@@ -183,7 +184,9 @@ def test_servers_of_others_have_the_router_where_it_is_asked_for(
             words += ["--device", "cpu", "--dtype", "float32"]
             words += ["--rollout-external-engine-addrs", f'["{one.url}", "{other.url}"]']
             notes: list[str] = []
-            async with sglang_engines(load_config(None, words), opened, tmp_path, EPOCH, notes.append) as served:
+            config = load_config(None, words)
+            start = EngineStart(config=config, folder=opened, run_dir=tmp_path, epoch=EPOCH, note=notes.append)
+            async with sglang_engines(start) as served:
                 router = served.engine.router
                 assert isinstance(router, GatewayRouter)
                 gateway = router._gateway
