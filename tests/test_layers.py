@@ -58,6 +58,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "mars
 LIBRARIES = {"slime_sandbox"}
 """Plugins that other plugins may import, as declared dependencies."""
 MAX_LINES = 600
+BACKEND_KEYS = ("rollout_engine", "train_backend", "cluster_backend")
 PUBLIC_NAMES = [
     "__version__",
     "Batch",
@@ -229,6 +230,22 @@ def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line(parsed
             if name.split(".")[0] in banned
         ]
     assert wrong == []
+
+
+def compared_backends(tree: ast.Module) -> Iterator[int]:
+    """Lines where what a config calls a backend is compared with a text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            keys = [one for one in sides if isinstance(one, ast.Attribute) and one.attr in BACKEND_KEYS]
+            if keys and any(isinstance(one, ast.Constant) for side in sides for one in ast.walk(side)):
+                yield node.lineno
+
+
+def test_nobody_compares_a_backends_name_with_a_text(parsed: Parsed) -> None:
+    files = parsed("slime_core", "cli/slime_cli", "plugins")
+    assert [f"{shown(path)}:{line}" for path, tree in files for line in compared_backends(tree)] == []
+    assert list(compared_backends(ast.parse('if rollout.rollout_engine == "mine":\n    pass'))) == [1]
 
 
 def test_nothing_that_is_installed_imports_tools(parsed: Parsed) -> None:

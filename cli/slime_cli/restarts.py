@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slime_cli.failure import Session, Terminated, placed, report_failure
 from slime_cli.signals import kill_descendants
 from slime_core.errors import Hung, Preempted, SlimeError, remade
+from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
 from slime_core.stopping import END_NOW
 
@@ -94,7 +95,7 @@ def allowed(config: Config) -> int:
     """How many restarts a run may have."""
     if config.cluster.max_restarts >= 0:
         return config.cluster.max_restarts
-    return ON_RAY if config.cluster.cluster_backend == "ray" else 0
+    return ON_RAY if cluster_of(config).remote else 0
 
 
 def refusal(deaths: Sequence[Death], limit: int) -> str:
