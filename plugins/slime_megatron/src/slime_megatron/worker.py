@@ -121,7 +121,7 @@ class Worker:
         self.policy.passes.chunk = train.logprob_chunk_tokens
         self.staging.before_change()
         with self.parking.present():
-            for learner in self._learners():
+            for learner in self.learners():
                 learner.settle()
             self._begin_models(stage, needs)
             for one in saving.learned(self):
@@ -190,7 +190,7 @@ class Worker:
         """What a model gives for each response token of the portion, [count, R], on the rank that speaks for it."""
         columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
         self.plugins.megatron.before_log_prob([model.passes.wrapped], role, self.ctx)
-        micros = list(chain(*self._pack(portion)))
+        micros = list(chain(*self.packs(portion)))
         found = model.passes.scores(micros)
         if speaks():
             for micro, rows in zip(micros, found, strict=True):
@@ -210,7 +210,7 @@ class Worker:
         if self.critic is not None:
             critic.check(portion.batch)
             known = portion.known
-        outcomes = [self._optimizer_step(portion, micros, alone) for micros in self._pack(portion)]
+        outcomes = [self._optimizer_step(portion, micros, alone) for micros in self.packs(portion)]
         self.steps += 1
         return summary(outcomes, portion.trained) | known
 
@@ -239,7 +239,7 @@ class Worker:
             bad = sorted({*bad, *worse})
         norms = norm, metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):
-            self._forget()
+            self.forget()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
             return self.guard.skip(portion, bad, loss, math.hypot(*norms))
         self.guard.passed()
@@ -256,20 +256,20 @@ class Worker:
             learner, norm = self.critic.learner, metrics["critic_grad_norm"]
             metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
         if alone:
-            self._forget()
+            self.forget()
             return Outcome("critic_only", metrics)
         norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
-        self._forget()
+        self.forget()
         return Outcome("made" if norm else "no_gradient", metrics)
 
-    def _learners(self) -> list[Learner]:
+    def learners(self) -> list[Learner]:
         return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drop all gradients."""
         if "gradients" not in self.parking.away:
-            for learner in self._learners():
+            for learner in self.learners():
                 learner.forget()
 
     def _sum(self, mine: float) -> float:
@@ -278,7 +278,7 @@ class Worker:
         dist.all_reduce(total)
         return float(total)
 
-    def _pack(self, portion: Portion) -> list[list[MicroBatch]]:
+    def packs(self, portion: Portion) -> list[list[MicroBatch]]:
         return pack(portion, max_tokens=self.train.max_tokens_per_gpu * self.seat.over)
 
     def _passes(self) -> Passes:
@@ -286,8 +286,8 @@ class Worker:
         return Passes(
             stage=self.stage,
             where=f"rank {self.rank}, {self.device}",
-            drop=self._forget if self.world > 1 else lambda: self.release(set()),
-            pack=self._pack,
+            drop=self.forget if self.world > 1 else lambda: self.release(set()),
+            pack=self.packs,
             share=self.settings.layout.cp,
             keys=smaller(self.settings),
         )
@@ -338,10 +338,10 @@ class Worker:
 
     def release(self, what: set[str]) -> None:
         self.staging.before_change()
-        self._forget()
+        self.forget()
         if "parameters" in what:
             self.senders.drop()
-            for learner in self._learners() if "parameters" not in self.parking.away else ():
+            for learner in self.learners() if "parameters" not in self.parking.away else ():
                 learner.settle()
         if self.device.type != "cpu":
             self.parking.leave(what)
@@ -353,7 +353,7 @@ class Worker:
 
     def _tensors(self, what: str) -> Iterator[torch.Tensor]:
         """What a name of `release` stands for, on this rank's device."""
-        learners = self._learners()
+        learners = self.learners()
         if what == "parameters":
             found = [*(p for learner in learners for p in learner.stage.parameters()), *self.frozen.tensors()]
         elif what == "optimizer":
