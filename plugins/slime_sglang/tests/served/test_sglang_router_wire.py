@@ -21,7 +21,7 @@ from slime_core.weights.folder import ModelFolder
 from slime_sglang.gateway_router import GatewayRouter
 from slime_sglang.http import fault
 from slime_sglang.installation import read_installation
-from slime_sglang.ports import server_launch
+from slime_sglang.ports import router_launch
 from slime_sglang.router_options import router_arguments
 from slime_sglang.start import sglang_engines
 
@@ -41,7 +41,7 @@ def program(sglang_python: str, tmp_path: Path) -> Program:
         config = load_config(None, ["--rollout-engine", "sglang", *flags])
         words = router_arguments(config, installation, paired=paired)
         log = tmp_path / "log" / "gateway.log"
-        return server_launch(python=sglang_python, arguments=words, env={}, log=log, program="router")
+        return router_launch(python=sglang_python, arguments=words, env={}, log=log)
 
     return of
 
