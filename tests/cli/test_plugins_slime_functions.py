@@ -9,7 +9,7 @@ from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system
 
-SHAPES = Path(__file__).parents[1] / "unit" / "compat" / "functions"
+SHAPES = Path(__file__).parents[2] / "plugins" / "slime_compat" / "tests" / "functions"
 OWN = """
 import torch
 

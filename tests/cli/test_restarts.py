@@ -171,7 +171,7 @@ def test_secrets_that_were_not_saved_are_brought_by_the_process_before(tmp_path,
         "random",
     ]
     words += ["--prompt-data", str(rows), "--custom-rm-path", f"{reward}:reward"]
-    settings = load_settings(words, Session(), complete=False)
+    settings = load_settings(words, Session())
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         run_dir.write_config(to_toml(redacted(settings.config, settings.loaded.secrets)))
         carried = Past(deaths=[died(1)], allowed=3, secrets=unsaved(settings))
