@@ -303,10 +303,12 @@ def test_the_start_says_what_it_is_busy_with_until_the_first_step(run_dir):
     ]
 
 
-def test_a_warning_of_a_library_is_one_note_and_whole_in_the_log(run_dir):
+def test_a_warning_of_a_library_is_one_note_and_whole_in_the_log(run_dir, monkeypatch):
     stream = io.StringIO()
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # whatever another test has turned off
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
     report = Report(run_dir, Config(), live=PlainLines(stream))
-    logger = logging.getLogger("transformers.tokenization_utils_base")
+    logger = logging.getLogger("transformers.of_this_test")
     with warnings_noted(report):
         for _ in range(2):
             logger.warning("Ignoring clean_up_tokenization_spaces\nfor BPE tokenizers")
