@@ -1,4 +1,4 @@
-"""A name in, a plugin package on disk out: the files of a folder of `templates`, with its names put in."""
+"""Write a new plugin package: the files of a folder of `templates`, with its names filled in."""
 
 from __future__ import annotations
 

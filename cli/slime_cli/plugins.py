@@ -193,21 +193,21 @@ def new(name: str, parent: Path, kind: str | None, as_json: bool) -> None:
     """Write a complete plugin package: code, a recipe that trains on a CPU, tests, metadata."""
     from slime_cli.plugin_template import write_plugin
 
-    made = write_plugin(name, parent, kind or "plugin")
+    package = write_plugin(name, parent, kind or "plugin")
     train = {
         "engine": f"--plugin rm_math --rollout-engine {name}",
         "trainer": f"--plugin rm_math --train-backend {name}",
     }
     if as_json:
-        click.echo(json.dumps(made, indent=1, sort_keys=True))
+        click.echo(json.dumps(package, indent=1, sort_keys=True))
         return
-    click.echo(made["folder"])
+    click.echo(package["folder"])
     heading("next")
     print_pairs(
         {
-            "install": f"pip install -e {made['folder']}",
+            "install": f"pip install -e {package['folder']}",
             "look": f"slime plugins check {name}",
             "train": f"slime run {train[kind] if kind else f'--plugin {name}'}",
-            "test": f"pytest {made['folder']}",
+            "test": f"pytest {package['folder']}",
         }
     )

@@ -125,8 +125,8 @@ def detaching(settings: Settings) -> Detaching:
         ConfigError: CFG04 the cluster keeps none.
     """
     config = settings.config
-    found: Detaching | None = cluster_of(config).detached
-    if found is None:
+    cluster: Detaching | None = cluster_of(config).detached
+    if cluster is None:
         raise ConfigError(
             "--detach needs a Ray cluster to run on",
             code="CFG04",
@@ -134,7 +134,7 @@ def detaching(settings: Settings) -> Detaching:
             why=f"cluster_backend = {config.cluster.cluster_backend}: the run would end with this command",
             fix="--cluster ray --ray-address HOST:PORT   or, on this machine alone: nohup slime run ... &",
         )
-    return found
+    return cluster
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A rollout buffer service inside the test's process: its desk, its guarded routes, and clients that reach both."""
 
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import httpx
 import pytest
@@ -11,7 +10,6 @@ from slime_buffer.service import models
 from slime_buffer.service.app import make_app
 from slime_buffer.service.desk import Desk
 from slime_buffer.service.tables import Limits
-from slime_cli.main import main
 
 TOKEN = "a-token-of-the-tests"
 
@@ -121,25 +119,3 @@ def serving(tmp_path):
             await desk.close()
 
     return serving
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
-    """Call `slime ARGS` in an empty folder; the answer has code, out and err."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def call(*args):
-        capsys.readouterr()
-        code = main([str(arg) for arg in args])
-        caught = capsys.readouterr()
-        return Done(code, caught.out, caught.err)
-
-    return call

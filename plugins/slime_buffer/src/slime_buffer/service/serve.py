@@ -1,4 +1,4 @@
-"""A folder in, a running service out: lock, token, socket, signals. `slime buffer serve` is a door to this.
+"""Run the rollout buffer of a folder: its lock, token, socket and signals. `slime buffer serve` calls this.
 
 FOLDER/   ledger.sqlite segments/ (an ordinary ledger)   service.sqlite   token (mode 0600)   lock
 """
