@@ -44,7 +44,8 @@ class Round:
 async def ask(reader: Any, writer: Any, key: str, payload: dict[str, Any]) -> Any:
     """One request over a connection that stays open."""
     body = json.dumps(payload).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
     length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))

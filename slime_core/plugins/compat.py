@@ -1,12 +1,14 @@
-"""The plugin `compat` as functions by path need it: slime's modules, and `/generate` before the run's engine.
+"""The plugin `compat` as others need it: slime's modules, `/generate`, and a server before the run's engine.
 
 It is looked up by name and never imported. Where it is not installed, who needs it is told what installs it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +18,54 @@ from slime_core.plugins.load import load_plugin
 
 if TYPE_CHECKING:
     from slime_core.context import Context
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class HttpError(Exception):
+    """A request that cannot be served, with its HTTP status; ``fields`` are added to the response's ``error``."""
+
+    def __init__(self, status: int, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.status, self.fields = status, fields
+
+    def body(self) -> dict[str, Any]:
+        """The response, as OpenAI's clients read it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": None, **self.fields}}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Request:
+    """An authorized request to the loopback."""
+
+    token: str  # its bearer token; empty where it has none
+    payload: dict[str, Any]  # the body's JSON object; empty for GET
+
+
+class Events(list[Any]):
+    """A response sent as server-sent events, one JSON value each."""
+
+
+Handler = Callable[[Request], Awaitable[Any]]
+Authorize = Callable[[str], None]
+"""Called with a request's bearer token before its body is read, on the server's thread; raises :class:`HttpError`."""
+
+
+class Loopback(Protocol):
+    """An HTTP server on a free port of the loopback."""
+
+    port: int
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the loop of its handlers has ended."""
+        ...
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        ...
 
 
 class Server(Protocol):
@@ -53,6 +103,12 @@ class Compat(Protocol):
         """A server that knows running calls by their seeds (`slime_core.compat.session.Call`)."""
         ...
 
+    def loopback(
+        self, routes: Mapping[str, Handler], loop: asyncio.AbstractEventLoop, authorize: Authorize
+    ) -> Loopback:
+        """Serve ``routes``, ``"POST /path"`` to handlers that run on ``loop``."""
+        ...
+
 
 def compat(key: str) -> Compat:
     """The installed plugin `compat`, which ``key`` needs.
@@ -65,7 +121,7 @@ def compat(key: str) -> Compat:
             f"{key} needs {PACKAGES[COMPAT]}, which is not installed here",
             code="PLG51",
             where=key,
-            why=f"{PACKAGES[COMPAT]} serves /generate before the run's engine",
+            why=f"{PACKAGES[COMPAT]} serves HTTP before the run's engine",
             fix=install(COMPAT),
         )
     plugin: Compat = load_plugin(COMPAT).target

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.data.chat import decode
-from slime_core.plugins.loopback import Events
+from slime_core.plugins.compat import Events
 from slime_core.types import Completion, Message
 
 if TYPE_CHECKING:

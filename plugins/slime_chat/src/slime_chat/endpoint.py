@@ -1,6 +1,6 @@
 """The endpoint of a run: sessions of samples in front of its engine, behind one loopback server.
 
-    agent (any program) -- POST /v1/chat/completions, key of a session -- LoopbackServer -- Session -- engine
+    agent (any program) -- POST /v1/chat/completions, key of a session -- loopback server -- Session -- engine
 
 The server starts with the first session and closes with the last. A key names its session and is checked in constant
 time; nothing but the key's own session can be reached with it, and one whose session has ended is answered 410.
@@ -24,7 +24,7 @@ from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
-from slime_core.plugins.loopback import LOOPBACK, HttpError, LoopbackServer, Request
+from slime_core.plugins.compat import LOOPBACK, HttpError, Loopback, Request, compat
 from slime_core.types import Group, Sample, Status
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Endpoint:
         self._secret = secrets.token_bytes(32)
         self._opened = 0
         self._sessions: dict[str, Session] = {}  # by key
-        self._server: LoopbackServer | None = None
+        self._server: Loopback | None = None
 
     @classmethod
     def of(cls, ctx: Context) -> Endpoint:
@@ -75,7 +75,7 @@ class Endpoint:
         if self._server is None or self._server.orphaned:
             routes = {"POST /v1/chat/completions": self._complete, "GET /v1/models": self._models}
             routes[f"GET /v1/models/{POLICY}"] = self._model
-            self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
+            self._server = compat("slime_chat").loopback(routes, asyncio.get_running_loop(), self._authorize)
         key = self._key(self._opened)
         self._opened += 1
         url = f"http://{LOOPBACK}:{self._server.port}/v1"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from slime_core.data.turns import CLOSE, OPEN
-from slime_core.plugins.loopback import HttpError
+from slime_core.plugins.compat import HttpError
 from slime_core.types import Message
 
 Key = tuple[Any, ...]

@@ -1,17 +1,15 @@
-"""The HTTP client behind `slime.utils.http_utils`: JSON out, JSON in, standard library only."""
+"""The HTTP client behind `slime.utils.http_utils`: JSON out, JSON in, over httpx as slime's own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 RETRY_SECONDS = 1.0
-LIMIT = 64 << 20
 
 
 class HttpStatusError(RuntimeError):
@@ -38,63 +36,32 @@ async def post(
 
 
 async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """GET and return the parsed answer.
-
-    Raises:
-        HttpStatusError: an error status, after ``max_retries`` further tries where it is 5xx.
-        OSError: no connection after them.
-    """
+    """GET and return the parsed answer; raises as :func:`post`."""
     return await _retried("GET", url, b"", max_retries, headers or {})
 
 
 async def _retried(method: str, url: str, body: bytes, retries: int, headers: Mapping[str, str]) -> Any:
-    for attempt in range(retries + 1):
-        try:
-            status, answer = await _once(method, url, body, headers)
-            if status < 400:
-                with suppress(ValueError):
-                    return json.loads(answer)
-                return answer.decode(errors="replace")
-            raise HttpStatusError(url, status, answer.decode(errors="replace"))
-        except (HttpStatusError, OSError, asyncio.IncompleteReadError) as error:
-            if attempt == retries or (isinstance(error, HttpStatusError) and error.status < 500):
-                raise
-            await asyncio.sleep(RETRY_SECONDS)
+    lines = {"accept": "application/json", **({"content-type": "application/json"} if body else {})}
+    async with httpx.AsyncClient(timeout=None, trust_env=False, headers={**lines, **headers}) as client:
+        for attempt in range(retries + 1):
+            try:
+                response = await client.request(method, url, content=body)
+                if response.status_code < 400:
+                    return _parsed(response)
+                raise HttpStatusError(url, response.status_code, response.text)
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+                raise ValueError(f"'{url}' is no http address") from error
+            except (HttpStatusError, httpx.TransportError) as error:
+                if attempt == retries and isinstance(error, httpx.TransportError):
+                    raise ConnectionError(f"{url}: {error or type(error).__name__}") from error
+                if attempt == retries or (isinstance(error, HttpStatusError) and error.status < 500):
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
     raise AssertionError("unreachable")
 
 
-async def _once(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"'{url}' is no http address")
-    tls = ssl.create_default_context() if parts.scheme == "https" else None
-    port = parts.port or (443 if tls else 80)
-    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls, limit=LIMIT)
+def _parsed(response: httpx.Response) -> Any:
     try:
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        lines = {"host": parts.netloc.rpartition("@")[2], "connection": "close", "accept": "application/json"}
-        lines |= {"content-type": "application/json", "content-length": str(len(body))} if body else {}
-        lines |= {name.lower(): value for name, value in headers.items()}
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        writer.write(f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode() + body)
-        await writer.drain()
-        return await _read(reader)
-    finally:
-        writer.close()
-        with suppress(OSError, ssl.SSLError):
-            await writer.wait_closed()
-
-
-async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    status = int(head[0].split(" ")[1])
-    headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:]) if k}
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        body = b""
-        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            body += await reader.readexactly(size)
-            await reader.readexactly(2)
-        return status, body
-    if "content-length" in headers:
-        return status, await reader.readexactly(int(headers["content-length"]))
-    return status, await reader.read()
+        return response.json()
+    except ValueError:
+        return response.text

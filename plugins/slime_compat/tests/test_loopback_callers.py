@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slime_core.plugins.loopback import LoopbackServer, require_token
+from slime_compat.loopback import LoopbackServer, require_token
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,13 @@ def with_server(handle, work):
 
 
 def post_of(body, *heads):
-    lines = [b"POST /generate HTTP/1.1", b"authorization: bearer secret", b"content-length: %d" % len(body), *heads]
+    lines = [
+        b"POST /generate HTTP/1.1",
+        b"host: localhost",
+        b"authorization: bearer secret",
+        b"content-length: %d" % len(body),
+        *heads,
+    ]
     return b"\r\n".join([*lines, b"", body])
 
 
@@ -51,26 +57,10 @@ def test_requests_that_come_at_once_are_answered_in_order():
     ]
 
 
-def test_a_head_that_does_not_come_ends_its_connection():
-    async def run():
-        server = LoopbackServer(
-            {"POST /generate": echo}, asyncio.get_running_loop(), require_token("secret"), head_seconds=0.05
-        )
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\n")
-            assert await reader.read() == b""
-            writer.close()
-        finally:
-            await asyncio.to_thread(server.close)
-
-    asyncio.run(run())
-
-
 def test_the_body_of_what_is_not_served_is_no_request():
     secret = b"authorization: Bearer secret\r\n"
     request = (
-        b"POST /x HTTP/1.1\r\n"
+        b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
         + secret
         + b"content-length: 5\r\n\r\nabcde"
         + HEALTH.replace(b"host", secret + b"host", 1)

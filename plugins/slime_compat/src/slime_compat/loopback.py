@@ -1,0 +1,220 @@
+"""An HTTP server before a run's engine, for programs of this machine: uvicorn on a thread of its own.
+
+    client -> head -> authorized? -> body, parsed -> [the engine's loop: handler] -> JSON, or server-sent events
+
+It listens on 127.0.0.1 only and refuses what a web page could send: an Origin, or a Host that is not the loopback.
+A client that hangs up cancels its handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from slime_core.errors import SlimeError
+from slime_core.plugins.compat import LOOPBACK, Authorize, Events, Handler, HttpError, Request
+
+MAX_BODY = 64 << 20
+MAX_HEAD = 64 << 10
+CLOSE_SECONDS = 1.0  # for a client to read its response when the server closes
+
+
+def require_token(token: str) -> Authorize:
+    """Accept requests with ``token``; all requests where it is empty."""
+
+    def authorize(bearer: str) -> None:
+        if token and not hmac.compare_digest(bearer.encode("latin-1"), token.encode()):
+            raise HttpError(401, "the token is missing or wrong")
+
+    return authorize
+
+
+class LoopbackServer(uvicorn.Server):
+    """An HTTP server on a free port. ``routes`` maps ``"POST /path"`` to handlers, which run on ``loop``.
+
+    Example:
+        server = LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token("secret"))
+        ...
+        server.close()
+    """
+
+    def __init__(self, routes: Mapping[str, Handler], loop: asyncio.AbstractEventLoop, authorize: Authorize) -> None:
+        self._routes, self._engine_loop, self._authorize = dict(routes), loop, authorize
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        super().__init__(
+            uvicorn.Config(
+                self._respond,
+                interface="asgi3",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEAD,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="slime-loopback", daemon=True)
+        self._thread.start()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the engine's loop has ended, so that no handler can run any more."""
+        return self._engine_loop.is_closed()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self.serve(sockets=[self._socket]))
+        finally:
+            self._loop.close()
+
+    async def main_loop(self) -> None:
+        """Serve until :meth:`close`; connections that were just accepted are known afterwards."""
+        await self._stop.wait()
+        self._loop.remove_reader(self._socket)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End every connection, those of clients that do not read after CLOSE_SECONDS."""
+        connections = self.server_state.connections
+        for server in self.servers:
+            server.close()
+        for connection in list(connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                while connections:
+                    await asyncio.sleep(0.005)
+        for connection in list(connections):
+            connection.transport.abort()
+        while connections or self.server_state.tasks:
+            await asyncio.sleep(0.005)
+
+    async def _respond(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
+        """See ASGI."""
+        try:
+            status, value = 200, await self._value(scope, receive)
+        except _HungUp:
+            return
+        except HttpError as error:
+            status, value = error.status, error.body()
+        except SlimeError as error:
+            status, value = 422, HttpError(422, str(error), **error.as_dict()).body()
+        except Exception as error:  # a handler would fail at a second attempt too
+            status, value = 422, HttpError(422, f"{type(error).__name__}: {error}").body()
+        events = isinstance(value, Events)
+        body = _events(value) if events else json.dumps(value).encode()
+        headers = {"content-type": "text/event-stream" if events else "application/json"}
+        headers["content-length"] = str(len(body))
+        if status != 200:
+            headers["x-should-retry"] = "false"
+        if status == 401 or status >= 500:
+            headers["connection"] = "close"
+        pairs = [(name.encode(), text.encode()) for name, text in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _value(self, scope: Any, receive: Callable[[], Awaitable[Any]]) -> Any:
+        """What the handler of a request returns.
+
+        Raises:
+            HttpError: 400 the body is no JSON object, 401, 403, 404, 405, 410 the run has ended, 411, 413; or what the
+                handler raises.
+        """
+        headers = {name.decode("latin-1"): text.decode("latin-1").strip() for name, text in scope["headers"]}
+        if "origin" in headers or headers["host"].split(":")[0] not in (LOOPBACK, "localhost"):
+            raise HttpError(403, "only programs of this machine are served")
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if kind.lower() == "bearer" else ""
+        self._authorize(bearer)
+        handler = self._handler(scope["method"], scope["path"].rstrip("/"))
+        if "transfer-encoding" in headers:
+            raise HttpError(411, "send a content-length")
+        if int(headers.get("content-length", "0")) > MAX_BODY:
+            raise HttpError(413, f"a body may have {MAX_BODY} bytes")
+        body = await _body_of(receive)
+        try:
+            payload = json.loads(body) if body or scope["method"] != "GET" else {}
+        except (ValueError, RecursionError) as error:  # a number of more than 4300 digits is a ValueError too
+            raise HttpError(400, f"the body is no JSON: {error}") from error
+        if not isinstance(payload, dict):
+            raise HttpError(400, "the body is no JSON object")
+        if self.orphaned:
+            raise HttpError(410, "the run has ended")
+        return await self._handled(handler(Request(token=bearer, payload=payload)), receive)
+
+    def _handler(self, method: str, path: str) -> Handler:
+        if path in ("/health", "/health_generate"):
+            return _healthy
+        methods = [name.partition(" ")[0] for name in self._routes if name.partition(" ")[2] == path]
+        if not methods:
+            raise HttpError(404, f"{path} is not served here; {', '.join(sorted(self._routes))} are")
+        if method not in methods:
+            raise HttpError(405, f"use {' or '.join(methods)}")
+        return self._routes[f"{method} {path}"]
+
+    async def _handled(self, work: Awaitable[Any], receive: Callable[[], Awaitable[Any]]) -> Any:
+        """The value of ``work``, on the engine's loop; cancelled where the client hangs up or the server ends."""
+        value = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
+        ends = [self._loop.create_task(_hung_up(receive)), self._loop.create_task(self._stop.wait())]
+        await asyncio.wait([value, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if value.done():
+            return value.result()
+        value.cancel()
+        raise _HungUp
+
+
+class _HungUp(Exception):
+    """Nobody waits for the response."""
+
+
+async def _body_of(receive: Callable[[], Awaitable[Any]]) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _HungUp
+        body += message["body"]
+        if not message["more_body"]:
+            return bytes(body)
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _events(values: Events) -> bytes:
+    lines = [f"data: {json.dumps(value)}\n\n" for value in values]
+    return "".join([*lines, "data: [DONE]\n\n"]).encode()
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+async def _healthy(request: Request) -> dict[str, str]:
+    return {"status": "ok"}
