@@ -26,9 +26,9 @@ def command(
     McNemar's exact test with one sample a question, a sign-flip test with more; the interval is a bootstrap over
     questions.
     """
-    from slime_core.evaluation.compare import compare
+    from slime_cli.evaluation_differences import compare
+    from slime_cli.evaluation_tables import difference_tables, to_markdown
     from slime_core.evaluation.record import find_records
-    from slime_core.evaluation.tables import difference_tables, to_markdown
 
     found = compare(find_records(first, version_a), find_records(second, version_b))
     if as_json:

@@ -16,10 +16,10 @@ from slime_cli.words import PASSING
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
+    from slime_cli.survey import Survey
     from slime_core.config.schema import Config
     from slime_core.data.prompts import Encoder
     from slime_core.data.rows import Rows
-    from slime_core.data.survey import Survey
 
 BAR = 40  # characters of the longest bar of the histogram
 EVERY = 10.0  # seconds between lines of progress
@@ -45,11 +45,11 @@ def check(session: Session, file: str, words: tuple[str, ...], run_dir: Path | N
     would refuse the data.
     """
     from slime_cli.settings import load_words, split_words
+    from slime_cli.survey import survey
     from slime_core.config.schema import Task
     from slime_core.data.prompts import Keys
     from slime_core.data.rows import open_rows
     from slime_core.data.same import check_columns
-    from slime_core.data.survey import survey
 
     config = load_words(split_words([*words, "--prompt-data", file]), session).config
     keys = Keys.of(config, Task(name="default"))

@@ -66,19 +66,19 @@ def compare_runs(one: RunDir, other: RunDir, *, weights: bool = True) -> dict[st
 
 def config_changes(one: RunDir, other: RunDir) -> list[dict[str, Any]]:
     """Keys whose values differ: ``key first second verdict reason``."""
-    from slime_core.config import changes
+    from slime_cli.resume_compatibility import compare, shown
     from slime_core.config.load import read
 
     tables = [read(run.config, check=False).config.model_dump(mode="json") for run in (one, other)]
     return [
         {
             "key": change.key,
-            "first": changes.shown(change.was),
-            "second": changes.shown(change.now),
+            "first": shown(change.was),
+            "second": shown(change.now),
             "verdict": change.verdict,
             "reason": change.reason,
         }
-        for change in changes.compare(*tables)
+        for change in compare(*tables)
     ]
 
 

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_cli import history
 from slime_cli.failure import Session, Terminated, report_failure
 from slime_cli.restarts import MEMORY, Command, Death, Past, given_up, pause, refusal
 from slime_cli.signals import terminable
 from slime_core.clusters.channel import end_with
 from slime_core.clusters.detached import DETACHED, LETTER, LOG, code_of
 from slime_core.errors import Preempted, SlimeError
-from slime_core.report import RunDir, history
+from slime_core.report import RunDir
 from slime_core.report.text import say
 
 LOOK = 0.5  # seconds between looks whether a process that was lost has let go of the run

@@ -49,7 +49,7 @@ def command(
         _check_judged(results, path)
         click.echo(json.dumps({"model": model, "run_dir": path, "evaluations": results}, indent=1, sort_keys=True))
         return
-    from slime_core.evaluation.tables import figure_tables, to_markdown
+    from slime_cli.evaluation_tables import figure_tables, to_markdown
 
     for table in figure_tables(results):
         if markdown:

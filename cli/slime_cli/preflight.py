@@ -65,8 +65,8 @@ def check_inputs(settings: Settings, config: Config) -> None:
         ConfigError: CFG04 no data or no reward, CFG05 a file, set or model that cannot be had.
         DataError: rows or a model folder that cannot be used.
     """
+    from slime_cli.first_rows import first_rows
     from slime_core.builtin import no_reward
-    from slime_core.data.early import first_rows
     from slime_core.plugins.provider import CORE
     from slime_core.plugins.router import SFT
     from slime_core.weights.folder import read_config, resolve

@@ -24,9 +24,9 @@ from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
+    from slime_cli.resume_compatibility import Change
     from slime_cli.settings import Settings
     from slime_core.checkpoint import Found
-    from slime_core.config.changes import Change
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
 
@@ -154,9 +154,9 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         StorageError: the run directory cannot be written, STO113 a checkpoint of another slime, STO117 a damaged
             ledger of which there is no copy.
     """
+    from slime_cli.resume_compatibility import check_forced
+    from slime_cli.trim import trim_figures
     from slime_core.checkpoint import Checkpoints, check_dtype
-    from slime_core.config.changes import check_forced
-    from slime_core.report.trim import trim_figures
     from slime_core.resume import evaluations_kept
 
     check_forced(forced)
@@ -191,7 +191,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     Raises:
         ConfigError: CFG14 where it has nothing either, though figures or payloads say that there were samples.
     """
-    from slime_core.report import history
+    from slime_cli import history
 
     states, steps = history.states(run_dir), history.recorded_steps(run_dir)
     if issued := states.get("issued", 0):
@@ -236,7 +236,7 @@ def check_config(
     Raises:
         ConfigError: CFG13.
     """
-    from slime_core.config.changes import check, compare, table
+    from slime_cli.resume_compatibility import check, compare, table
     from slime_core.config.dump import redacted
     from slime_core.config.load import read
 
@@ -299,8 +299,8 @@ def plugin_versions(plugins: Plugins) -> dict[str, str]:
 
 def kind_of(config: Config, plugins: Plugins) -> str:
     """Starts of one kind make the same bits: keys that are not safe, plugins and machine are equal."""
+    from slime_cli.resume_compatibility import signature
     from slime_core.clusters.machine import machine_facts
-    from slime_core.config.changes import signature
     from slime_core.config.dump import redacted
 
     facts = [signature(redacted(config).model_dump(mode="json")), plugins.fingerprint(), machine_facts(config)]

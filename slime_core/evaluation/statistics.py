@@ -1,9 +1,8 @@
-"""Counts and scores in; estimates, intervals and tests out. Pure functions, and the same answer every time.
+"""Counts and scores in; estimates and intervals out. Pure functions, and the same answer every time.
 
     pass@k     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1
     maj@k      the mean over all k of a question's n samples, as pass@k is, of "the most frequent answer is right"
     intervals  Wilson's where a figure lies in [0, 1]; a percentile bootstrap over questions for anything else
-    tests      McNemar's exact test; a sign-flip (permutation) test where a question has more than right and wrong
 
 Questions are what is drawn at random: samples of one question are alike, so they are never counted as independent.
 """
@@ -22,8 +21,6 @@ from slime_core.evaluation.questions import Question
 
 Z95 = 1.959963984540054  # of a 95 % interval
 RESAMPLES = 5000
-FLIPS = 20_000
-EXACT = 20  # questions that differ, up to which every flip of signs is looked at
 CHUNK = 1 << 22  # resampled values held at once, 32 MiB
 
 
@@ -114,44 +111,6 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> t
         means.append(data[drawn].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
-
-
-def mcnemar(first_only: int, second_only: int) -> float:
-    """Two-sided p-value that the same questions are as often right for both: the exact binomial (McNemar 1947).
-
-    Args:
-        first_only: questions that only the first got right.
-        second_only: questions that only the second got right.
-
-    Example:
-        mcnemar(0, 5) == 2 / 2**5
-    """
-    n, low = first_only + second_only, min(first_only, second_only)
-    tail = sum(math.comb(n, i) for i in range(low + 1))
-    return float(min(Fraction(1), Fraction(2 * tail, 2**n)))
-
-
-def sign_flip(differences: Sequence[float]) -> float:
-    """Two-sided p-value that paired differences have mean 0, by flipping their signs (Fisher 1935).
-
-    Every flip is looked at for up to 20 differences that are not 0; beyond, 20,000 of a fixed seed, counted as
-    Phipson and Smyth (2010) do, so that it is never 0. With differences of -1, 0 and 1 it is McNemar's exact test.
-    """
-    data = np.asarray([value for value in differences if value], dtype=np.float64)
-    if not len(data):
-        return 1.0
-    seen = abs(math.fsum(data)) * (1 - 1e-12)  # sums that are equal but for rounding count as equal
-    if len(data) <= EXACT:
-        sums = np.zeros(1)
-        for value in data:
-            sums = np.concatenate([sums + value, sums - value])
-        return float((np.abs(sums) >= seen).mean())
-    rng = np.random.Generator(np.random.Philox(key=0))
-    hits, rows = 0, max(1, CHUNK // len(data))
-    for start in range(0, FLIPS, rows):
-        signs = 2.0 * rng.integers(0, 2, size=(min(rows, FLIPS - start), len(data))) - 1
-        hits += int((np.abs(signs @ data) >= seen).sum())
-    return (1 + hits) / (1 + FLIPS)
 
 
 def _without(counts: tuple[int, ...], one: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from durability.audit import Audit, audit, differences
 from durability.chaos import ask, run_child, survive, tail
+from slime_cli.trim import trim_figures
 from slime_core import durable, loop
 from slime_core.checkpoint import Checkpoints
 from slime_core.clusters.engine_set import as_one, holding
@@ -35,7 +36,6 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.report.trim import trim_figures
 from slime_core.seeds import seed_of
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer, checksum
 

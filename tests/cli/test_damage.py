@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli import history
 from slime_cli.main import main
 from slime_core import failpoints
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.report import RunDir, history
+from slime_core.report import RunDir
 
 pytestmark = pytest.mark.integration
 

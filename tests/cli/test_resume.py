@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli import history
 from slime_cli.main import main
 from slime_core import failpoints
 from slime_core.checkpoint import Found
-from slime_core.report import RunDir, history
+from slime_core.report import RunDir
 from slime_core.resume import evaluations_kept
 
 pytestmark = pytest.mark.integration

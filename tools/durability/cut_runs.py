@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_cli.trim import trim_figures
 from slime_core import loop
 from slime_core.checkpoint import Checkpoints
 from slime_core.clusters.engine_set import holding
@@ -23,7 +24,6 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.report.trim import trim_figures
 from slime_core.resume import evaluations_kept
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_cli import history
 from slime_cli.replaying.recorded import Member, Recorded
 from slime_core.errors import StorageError
-from slime_core.report import history
 
 if TYPE_CHECKING:
     from slime_cli.replaying.recorded import Step

@@ -2,8 +2,8 @@
 
 import pytest
 
+from slime_cli.resume_compatibility import compare
 from slime_core.config import rules, server_rules
-from slime_core.config.changes import compare
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_megatron.flags import flags, problems

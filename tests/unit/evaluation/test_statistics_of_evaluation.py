@@ -6,13 +6,12 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from slime_cli.evaluation_differences import mcnemar, sign_flip
 from slime_core.evaluation.statistics import (
     bootstrap_interval,
     majority_at_k,
-    mcnemar,
     pass_at_k,
     share_interval,
-    sign_flip,
     wilson,
 )
 

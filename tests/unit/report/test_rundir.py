@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
+from slime_cli import trim
+from slime_cli.trim import trim_figures
 from slime_core.errors import ConfigError, StorageError
-from slime_core.report import rundir, trim
+from slime_core.report import rundir
 from slime_core.report.rundir import FOLDERS, STARTS, RunDir, check_free, next_path
-from slime_core.report.trim import trim_figures
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_core.evaluation.compare import Difference
+from slime_cli.evaluation_differences import Difference
 
 CATEGORY = "category/"
 FIGURE = re.compile(r"(.+?)/((?:pass|maj)@\d+(?:/(?:low|high|questions))?|questions)", re.DOTALL)

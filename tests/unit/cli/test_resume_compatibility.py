@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.config.changes import RULES, check, compare, refused, rule_of, signature, table
+from slime_cli.resume_compatibility import RULES, check, compare, refused, rule_of, signature, table
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
@@ -37,7 +37,9 @@ def changed(*flags, base=()):
 
 def test_every_key_of_the_schema_is_in_exactly_one_class():
     for name in core_keys():
-        assert sum(name in rule.keys for rule in RULES) == 1, f"{name}: put it in one rule of config/changes.py"
+        assert sum(name in rule.keys for rule in RULES) == 1, (
+            f"{name}: put it in one rule of cli/slime_cli/resume_compatibility.py"
+        )
     assert {name for rule in RULES for name in rule.keys} == set(core_keys())
 
 
