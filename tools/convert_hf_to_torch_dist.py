@@ -20,7 +20,6 @@ from slime_core.config.problems import Problem, raise_all
 from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
-from slime_core.weights.convert_command import folder_of
 from slime_megatron.agreement import disagreements
 from slime_megatron.convert.command import finder
 from slime_megatron.flags import problems
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     try:
-        compare(model_args(rest), folder_of(Path(given.hf_checkpoint), "--hf-checkpoint"))
+        compare(model_args(rest), Path(given.hf_checkpoint))
     except Exception as error:
         return report_failure(error, Session(as_json=given.json))
     words = ["convert", "hf-to-dist", given.hf_checkpoint, given.save, "--dtype", given.dtype]
@@ -81,11 +80,11 @@ def compare(table: dict[str, Any], folder: Path) -> None:
     Raises:
         ConfigError: the first such flag.
     """
-    from slime_core.weights.folder import read_config
+    from slime_core.weights.folder import read_config, resolve as resolve_folder
 
     found = problems(table)
     if not found:
-        config = read_config(folder)
+        config = read_config(resolve_folder(folder, "--hf-checkpoint"))
         bridge = finder(())(config)
         found = disagreements(table, bridge, config, bridge.megatron(config), bridge.sizes(config))
     for problem in found[1:]:

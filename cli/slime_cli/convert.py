@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slime_core.plugins import backends
-from slime_core.weights.convert_command import FOLDER, ORIGIN, convert, folder_of, options
+from slime_core.report.text import say
+
+if TYPE_CHECKING:
+    from slime_core.weights.folder_writing import Done, How
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+FOLDER = click.Path(path_type=Path)
+
+
+class Size(click.ParamType):
+    """Bytes: `5GB`, `512MiB` or a number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Of the text, in bytes."""
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        number = text.rstrip("kKmMgGiIbB").strip()
+        unit = text[len(number) :].strip().upper()
+        try:
+            found = int(float(number) * UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
+        if found < 1:
+            self.fail(f"{value!r} is no size above 0", param, ctx)
+        return found
+
+
+def with_flags(word: str, command: click.Command) -> click.Command:
+    """The command with the flags that all words share, and max-shard-size where it writes a model folder.
+
+    Its function returns ``work(how)``, which is done as those flags say.
+    """
+    flags: list[click.Parameter] = [
+        click.Option(["--dtype"], type=click.Choice(["keep", "bfloat16", "float32", "float16"]), default="keep",
+                     show_default=True, help="Of floating-point tensors in DST."),
+        click.Option(["--workers"], type=click.IntRange(1, 256), default=min(8, max(2, os.cpu_count() or 1)),
+                     show_default=True, help="Files made at once."),
+        click.Option(["--verify"], is_flag=True, help="Read everything back and compare it, bit for bit."),
+        click.Option(["--force"], is_flag=True, help="Replace DST, once the new one is complete."),
+        click.Option(["--quiet"], is_flag=True, help="No progress."),
+        click.Option(["--json", "as_json"], is_flag=True, help="The answer as JSON."),
+    ]  # fmt: skip
+    if word.endswith("-to-hf"):
+        flags.append(
+            click.Option(["--max-shard-size", "shard"], type=Size(), default="2GiB", show_default=True,
+                         help="Bytes of tensors in a file of DST.")
+        )  # fmt: skip
+    own = {param.name for param in command.params}
+    added = [flag for flag in flags if flag.name not in own]
+
+    def run(**given: Any) -> None:
+        shared = {str(flag.name): given.pop(str(flag.name)) for flag in added}
+        work = command.callback(**given) if command.callback is not None else None
+        if work is not None:
+            convert(shared, work)
+
+    both = copy.copy(command)
+    both.params, both.callback = [*command.params, *added], run
+    return both
 
 
 class Words(click.Group):
@@ -20,7 +89,8 @@ class Words(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Find the one that was named."""
-        return self.commands.get(name) or backends.converter(name)
+        command = self.commands.get(name) or backends.converter(name)
+        return with_flags(name, command) if command is not None else None
 
 
 @click.group("convert", cls=Words)
@@ -32,12 +102,68 @@ def command() -> None:
 
 
 @command.command("fsdp-to-hf")
-@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
-@click.argument("target", metavar="DST", type=FOLDER)
-@ORIGIN
-@options(to_hf=True)
-def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: Path | None, **rest: Any) -> None:
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--origin-hf-dir",
+    "origin",
+    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
+)
+def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Callable[[How], Done]:
     """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST."""
-    from slime_core.trainers.fsdp.exporting import fsdp_to_hf
+    from slime_cli.fsdp_to_hf import fsdp_to_hf
+    from slime_core.weights.folder import resolve
 
-    convert(rest, lambda how: fsdp_to_hf(checkpoint, target, folder_of(origin) if origin else None, how))
+    return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
+
+
+def convert(given: dict[str, Any], work: Callable[[How], Done]) -> None:
+    """Do ``work`` as the shared flags say, with one torch thread and a progress bar; print the result."""
+    import torch
+
+    from slime_core.weights.folder_writing import How
+
+    quiet, as_json = given.pop("quiet", False), given.pop("as_json", False)
+    torch.set_num_threads(1)  # files are what is made in parallel
+    began = time.monotonic()
+    with progress(quiet) as (total, moved):
+        done = work(How(**given, total=total, moved=moved, note=say))
+    seconds = time.monotonic() - began
+    if as_json:
+        about = {name: getattr(done, name) for name in ("tensors", "files", "kept", "verified")}
+        click.echo(
+            json.dumps({"path": str(done.path), "bytes": done.size, "seconds": seconds, **about}, sort_keys=True)
+        )
+        return
+    rate = done.size / 1e9 / max(seconds, 1e-9)
+    checked = "; all compared" if done.verified else ""
+    say(f"{done.tensors} tensors, {done.size / 1e9:.2f} GB in {seconds:.1f} s ({rate:.2f} GB/s){checked}")
+    click.echo(str(done.path))
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Two functions, for all bytes and for those that are done: a bar on a terminal, elsewhere a line now and then."""
+    if quiet:
+        yield (lambda count: None), (lambda count: None)
+        return
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task("converting", total=None)
+            yield (lambda count: bar.update(task, total=count)), (lambda count: bar.advance(task, count))
+        return
+    state, lock, pause = {"total": 0, "done": 0, "said": 0}, threading.Lock(), 2.0
+    last = [time.monotonic()]
+
+    def moved(count: int) -> None:
+        with lock:
+            state["done"] += count
+            tenth = 10 * state["done"] // max(1, state["total"])
+            if state["said"] < tenth <= 10 and time.monotonic() - last[0] > pause:
+                state["said"], last[0] = tenth, time.monotonic()
+                say(f"{10 * tenth} % of {state['total'] / 1e9:.2f} GB")
+
+    yield (lambda count: state.update(total=count)), moved

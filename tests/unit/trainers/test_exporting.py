@@ -7,7 +7,7 @@ import torch
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
-from slime_core.trainers.fsdp.exporting import fsdp_to_hf
+from slime_cli.fsdp_to_hf import fsdp_to_hf
 from slime_core.weights.folder_writing import How
 from slime_core.weights.shards import Shards
 

@@ -10,12 +10,13 @@ import click
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.report.text import say
-from slime_core.weights.convert_command import FOLDER, ORIGIN, convert, folder_of, options
+from slime_core.weights.folder import resolve
 
 if TYPE_CHECKING:
     from slime_core.weights.bridge import Bridge
     from slime_core.weights.folder_writing import Done, How
 
+FOLDER = click.Path(path_type=Path)
 PLUGINS = click.option(
     "--plugin",
     "plugins",
@@ -44,41 +45,43 @@ PLUGINS = click.option(
     help="Times the number before, as Megatron counts; any layout loads DST all the same.",
 )
 @PLUGINS
-@options(to_hf=False)
-def hf_to_dist_command(source: Path, target: Path, divisible_by: int, tp: int, **rest: Any) -> None:
+def hf_to_dist_command(
+    source: Path, target: Path, divisible_by: int, tp: int, plugins: Sequence[str]
+) -> Callable[[How], Done]:
     """A Hugging Face folder SRC to a Megatron checkpoint DST (torch_dist), for any layout."""
     from slime_megatron.convert.conversion import hf_to_dist
 
-    find = finder(rest.pop("plugins"))
-
-    def work(how: How) -> Done:
-        return hf_to_dist(folder_of(source, "SRC"), target, find, how, divisible_by=divisible_by * tp)
-
-    convert(rest, work)
+    find = finder(plugins)
+    return lambda how: hf_to_dist(resolve(source, "SRC"), target, find, how, divisible_by=divisible_by * tp)
 
 
 @click.command("dist-to-hf")
 @click.argument("source", metavar="SRC", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
-@ORIGIN
+@click.option(
+    "--origin-hf-dir",
+    "origin",
+    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
+)
 @click.option(
     "--trust-metadata", "trusted", is_flag=True, help="Read the metadata of a checkpoint that slime did not write."
 )
 @PLUGINS
-@options(to_hf=True)
-def dist_to_hf_command(source: Path, target: Path, origin: Path | None, trusted: bool, **rest: Any) -> None:
+def dist_to_hf_command(
+    source: Path, target: Path, origin: str | None, trusted: bool, plugins: Sequence[str]
+) -> Callable[[How], Done]:
     """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST."""
-    from slime_core.weights.run_folder import origin_of, step_of
+    from slime_core.checkpoint.source import origin_of, step_of
     from slime_megatron.convert.conversion import dist_to_hf
     from slime_megatron.convert.dist import find as folder_with_tensors
 
-    find = finder(rest.pop("plugins"))
+    find = finder(plugins)
 
     def work(how: How) -> Done:
-        from_ = folder_of(origin) if origin else origin_of(step_of(folder_with_tensors(source)))
-        return dist_to_hf(source, target, from_, find, how, trusted=trusted)
+        model = resolve(origin, "--origin-hf-dir") if origin else origin_of(step_of(folder_with_tensors(source)))
+        return dist_to_hf(source, target, model, find, how, trusted=trusted)
 
-    convert(rest, work)
+    return work
 
 
 def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:

@@ -6,20 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime_core.checkpoint.manifest import MANIFEST, names_in
 from slime_core.errors import ConfigError, StorageError
 from slime_core.weights.folder import resolve
 
-MANIFEST, STEP = "MANIFEST.json", "step-"
 ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 
 
 def newest_step(path: Path) -> Path | None:
     """The newest `step-N` of a run directory, or of its `checkpoints`; None where there is none."""
-    for folder in (path, path / "checkpoints"):
-        named = ((p.name.removeprefix(STEP), p) for p in folder.glob(f"{STEP}*"))
-        if found := [(int(number), p) for number, p in named if number.isdecimal() and p.is_dir()]:
-            return max(found)[1]
-    return None
+    known = (names_in(folder) for folder in (path, path / "checkpoints"))
+    return next((step for named in known for _, step in named if step.is_dir()), None)
 
 
 def step_of(path: Path) -> Path:

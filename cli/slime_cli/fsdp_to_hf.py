@@ -1,4 +1,4 @@
-"""A checkpoint of this trainer in, a model folder out: parameters by rows, no model with weights is built.
+"""A checkpoint of the FSDP trainer in, a model folder out: parameters by rows, no model with weights is built.
 
 checkpoints/step-N/trainer/parameters*.safetensors (float32, whole tensors, of any number of ranks)
     -> names and shapes compared with the model's -> experts' stacks cut -> shards, index, config, tokenizer
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from slime_core import durable
+from slime_core.checkpoint.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.publishing import parts_of
@@ -21,7 +22,6 @@ from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
 from slime_core.weights.folder_writing import Done, How, to_hf
 from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
-from slime_core.weights.run_folder import ANOTHER, manifest_of, origin_of, step_of
 from slime_core.weights.shards import Shards, TensorInfo
 
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"
