@@ -56,6 +56,7 @@ class Backend:
     """
 
     name: str
+    library: str = ""  # a module that it cannot run without, of a package that comes with an extra
     section: type[BaseModel] | None = None  # a backend without it checks [NAME] in ``problems``
     tables: tuple[str, ...] = ()  # tables inside [NAME]
     flags: Callable[[], Mapping[str, Any]] | None = None

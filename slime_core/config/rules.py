@@ -17,7 +17,17 @@ from slime_core.config.options import check_table
 from slime_core.config.paths import plugin_name
 from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError
-from slime_core.plugins.backends import BROUGHT_BY, chosen, cluster_of, engine_of, implied, install, trainer_of, unread
+from slime_core.plugins.backends import (
+    BROUGHT_BY,
+    backend_problems,
+    chosen,
+    cluster_of,
+    engine_of,
+    implied,
+    install,
+    trainer_of,
+    unread,
+)
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -40,7 +50,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
-        *(problem for backend in chosen(config) for problem in backend.rules(config)),
+        *backend_problems(config),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, PluginError, nearest
-from slime_core.plugins.backends import check_names, implied
+from slime_core.plugins.backends import BUFFER, PACKAGES, check_names, implied, install
 from slime_core.plugins.facade import Plugins
 from slime_core.plugins.load import Loaded, core_plugin, load_options, load_plugin, options_model, recipe_of
 from slime_core.plugins.router import Functions
@@ -44,6 +44,14 @@ def load_plugins(config: Config) -> Plugins:
                 fix="rename the file, or load one of the two",
             )
     check_names(loaded.values())
+    if (buffer := loaded.get(BUFFER)) and any(map(implied, parts)) and "slime_generate" not in buffer.answers:
+        raise PluginError(
+            f"rollout_buffer_url: the plugin '{BUFFER}' is {buffer.provider.origin}, not {PACKAGES[BUFFER]}",
+            code="PLG52",
+            where="rollout.rollout_buffer_url",
+            why="it has no slime_generate, so no rollout would come from the buffer",
+            fix=f"uninstall or rename it, then: {install(BUFFER)}",
+        )
     strangers = [name for name in config.plugin if name not in loaded]
     if strangers:
         raise ConfigError(

@@ -7,19 +7,23 @@ compares a backend's name with a string.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime_core.backends import Backend, ClusterBackend, EngineBackend, TrainerBackend
+from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
+from slime_core.extras import install_line
+from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:
     import click
 
     from slime_core.config.schema import Config
     from slime_core.plugins.load import Loaded
-from slime_core.backends import Backend, ClusterBackend, EngineBackend, TrainerBackend
 
 CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
 
@@ -48,6 +52,12 @@ KEYS = {
 """Hook -> the key that names one of what it brings."""
 
 BRINGS = "install the package that brings it (then: slime plugins list)"
+
+KINDS: dict[str, type[Any]] = {
+    "slime_engine": EngineBackend,
+    "slime_trainer": TrainerBackend,
+    "slime_cluster": ClusterBackend,
+}
 
 B = TypeVar("B", EngineBackend, TrainerBackend, ClusterBackend)
 
@@ -81,13 +91,14 @@ def with_options(name: str) -> Backend:
     for backend in brought_by(name) if is_installed(name) else ():
         if backend.options is not None:
             return backend
-    package = BROUGHT_BY.get(name)
+    if name in BROUGHT_BY and not is_installed(name):
+        raise absent(f"backend {name}", name, f"backend {name}")
     raise ConfigError(
         f"no installed backend called '{name}' lists its options",
         code="CFG04",
         where=f"backend {name}",
-        why=f"{package} brings it" if package else f"known: {', '.join(BROUGHT_BY)}",
-        fix=install(name) if package else nearest(name, list(BROUGHT_BY)) or "slime plugins list",
+        why=f"known: {', '.join(BROUGHT_BY)}",
+        fix=nearest(name, list(BROUGHT_BY)) or "slime plugins list",
     )
 
 
@@ -102,6 +113,17 @@ def chosen(config: Config) -> tuple[Backend, ...]:
     return engine_of(config), trainer_of(config), cluster_of(config)
 
 
+def backend_problems(config: Config) -> Iterator[Problem]:
+    """What cannot hold with the config's engine, trainer and cluster; raises as :func:`engine_of`."""
+    for key, backend in zip(KEYS.values(), chosen(config), strict=True):
+        yield from backend.rules(config)
+        library, name = backend.library, key.rpartition(".")[2]
+        if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
+            mend = install_line(backend.name) if backend.name in BROUGHT_BY else f"pip install what brings {library}"
+            what = f"{name} = {backend.name}, but {library} is not installed here"
+            yield conflict(what, [key], fix=f"{mend}   or leave {name} out")
+
+
 def implied(config: Config) -> tuple[str, ...]:
     """Plugins that keys of the core need; they are loaded without ``--plugin``.
 
@@ -111,13 +133,7 @@ def implied(config: Config) -> tuple[str, ...]:
     if not config.rollout.rollout_buffer_url:
         return ()
     if not is_installed(BUFFER):
-        raise ConfigError(
-            f"rollout_buffer_url: {PACKAGES[BUFFER]} is not installed here",
-            code="CFG04",
-            where="rollout.rollout_buffer_url",
-            why=f"{PACKAGES[BUFFER]} brings the rollout buffer",
-            fix=install(BUFFER),
-        )
+        raise absent("rollout_buffer_url", BUFFER, "rollout.rollout_buffer_url")
     return (BUFFER,)
 
 
@@ -129,7 +145,7 @@ def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:
     brought: dict[str, B] = {}
     for entry in dict.fromkeys([*plugins, *([name] if is_installed(name) else [])]):
         try:
-            origin, backends = offered(hook, entry, kind)
+            origin, backends = offered(hook, entry)
         except PluginError as error:
             raise _unusable(error, f"{KEYS[hook]} = {name}", KEYS[hook]) from error
         if backend := next((backend for backend in backends if backend.name == name), None):
@@ -176,15 +192,28 @@ def check_names(loaded: Iterable[Loaded]) -> None:
 
 def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
     """That nothing brings a backend; which package would, or the nearest name."""
-    known = BROUGHT_BY.get(name, "")
-    names = [*own, *(other for other in BROUGHT_BY if is_installed(other))]
     key = KEYS[hook]
+    if name in BROUGHT_BY:
+        return absent(f"{key} = {name}", name, key)
+    names = [*own, *(other for other in BROUGHT_BY if is_installed(other))]
     return ConfigError(
-        f"{key} = {name}: {f'{known} is not installed here' if known else 'no package that is installed brings it'}",
+        f"{key} = {name}: no package that is installed brings it",
         code="CFG04",
         where=key,
-        why=f"{known} brings it" if known else f"there are: {', '.join(own)}, and those of installed plugins",
-        fix=install(name) if known else nearest(name, names) or f"set {key} to {' or '.join(own)}, or {BRINGS}",
+        why=f"there are: {', '.join(own)}, and those of installed plugins",
+        fix=nearest(name, names) or f"set {key} to {' or '.join(own)}, or {BRINGS}",
+    )
+
+
+def absent(what: str, name: str, where: str) -> ConfigError:
+    """That a plugin of slime's own repository is not installed."""
+    package = PACKAGES[name]
+    return ConfigError(
+        f"{what}: {package} is not installed here",
+        code="CFG04",
+        where=where,
+        why=f"{package} brings it",
+        fix=install(name),
     )
 
 
@@ -195,28 +224,26 @@ def install(name: str) -> str:
 
 def is_installed(name: str) -> bool:
     """Whether a plugin of that name is installed; nothing is imported."""
-    from slime_core.plugins.discover import available
-
     return any(info.name == name for info in available())
 
 
-KINDS: dict[str, type[Any]] = {
-    "slime_engine": EngineBackend,
-    "slime_trainer": TrainerBackend,
-    "slime_cluster": ClusterBackend,
-}
-
-
-def offered(hook: str, plugin: str, kind: type[B]) -> tuple[str, list[B]]:
-    """A plugin's origin, and what it brings by ``hook``.
+def offered(hook: str, plugin: str) -> tuple[str, list[Any]]:
+    """A plugin's origin, and what it brings by ``hook``; asked once while nothing else is installed.
 
     Raises:
         PluginError: PLG50 to PLG55 it does not load; PLG56, PLG57 its hook fails or returns something else.
     """
+    return _offered(hook, plugin, paths()) if is_installed(plugin) else _asked(hook, plugin)  # a file may change
+
+
+def _asked(hook: str, plugin: str, _: object = None) -> tuple[str, list[Any]]:
     from slime_core.plugins.load import load_plugin
 
     loaded = load_plugin(plugin)
-    return loaded.provider.origin, offers(loaded, hook, kind)
+    return loaded.provider.origin, offers(loaded, hook, KINDS[hook])
+
+
+_offered = lru_cache(maxsize=64)(_asked)
 
 
 def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
@@ -240,19 +267,14 @@ def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
 
 def brought_by(plugin: str) -> list[Backend]:
     """All backends of a plugin; none of one that does not load, which is told where it is used."""
-    from slime_core.plugins.load import load_plugin
-
     try:
-        loaded = load_plugin(plugin)
-        return [backend for hook, kind in KINDS.items() for backend in offers(loaded, hook, kind)]
+        return [backend for hook in KINDS for backend in offered(hook, plugin)[1]]
     except SlimeError:
         return []
 
 
 def converters() -> dict[str, click.Command]:
     """Words of `slime convert` that installed trainers bring; none of a plugin that does not load."""
-    from slime_core.plugins.discover import available
-
     backends = [backend for info in available() for backend in brought_by(info.name)]
     return {
         word: command
@@ -273,14 +295,7 @@ def converter(word: str) -> click.Command | None:
     if name is None:
         return converters().get(word)
     if not is_installed(name):
-        package = BROUGHT_BY[name]
-        raise ConfigError(
-            f"slime convert {word}: {package} is not installed here",
-            code="CFG04",
-            where=f"command line: slime convert {word}",
-            why=f"{package} brings it",
-            fix=install(name),
-        )
+        raise absent(f"slime convert {word}", name, f"command line: slime convert {word}")
     backend = named("slime_trainer", name, (), TrainerBackend)
     return backend.converters()[word] if backend.converters else None
 
@@ -293,8 +308,6 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        from slime_core.plugins.discover import available
-
         self._installed = frozenset(info.name for info in available())
         self._plugins: tuple[str, ...] = ()
         self._backends: dict[str, list[Backend]] = {}
@@ -333,12 +346,9 @@ class Tables:
 
     def fault(self, name: str) -> SlimeError | None:
         """Why the installed plugin of a name brings nothing; None where it loads, or is not installed."""
-        from slime_core.plugins.load import load_plugin
-
         try:
-            plugin = load_plugin(name) if name in self._installed else None
-            for hook, kind in KINDS.items() if plugin else ():
-                offers(plugin, hook, kind)  # type: ignore[arg-type]
+            for hook in KINDS if name in self._installed else ():
+                offered(hook, name)
         except SlimeError as error:
             return error
         return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -46,6 +48,17 @@ class PluginInfo:
 
 def available() -> list[PluginInfo]:
     """Every installed plugin, by name; of two with one name both are listed, each naming the other."""
+    return list(_available(paths()))
+
+
+def paths() -> tuple[tuple[str, int], ...]:
+    """Where packages are looked for, and when something was last installed there."""
+    folders = ((folder, Path(folder or ".")) for folder in sys.path)
+    return tuple((folder, path.stat().st_mtime_ns if path.exists() else 0) for folder, path in folders)
+
+
+@lru_cache(maxsize=1)
+def _available(_: object) -> list[PluginInfo]:
     found = set(_entries())
     return [
         PluginInfo(

@@ -129,7 +129,7 @@ def test_a_rollout_buffer_without_its_package_is_refused_with_the_line_that_inst
     monkeypatch.setattr(backends, "is_installed", lambda name: name != "buffer" and real(name))
     recipe()
     error = refused(None, "--rollout-buffer-url", "http://127.0.0.1:9")
-    assert (error.code, error.why) == ("CFG04", "slime-buffer brings the rollout buffer")
+    assert (error.code, error.why) == ("CFG04", "slime-buffer brings it")
     assert error.fix.startswith("pip install -e plugins/slime_buffer")
 
 

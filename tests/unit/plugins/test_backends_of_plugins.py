@@ -7,7 +7,7 @@ import pytest
 from slime_core import ConfigError, PluginError
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
-from slime_core.plugins import backends, load_plugins, option_models
+from slime_core.plugins import backends, discover, load_plugins, option_models
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 
 pytestmark = pytest.mark.unit
@@ -238,3 +238,28 @@ def test_what_a_run_raises_inside_a_backend_passes_as_it_is(install_plugin):
 
     with pytest.raises(KeyError):
         asyncio.run(begin())
+
+
+def test_a_backend_whose_library_is_missing_is_refused_with_what_is_missing(install_plugin):
+    install_plugin("far_engine", engine("far_engine", "section=Section", 'library="far.away"'))
+    error = refused(ConfigError, "--rollout-engine", "far_engine")
+    assert (error.code, error.what) == ("CFG04", "rollout_engine = far_engine, but far.away is not installed here")
+    assert error.fix == "pip install what brings far.away   or leave rollout_engine out"
+
+
+def test_a_backend_is_asked_for_once_while_nothing_else_is_installed(install_plugin):
+    install_plugin("far_engine", engine("far_engine"))
+    config = load("--rollout-engine", "far_engine")
+    first = engine_of(config)
+    assert engine_of(config) is first
+    install_plugin("other", engine("other"))
+    assert engine_of(load("--rollout-engine", "other")).name == "other"
+
+
+def test_another_package_that_is_called_buffer_is_named_where_a_buffer_is_wanted(install_plugin, monkeypatch):
+    entries = discover._entries
+    monkeypatch.setattr(discover, "_entries", lambda: (entry for entry in entries() if entry[2] != "slime-buffer"))
+    install_plugin("buffer", "slime_api = 1\n")
+    with pytest.raises(PluginError, match=r"'buffer' is dist-buffer==1\.0, not slime-buffer") as caught:
+        load_plugins(Config(rollout={"rollout_buffer_url": "http://127.0.0.1:9"}))
+    assert caught.value.code == "PLG52"

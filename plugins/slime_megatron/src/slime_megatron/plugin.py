@@ -59,6 +59,7 @@ def slime_trainer() -> list[TrainerBackend]:
     return [
         TrainerBackend(
             name="megatron",
+            library="megatron.core",
             flags=_flags,
             options=_options,
             markdown=_markdown,
@@ -99,19 +100,9 @@ def _problems(config: Config, origins: Origins) -> Iterable[Problem]:
 
 
 def _rules(config: Config) -> Iterable[Problem]:
-    from importlib.util import find_spec
-
-    from slime_core.config.problems import conflict
-    from slime_core.extras import install_line
     from slime_megatron import rules
 
-    yield from rules.conflicts(config)
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        yield conflict(
-            "train_backend = megatron, but megatron.core is not installed here",
-            ["train.train_backend"],
-            fix=f"{install_line('megatron')}   or leave train_backend out",
-        )
+    return rules.conflicts(config)
 
 
 def _notices(config: Config) -> Iterable[str]:

@@ -21,6 +21,7 @@ def slime_cluster() -> list[ClusterBackend]:
     return [
         ClusterBackend(
             name="ray",
+            library="ray",
             rules=_rules,
             plan=_plan,
             parts=ray_cluster,
@@ -32,19 +33,9 @@ def slime_cluster() -> list[ClusterBackend]:
 
 
 def _rules(config: Config) -> Iterable[Problem]:
-    from importlib.util import find_spec
-
-    from slime_core.config.problems import conflict
-    from slime_core.extras import install_line
     from slime_ray import rules
 
-    yield from rules.conflicts(config)
-    if find_spec("ray") is None:
-        yield conflict(
-            "cluster_backend = ray, but ray is not installed here",
-            ["cluster.cluster_backend"],
-            fix=f"{install_line('ray')}   or leave cluster_backend out",
-        )
+    return rules.conflicts(config)
 
 
 def _plan(planning: Planning) -> Plan | None:

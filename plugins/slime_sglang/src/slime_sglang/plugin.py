@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, Serv
 from slime_core.protocols import Check, CheckResult
 
 if TYPE_CHECKING:
-    from slime_core.config.problems import Problem
     from slime_core.config.schema import Config
 
 
@@ -23,9 +22,10 @@ def slime_engine() -> list[EngineBackend]:
     return [
         EngineBackend(
             name="sglang",
+            library="aiohttp",
             tables=("router",),
             options=_options,
-            rules=_rules,
+            rules=rules.conflicts,
             notices=rules.notices,
             plan=_plan,
             start=_start,
@@ -53,22 +53,6 @@ def _options() -> list[dict[str, str]]:
     from slime_sglang.planning import option_rows
 
     return option_rows()
-
-
-def _rules(config: Config) -> Iterable[Problem]:
-    from importlib.util import find_spec
-
-    from slime_core.config.problems import conflict
-    from slime_core.extras import install_line
-    from slime_sglang import rules
-
-    yield from rules.conflicts(config)
-    if find_spec("aiohttp") is None:
-        yield conflict(
-            "rollout_engine = sglang, but aiohttp is not installed here",
-            ["rollout.rollout_engine"],
-            fix=f"{install_line('sglang')}   or leave rollout_engine out",
-        )
 
 
 def _plan(planning: Planning) -> Plan | None:
