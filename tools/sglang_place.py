@@ -33,7 +33,6 @@ from slime_sglang.engine import SglangEngine
 from slime_sglang.start import sglang_engines
 
 ROOT = Path(__file__).resolve().parent.parent
-STUBS = ROOT / "tests" / "sglang" / "stubs"
 
 QWEN3: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -111,7 +110,7 @@ class Place:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         env = {"HF_HUB_OFFLINE": "1"}
         if device == "cpu":
-            env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "OMP_NUM_THREADS": "1"}
+            env["OMP_NUM_THREADS"] = "1"
         if site := os.environ.get("SGLANG_SITE", ""):
             env["PYTHONPATH"] = site
         if device == "cuda" and (folder := _cuda_runtime()):

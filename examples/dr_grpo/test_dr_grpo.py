@@ -1,4 +1,4 @@
-"""The plugin's numbers by hand and against the core's own Dr. GRPO; a run learns, and both end it in the same bits."""
+"""The plugin's numbers by hand and against the core's own Dr. GRPO: the same bits; nightly: it learns."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ from slime_core.testing.plugins import check_plugin
 pytestmark = pytest.mark.system
 
 RECIPE = Path(__file__).with_name("recipe.toml")
+SHORT = ("stage.warmup.num_rollout=20", "stage.dr_grpo.num_rollout=2", "plugin.rm_math.heldout_rows=50")
 IMITATED, LEARNT = 0.5, 0.75  # held-out reward: at most after the warm-up, at least at the end
 
 
@@ -104,21 +105,18 @@ def test_a_length_is_not_let_in_by_a_setting(keys):
         slime_dr_grpo.surrogate(torch.zeros(1), None, {"advantages": torch.zeros(1)}, settings(**keys))
 
 
-@pytest.fixture(scope="module")
-def learnt(train):
-    return train(RECIPE)
-
-
-def test_it_learns(learnt, scores):
-    before, after = scores(learnt, "arithmetic_heldout")
+@pytest.mark.nightly
+def test_it_learns(train, scores):
+    before, after = scores(train(RECIPE), "arithmetic_heldout")
     assert before <= IMITATED
     assert after >= LEARNT
 
 
-def test_a_run_by_the_plugin_ends_in_the_weights_of_one_by_the_core(learnt, train):
-    """Four steps of two updates each, from the weights of the run above: samples, losses and weights to the bit."""
+def test_a_run_by_the_plugin_ends_in_the_weights_of_one_by_the_core(train):
+    """Four steps of two updates each, from the weights of a short run: samples, losses and weights to the bit."""
+    start = train(RECIPE, *SHORT)
     going_on = (
-        *("--hf-checkpoint", learnt / "final", "--init-weights", "load", "stage.warmup.num_rollout=0"),
+        *("--hf-checkpoint", start / "final", "--init-weights", "load", "stage.warmup.num_rollout=0"),
         *("--num-rollout", 4, "stage.dr_grpo.lr_warmup_iters=0"),
     )
     core = (
@@ -128,7 +126,7 @@ def test_a_run_by_the_plugin_ends_in_the_weights_of_one_by_the_core(learnt, trai
     ours, theirs = train(RECIPE, *going_on), train(RECIPE, *going_on, *core)
     assert losses(ours) == losses(theirs)
     assert len(losses(ours)) == 4
-    assert weights(ours) == weights(theirs) != weights(learnt)
+    assert weights(ours) == weights(theirs) != weights(start)
 
 
 def losses(run):

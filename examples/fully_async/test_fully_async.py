@@ -1,4 +1,4 @@
-"""A run of the recipe: it learns; responses go on over updates, none trains too late, none is lost."""
+"""A run of the recipe: responses go on over updates, none trains too late, none is lost; nightly: it learns."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,22 @@ pytestmark = pytest.mark.system
 RECIPE = Path(__file__).with_name("recipe.toml")
 HELDOUT = "arithmetic_heldout"
 IMITATED, LEARNT = 0.5, 0.75  # held-out reward: at most after the warm-up, at least at the end
-WARMUP, STEPS, EVERY = 400, 22, 11
-FLAGS = (f"stage.grpo.num_rollout={STEPS}", f"stage.grpo.eval_interval={EVERY}", "plugin.rm_math.heldout_rows=200")
+LENGTHS = {
+    "short": (40, 6, 3),
+    "whole": (400, 22, 11),
+}  # steps of the warm-up and of GRPO, and of these to an evaluation
 SAMPLES, BOUND = 32 * 8, 2  # of a step; versions
 
 
+@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
+def lengths(request):
+    return LENGTHS[request.param]
+
+
 @pytest.fixture(scope="module")
-def run(train):
-    return train(RECIPE, *FLAGS)
+def run(train, lengths):
+    stages = zip(("warmup.num_rollout", "grpo.num_rollout", "grpo.eval_interval"), lengths, strict=True)
+    return train(RECIPE, *(f"stage.{key}={value}" for key, value in stages), "plugin.rm_math.heldout_rows=200")
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +35,34 @@ def metrics(run):
     return [row["metrics"] for row in rows if row["kind"] == "step" and row["stage"] == "grpo"]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("lengths", ["whole"], indirect=True)
 def test_it_learns(run, scores):
     found = scores(run, HELDOUT)
     assert found[0] <= IMITATED
     assert found[-1] >= LEARNT
 
 
-def test_every_group_trains_within_the_bound_and_generation_was_ahead(metrics):
-    assert len(metrics) == STEPS
+def test_every_group_trains_within_the_bound_and_generation_was_ahead(metrics, lengths):
+    assert len(metrics) == lengths[1]
     assert [one["staleness/max"] for one in metrics if one["staleness/max"] > BOUND] == []
     assert max(one["staleness/max"] for one in metrics) == BOUND
     assert all(one["tis_weight"] != 1 for one in metrics if one["staleness/min"] > 0), "older tokens are not weighed"
 
 
-def test_responses_go_on_over_updates_and_each_token_says_whose_it_is(run, metrics):
-    steps, counts = steps_of(run, len(metrics) + WARMUP)
+def test_responses_go_on_over_updates_and_each_token_says_whose_it_is(run, lengths):
+    warmup, length, _ = lengths
+    steps, counts = steps_of(run, warmup + length)
     assert counts["pending"] == 0
     assert {name for name in counts if name.startswith("dropped/")} == set()
-    samples = [sample for step in steps[WARMUP:] for sample in step]
-    assert len(samples) == STEPS * SAMPLES
+    samples = [sample for step in steps[warmup:] for sample in step]
+    assert len(samples) == length * SAMPLES
     spanning = [sample for sample in samples if len(set(sample.weight_versions)) > 1]
     assert spanning, "no response met an update"
     assert all(list(sample.weight_versions) == sorted(sample.weight_versions) for sample in samples)
     assert all(len(sample.rollout_log_probs) == sample.response_length for sample in spanning)
 
 
-def test_every_evaluation_that_was_due_is_there(run, scores):
-    assert len(scores(run, HELDOUT)) == 1 + STEPS // EVERY
+def test_every_evaluation_that_was_due_is_there(run, lengths, scores):
+    _, length, every = lengths
+    assert len(scores(run, HELDOUT)) == 1 + length // every

@@ -1,4 +1,4 @@
-"""A teacher is made, and a student learns from it, which the trainer scores by, or an engine."""
+"""A teacher is made, and a student learns from it, which the trainer scores by, or an engine; nightly: it learns."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,26 @@ import pytest
 
 HERE = Path(__file__).parent
 HELDOUT = "arithmetic_heldout"
+SHORT = {
+    "teacher.toml": ("stage.sft.num_rollout=20",),
+    "recipe.toml": ("stage.warmup.num_rollout=20", "stage.distill.num_rollout=4"),
+}
+
+
+@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
+def length(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def teacher(train):
+def teacher(train, length):
     """The teacher's run."""
-    return train(HERE / "teacher.toml")
+    return train(HERE / "teacher.toml", *(SHORT["teacher.toml"] if length == "short" else ()))
+
+
+def whole(test):
+    """Nightly, on the recipes as they stand."""
+    return pytest.mark.nightly(pytest.mark.parametrize("length", ["whole"], indirect=True)(test))
 
 
 def kl(run):
@@ -22,16 +36,19 @@ def kl(run):
 
 
 @pytest.fixture(scope="module")
-def student(teacher, train):
+def student(teacher, length, train):
     """The student's run, with the teacher in the trainer."""
-    return train(HERE / "recipe.toml", "--teacher-load", teacher / "final")
+    flags = SHORT["recipe.toml"] if length == "short" else ()
+    return train(HERE / "recipe.toml", "--teacher-load", teacher / "final", *flags)
 
 
+@whole
 def test_the_teacher_is_right(teacher, scores):
     [best] = scores(teacher, HELDOUT)
     assert best >= 0.95
 
 
+@whole
 def test_the_student_comes_close_to_its_teacher(teacher, student, scores):
     [best] = scores(teacher, HELDOUT)
     warm, end = scores(student, HELDOUT)

@@ -225,28 +225,44 @@ def stats_of(url):
     return asyncio.run(body())
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
-def test_it_learns_and_loses_nothing_when_the_environment_dies(environment, train, scores, tmp_path, seed):
+def survived(environment, train, folder, *flags):
+    """A run whose environment dies after 64 samples: its folder, the buffer's state and the generator's counts."""
     noted = []
-    with served(environment, tmp_path / "buffer") as (url, generator):
+    with served(environment, folder / "buffer") as (url, generator):
         killer = threading.Thread(target=strike, args=(environment, url, generator, 64, noted))
         killer.start()
-        flags = ("--rollout-buffer-url", url, "--seed", seed)
-        run = train(HERE / "recipe.toml", *flags, GAME_URL=environment.url, **TOKENS)
+        run = train(HERE / "recipe.toml", "--rollout-buffer-url", url, *flags, GAME_URL=environment.url, **TOKENS)
         stats = stats_of(url)
         generator.send_signal(signal.SIGTERM)
         counts = json.loads(generator.stdout.read())
         killer.join()
+    assert counts["away"] > 0, noted
+    return run, stats, counts
+
+
+def assert_nothing_lost(run, stats, counts, steps, warmup):
+    assert stats.conserved
+    assert stats.groups == {"open": 0, "finished": 0, "dropped": 0, "read": 8 * steps}
+    assert stats.samples == {"issued": 64 * steps, "pending": 0, "read": 64 * steps}
+    assert counts["stored"] == 64 * steps
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row["metrics"] for row in rows if row["kind"] == "step"][-1]
+    assert last["ledger/trained"] == 64 * (warmup + steps)
+    assert last["ledger/dropped"] == last["ledger/pending"] == 0
+
+
+@pytest.mark.system
+def test_it_loses_nothing_when_the_environment_dies(environment, train, tmp_path):
+    flags = ("stage.warmup.num_rollout=10", "stage.grpo.num_rollout=3")
+    assert_nothing_lost(*survived(environment, train, tmp_path, *flags), steps=3, warmup=10)
+
+
+@pytest.mark.system
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(5))
+def test_it_learns_and_loses_nothing_when_the_environment_dies(environment, train, scores, tmp_path, seed):
+    run, stats, counts = survived(environment, train, tmp_path, "--seed", seed)
     before, after = scores(run, "held_out")
     assert before < 0.7, "the warm-up imitates a player who stumbles"
     assert after >= 0.9
-    assert stats.conserved
-    assert stats.groups == {"open": 0, "finished": 0, "dropped": 0, "read": 56}
-    assert stats.samples == {"issued": 448, "pending": 0, "read": 448}
-    assert counts["stored"] == 448
-    assert counts["away"] > 0, noted
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [row["metrics"] for row in rows if row["kind"] == "step"][-1]
-    assert last["ledger/trained"] == 30 * 64 + 448
-    assert last["ledger/dropped"] == last["ledger/pending"] == 0
+    assert_nothing_lost(run, stats, counts, steps=7, warmup=30)

@@ -246,7 +246,13 @@ def test_an_aborted_dialogue_goes_on_in_the_turn_in_which_it_was(play, tokenizer
     assert search_r1.judge(sample).value == 1.0
 
 
+def test_a_short_run_searches_and_is_judged(train, scores):
+    flags = ("stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2")
+    assert [0 <= score < 0.5 for score in scores(train(HERE / "recipe.toml", *flags), "heldout")] == [True, True]
+
+
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_a_model_learns_to_search_twice(train, scores):
     run = train(HERE / "recipe.toml")
     after_warmup, after_grpo = scores(run, "heldout")

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from slime_core.errors import ConfigError
 from slime_sglang import installation
 from slime_sglang.installation import (
     PYTHON_ENV,
+    STAND_INS,
     arguments,
     cache_folder,
     environment_of,
@@ -344,8 +346,18 @@ def test_a_python_that_is_no_text_is_refused():
 
 
 def test_variables_are_text():
-    assert environment_of({"env": {"A": "x", "B": 1, "C": 0.5}}) == {"A": "x", "B": "1", "C": "0.5"}
-    assert environment_of({}) == {}
+    assert environment_of({"env": {"A": "x", "B": 1, "C": 0.5}}, "cuda") == {"A": "x", "B": "1", "C": "0.5"}
+    assert environment_of({}, "cuda") == {}
+
+
+def test_what_has_no_build_for_a_cpu_is_stood_in_for_there_and_what_is_installed_is_not(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    env = environment_of({}, "cpu")
+    assert env["PYTHONPATH"].split(os.pathsep) == ["/ours", str(STAND_INS)]
+    assert environment_of({"env": {"PYTHONPATH": "/theirs"}}, "cpu")["PYTHONPATH"].startswith(f"/theirs{os.pathsep}")
+    program = "import json, sgl_kernel.elementwise; print(json.__file__, sgl_kernel.__version__)"
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.stdout == f"{json.__file__} 0.0.0\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -354,7 +366,7 @@ def test_variables_are_text():
 )
 def test_variables_that_cannot_be_are_refused(env, code):
     with pytest.raises(ConfigError) as caught:
-        environment_of({"env": env})
+        environment_of({"env": env}, "cuda")
     assert caught.value.code == code
 
 

@@ -42,10 +42,10 @@ def test_the_driver_names_an_sglang_where_nothing_else_does(monkeypatch):
     asked = []
     monkeypatch.setattr(installation, "read_installation", lambda python, env: asked.append(python))
     shell = shutil.which("sh")
-    installation.read_here({}, "sh")
-    installation.read_here({"python": "ls"}, "sh")
+    installation.read_here({}, named="sh")
+    installation.read_here({"python": "ls"}, named="sh")
     monkeypatch.setenv(PYTHON_ENV, "cat")
-    installation.read_here({}, "sh")
+    installation.read_here({}, named="sh")
     assert asked == [shell, shutil.which("ls"), shutil.which("cat")]
 
 

@@ -87,7 +87,7 @@ def prepare(
     raise_all(list(engine_rules.conflicts(config)))
     servers = topology(config, gpus=gpus)
     installation = read_installation(
-        find_python(config.table("sglang")), environment_of(config.table("sglang")), cache
+        find_python(config.table("sglang")), environment_of(config.table("sglang"), config.cluster.device), cache
     )
     return Prepared(
         installation=installation,

@@ -26,6 +26,7 @@ from slime_sglang import options as _options
 from slime_sglang.options import Option, Place, no_such_installation, read_options
 
 PROBE = Path(__file__).with_name("probe.py")
+STAND_INS = Path(__file__).with_name("stand_ins")
 PYTHON_ENV = "SLIME_SGLANG_PYTHON"
 RESERVED = ("python", "env", "router")  # of [sglang]; the rest are SGLang's own
 OLDEST = (0, 5, 12)
@@ -40,7 +41,7 @@ INSTALL = (
 class Installation:
     """One SGLang, somewhere on this machine.
 
-    Example: read_installation(find_python(config.table("sglang")), environment_of(config.table("sglang")))
+    Example: read_installation(find_python(config.table("sglang")), environment_of(config.table("sglang"), device))
     """
 
     python: str  # of its environment
@@ -150,8 +151,9 @@ def named_here() -> str:
     return os.environ.get(PYTHON_ENV, "")
 
 
-def environment_of(table: Mapping[str, Any]) -> dict[str, str]:
-    """``[sglang.env]`` as text.
+def environment_of(table: Mapping[str, Any], device: str) -> dict[str, str]:
+    """Variables of SGLang's processes: ``[sglang.env]`` as text, and on a CPU a way to the stand-ins for what has no
+    build there.
 
     Raises:
         ConfigError: CFG02 it is no table of texts and numbers, CFG04 a variable that slime sets.
@@ -175,7 +177,11 @@ def environment_of(table: Mapping[str, Any]) -> dict[str, str]:
                 where="sglang.env.CUDA_VISIBLE_DEVICES",
                 fix="--rollout-num-gpus N   or   --engine-topology FILE; to hide GPUs from the whole run, export it",
             )
-    return {str(name): str(value) for name, value in env.items()}
+    variables = {str(name): str(value) for name, value in env.items()}
+    if device == "cpu":
+        paths = [variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), str(STAND_INS)]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return variables
 
 
 def cache_folder() -> Path:
@@ -290,9 +296,10 @@ def _keep(file: Path, data: Mapping[str, Any]) -> None:
         fresh.unlink()
 
 
-def read_here(table: Mapping[str, object], named: str = "") -> Installation:
+def read_here(table: Mapping[str, object], device: str = "cpu", named: str = "") -> Installation:
     """The SGLang of this machine that a ``[sglang]`` table names, else the one beside slime, else the one of the
-    environment, else ``named``; raises as :func:`read_installation`."""
+    environment, else ``named``; raises as :func:`read_installation`. Stand-ins of a CPU change nothing where SGLang is
+    whole."""
     if named and not (table.get("python") or is_here() or named_here()):
         table = {**table, "python": named}
-    return read_installation(find_python(table), environment_of(table))
+    return read_installation(find_python(table), environment_of(table, device))

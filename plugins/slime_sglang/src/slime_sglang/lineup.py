@@ -60,7 +60,9 @@ async def launched(config: Config, sites: ServerSites, run_dir: Path, epoch: int
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
     """
-    installation: Installation = await sites.on_server(READ, dict(config.table("sglang")), named_here())
+    installation: Installation = await sites.on_server(
+        READ, dict(config.table("sglang")), config.cluster.device, named_here()
+    )
     trainer: str = await sites.on_trainer("importlib.metadata:version", "torch")
     check_transport(config, installation, trainer)
     placed = topology(config, gpus=sites.gpus())

@@ -14,7 +14,7 @@ from slime_core.plugins.backends import cluster_of
 from slime_core.protocols import CheckResult
 from slime_sglang import rules
 from slime_sglang.command import prepare
-from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_installation
+from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_here
 from slime_sglang.layout import check_comparable
 from slime_sglang.options import SERVER, describe
 from slime_sglang.router_options import ROUTER, options_of
@@ -121,7 +121,7 @@ def option_rows() -> list[dict[str, str]]:
     Raises:
         ConfigError: there is none, or it does not work.
     """
-    found = read_installation(find_python({}), {})
+    found = read_here({})
     tables = (
         ("sglang", SERVER, {option.name: option for option in found.options.values()}),
         ("sglang.router", ROUTER, options_of(found)),
@@ -148,7 +148,7 @@ def sglang() -> CheckResult:
     if not is_here() and not named_here():
         found = f"none in this environment, and {PYTHON_ENV} is not set; only rollout_engine = sglang needs it"
         return CheckResult(status="ok", found=found)
-    read = read_installation(find_python({}), {})
+    read = read_here({})
     count = len({option.name for option in read.options.values()})
     found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features - {'router'}))}"
     found += f"; its router {read.router}" if read.router else "; no router of its own (sglang-router)"

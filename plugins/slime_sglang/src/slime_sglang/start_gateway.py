@@ -84,7 +84,10 @@ async def gateway(
     if not wanted(config, servers=len(servers) if installation is not None else 0, installed=there, paired=paired):
         return None
     if installation is None:
-        python, env = find_python(config.table("sglang")), environment_of(config.table("sglang"))
+        python, env = (
+            find_python(config.table("sglang")),
+            environment_of(config.table("sglang"), config.cluster.device),
+        )
         installation = await asyncio.to_thread(read_installation, python, env)
     words = router_arguments(config, installation, paired=paired)
     log = run_dir / "log" / (LOG if role == POLICY else f"gateway-{role}.log")

@@ -17,11 +17,12 @@ from typing import Any, Self, TypeVar
 
 from slime_core.clusters import ports
 from slime_core.clusters.host import Launch
+from slime_sglang.installation import environment_of
 from slime_sglang.server import Server
 
 T = TypeVar("T")
-STUBS = Path(__file__).with_name("stubs")
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(STUBS), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= environment_of({}, "cpu")
 """What a server on a CPU has in its environment; ours gets none of it."""
 OPTIONS = {
     "device": "cpu",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raw_server import ENVIRONMENT, RawServer
+from raw_server import RawServer
 from served_recipe import recipe
 
 from durability.audit import Audit, audit
@@ -33,7 +33,7 @@ TABLES: dict[str, Any] = {
     },
     "train": {"dtype": "float32"},
     "report": {"save_interval": 1},
-    "sglang": {"mem_fraction_static": 0.2, "max_total_tokens": 20000, "env": ENVIRONMENT},
+    "sglang": {"mem_fraction_static": 0.2, "max_total_tokens": 20000, "env": {"OMP_NUM_THREADS": "1"}},
     "plugin.rm_math": {"digits": 1},
 }
 STAGES = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from raw_server import ENVIRONMENT, START_TIMEOUT
+from raw_server import START_TIMEOUT
 from served_recipe import toml
 
 from slime_core.ledger.ledger import SqliteLedger
@@ -52,7 +52,7 @@ max_total_tokens = 20000
 
 def test_what_a_server_sampled_stands_in_later_prompts_id_by_id(sglang_python: str, tmp_path: Path) -> None:
     recipe = tmp_path / "dialogues.toml"
-    recipe.write_text(RECIPE.format(model=toml(MODEL), python=toml(sglang_python), env=toml(ENVIRONMENT)))
+    recipe.write_text(RECIPE.format(model=toml(MODEL), python=toml(sglang_python), env=toml({"OMP_NUM_THREADS": "1"})))
     words = [sys.executable, "-m", "slime_cli.main", "run", str(recipe), "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=START_TIMEOUT + 300)
     assert done.returncode == 0, done.stderr[-4000:]

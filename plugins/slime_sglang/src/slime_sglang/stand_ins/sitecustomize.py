@@ -1,8 +1,8 @@
 """Stands in for two packages that SGLang imports and that have no build for a bare CPU: `sgl_kernel`, `torchvision`.
 
-In: this folder on PYTHONPATH of a server process, and of no other. Out: importing either package, or anything below
-it, succeeds. What is found there can be imported, subclassed, compared and looked into; calling it raises. The plain
-torch paths that a server on a CPU takes (`--attention-backend torch_native`) call none of it.
+The folder is on PYTHONPATH of a server on a CPU, and of no other process. Importing a package of the two that is not
+installed, or anything below it, succeeds. What it has can be imported, subclassed and compared; calling it
+raises. The plain torch paths that a server on a CPU takes (`--attention-backend torch_native`) call none of it.
 """
 
 from __future__ import annotations
@@ -57,4 +57,4 @@ class Finder(MetaPathFinder, Loader):
         """Nothing to run."""
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path.append(Finder())  # behind what is installed
