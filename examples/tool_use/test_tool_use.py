@@ -209,6 +209,12 @@ def test_no_held_out_problem_is_in_training_and_guesses_are_wrong():
     assert not [row for row in guesses if row["answer"] in row["metadata"]["trace"][0]]
 
 
+def test_a_short_run_uses_the_interpreter_and_is_judged(train, scores):
+    flags = ("stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2")
+    assert [0 <= score < 0.5 for score in scores(train(HERE / "recipe.toml", *flags), "heldout")] == [True, True]
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_a_model_learns_to_use_the_interpreter(train, scores):
     run = train(HERE / "recipe.toml")

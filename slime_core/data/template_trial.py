@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from slime_core.errors import DataError
@@ -23,7 +24,7 @@ FULL = 3  # exit code of a trial that ran out of memory
 
 
 def try_template(tokenizer: Any, kwargs: Mapping[str, Any], *, seconds: int = SECONDS, memory: int = MEMORY) -> None:
-    """Render one message in a process of its own; a template that raises is left to the rows, whose error names them.
+    """Render one message in a process of its own, once; one that raises is left to the rows, whose error names it.
 
     Raises:
         DataError: TOK50 it takes more than ``seconds`` of processor time or ``memory`` bytes.
@@ -34,12 +35,7 @@ def try_template(tokenizer: Any, kwargs: Mapping[str, Any], *, seconds: int = SE
         "words": {**tokenizer.special_tokens_map, "add_generation_prompt": True, **kwargs, "messages": TRIAL},
         "limits": [seconds, memory],
     }
-    try:
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", __name__], input=json.dumps(task, default=str).encode(), timeout=WALL
-        ).returncode
-    except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL
+    code = trial(json.dumps(task, default=str))
     if code >= 0 and code != FULL:
         return
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
@@ -53,6 +49,16 @@ def try_template(tokenizer: Any, kwargs: Mapping[str, Any], *, seconds: int = SE
         why="one message of five words was rendered",
         fix="use the template of the published model (chat_template.jinja), or data.apply_chat_template=false",
     )
+
+
+@lru_cache(maxsize=64)
+def trial(task: str) -> int:
+    """The exit code of a task's process: a template is tried once, however many sessions use it."""
+    command = [sys.executable, "-P", "-m", __name__]
+    try:
+        return subprocess.run(command, input=task.encode(), timeout=WALL).returncode
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
 
 
 def render(template: str, words: Mapping[str, Any]) -> str:

@@ -20,10 +20,8 @@ from slime_core.failpoints import NAMES
 AHEAD = ("rollout/issued_groups", "rollout/dropped_samples", "dropped/", "async/")
 HERE = [  # what `make test` kills at; every other boundary is nightly
     ("sync", "ledger.journal.after", 2),
-    ("sync", "loop.stepped", 3),
     ("sync", "checkpoint.renamed", 2),
     ("sync", "ledger.rewind.after", 1),
-    ("over", "ledger.suspend.after", 2),
     ("over", "ledger.finish.synced", 3),
 ]
 

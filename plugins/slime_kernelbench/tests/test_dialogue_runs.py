@@ -70,7 +70,9 @@ def test_what_cannot_be_judged_is_dropped_with_its_reason_and_never_trained(tmp_
     assert not [s for s in samples.values() if s.rollout_id in unjudged], "nor is what led to it"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["partial", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS if kind != "partial")]
+)
 def test_a_run_that_is_cut_off_again_and_again_is_the_run_that_was_not(kind, tmp_path):
     whole, cut = Run(tmp_path / "whole", KINDS[kind]), Run(tmp_path / "cut", KINDS[kind])
     assert whole.start() == 3

@@ -27,7 +27,7 @@ LAYOUTS = {  # model, flags
         GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     ),
 }
-RARE = ("experts, grouped", "halves of experts, grouped")
+RARE = ("data", "experts", "experts, grouped", "halves of experts, grouped")
 """Layouts whose parts other layouts prove one by one."""
 
 

@@ -138,7 +138,10 @@ def test_the_array_that_we_print_is_read_back_as_the_same_model(name):
     assert plain(made(name, line)) == plain(made(name, ""))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in SCRIPTS])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("qwen2.5-0.5b", "qwen3-30b-a3b") else pytest.param(n, marks=pytest.mark.nightly) for n in SCRIPTS],
+)
 def test_each_number_of_an_array_is_compared(name):
     """Every flag of the array that takes a number, changed alone, is named with what config.json has."""
     words = shlex.split(SCRIPTS[name])

@@ -114,7 +114,9 @@ def test_the_ranks_on_a_servers_gpus_are_told_by_the_same_numbers():
         assert at == [(servers[number].bundle, gpu) for gpu in servers[number].gpus]
 
 
-@pytest.mark.parametrize(("each", "size", "total"), [(3, 2, 6), (2, 4, 4), (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("each", "size", "total"), [(3, 2, 6), *(pytest.param(2, 4, n, marks=pytest.mark.nightly) for n in (4, 8))]
+)
 def test_a_server_that_would_lie_on_two_machines_is_refused(each, size, total):
     flags = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", each, "--rollout-num-gpus-per-engine", size)
     with pytest.raises(ConfigError, match="would lie on two machines") as caught:

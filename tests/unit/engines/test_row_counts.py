@@ -66,7 +66,15 @@ def test_functions_after_a_product_want_whole_vectors():
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 99), (256, 101), (768, 256), (1024, 512), (896, 2048)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (64, 99),
+        (256, 101),
+        (768, 256),
+        *(pytest.param(*sizes, marks=pytest.mark.nightly) for sizes in ((1024, 512), (896, 2048))),
+    ],
+)
 def test_rows_keep_their_bits_at_every_allowed_count(threads, dtype, inputs, outputs, bench):
     """Other activations than those that were measured with."""
     layer = torch.nn.Linear(inputs, outputs).to(dtype).requires_grad_(False)

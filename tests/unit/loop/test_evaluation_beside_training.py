@@ -196,7 +196,9 @@ def test_one_that_is_due_waits_for_the_one_before_and_so_do_the_weights_of_its_e
     assert all("evaluate" in row["seconds"] for row in one.rows("step"))
 
 
-@pytest.mark.parametrize("cuts", [(5, 24), (13, 41), (29, 77)])
+@pytest.mark.parametrize(
+    "cuts", [(13, 41), *(pytest.param(cuts, marks=pytest.mark.nightly) for cuts in ((5, 24), (29, 77)))]
+)
 def test_a_run_that_is_cut_and_goes_on_has_every_evaluation_once_with_the_same_figures(run, cuts):
     whole = run("whole", "--eval-async")
     assert whole.start() == 6

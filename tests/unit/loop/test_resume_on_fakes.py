@@ -151,7 +151,9 @@ def run(tmp_path, install_plugin):
 @pytest.mark.parametrize(
     ("turns", "cuts"), [(False, (3, 20, 55)), (True, (11, 37, 90))], ids=["one turn", "two turns"]
 )
-@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize(
+    "kind", ["sync", "partial", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in SAME[1:-1])]
+)
 def test_a_run_that_is_cut_and_goes_on_ends_in_the_same_weights(kind, turns, cuts, run):
     whole = run("whole", kind, turns=turns)
     assert whole.start() == 5

@@ -122,7 +122,7 @@ def test_fused_layers_have_the_modules_own_gradient(bench, family, recompute):
     ("backend", "recompute"),
     [
         ("aot_eager", False),
-        ("aot_eager", True),
+        pytest.param("aot_eager", True, marks=pytest.mark.nightly),
         pytest.param("inductor", False, marks=pytest.mark.nightly),  # its C++ takes a minute to build
     ],
 )

@@ -86,7 +86,12 @@ def layers_exchanged(grads):
 
 
 @pytest.mark.parametrize(
-    ("damage", "right"), [(dict, True), (doubled, False), (one_forgotten, False), (layers_exchanged, False)]
+    ("damage", "right"),
+    [
+        (dict, True),
+        (one_forgotten, False),
+        *(pytest.param(wrong, False, marks=pytest.mark.nightly) for wrong in (doubled, layers_exchanged)),
+    ],
 )
 def test_a_wrong_gradient_of_a_trainer_in_bfloat16_is_found(bench, damage, right):
     one, batch = bench("llama", dtype="bfloat16", max_tokens_per_gpu=48), made.batch_of()

@@ -58,7 +58,7 @@ def test_an_abort_returns_the_tokens_that_were_made(with_engine: With, server: R
     with_engine(work)
 
 
-@pytest.mark.parametrize("mode", ["retract", "keep"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("retract", marks=pytest.mark.nightly)])
 def test_a_pause_holds_requests_and_they_lose_nothing(with_engine: With, server: RawServer, mode: Any) -> None:
     async def work(engine: SglangEngine) -> None:
         running = begin(engine, ["held"], LASTING)
@@ -88,7 +88,9 @@ def test_a_pause_with_abort_ends_requests_with_what_they_have(with_engine: With,
     with_engine(work)
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    "mode", ["in_place", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("abort", "retract"))]
+)
 def test_weights_change_under_running_requests_and_every_token_says_which_made_it(
     with_engine: With, server: RawServer, other_model: Path, mode: str
 ) -> None:

@@ -151,7 +151,7 @@ def test_the_server_tells_its_version_and_the_folder_of_its_last_update(server: 
     assert "internal_states" in told
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.nightly)])
 def test_paused_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     server: RawServer, other_model: Path, served_model: Path, mode: str
 ) -> None:
