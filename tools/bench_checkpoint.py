@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from durability.memory_ledger import MemoryLedger
 from slime_core.checkpoint import About, Checkpoints
 from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
-from slime_core.testing.fakes import MemoryLedger
 from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from bench_collector import NoLedger
 
+from durability.fake_trainer import FakeTrainer
 from slime_core import loop
 from slime_core.clusters.channel import Channel, Child, Start, start_here
 from slime_core.clusters.ranks import RankTrainer
@@ -44,7 +45,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts, Role
 from slime_core.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Batch, Columns, Completion, GenerateRequest, StepReport
 
 VOCAB, SHORTEST, LONGEST, A_PROMPT = 1000, 32, 512, 8

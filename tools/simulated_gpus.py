@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime_core.testing.fakes import FakeEngine, FakeTrainer
+from durability.fake_trainer import FakeTrainer
+from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Completion, GenerateRequest, WeightUpdate
 
 if TYPE_CHECKING:

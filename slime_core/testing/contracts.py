@@ -1,4 +1,4 @@
-"""What every Engine, Trainer and Ledger must do, as checks that run against any implementation.
+"""What every Engine and Trainer must do, as checks that run against any implementation.
 
     @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
     def test_my_engine_keeps_the_contract(check):
@@ -22,13 +22,17 @@ from slime_core.config.schema import Config
 from slime_core.durable import sha256_of
 from slime_core.errors import EngineError
 from slime_core.protocols import Engine, Role, Trainer
-from slime_core.testing.ledger_contract import (
-    LEDGER_CHECKS as LEDGER_CHECKS,
-    LedgerCheck as LedgerCheck,
-    sample_group as sample_group,
-    suspended_turns as suspended_turns,
+from slime_core.types import (
+    ArrayRef,
+    Batch,
+    GenerateRequest,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Status,
+    WeightUpdate,
 )
-from slime_core.types import Batch, GenerateRequest, SamplingParams, WeightUpdate
 
 PATIENCE = 60.0  # seconds until a call that never returns counts as a deadlock
 ROUNDING = 0.5  # log-probs of a small model are moved by less where it is computed in bfloat16
@@ -67,6 +71,22 @@ class TrainerCase:
     stage: Config
     batch: Batch
     folder: Path
+
+
+def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
+    """A finished group of two rollouts with an ArrayRef; with ``fan_out`` the second has two samples."""
+    prompt = Prompt(id=f"main/{position}", position=position, prompt="1+1=", tokens=[1, 2, 1])
+    samples = []
+    for name, rollout in [("0", 0), ("1", 1), *([("1.1", 1)] if fan_out else [])]:
+        sample = Sample(id=f"{prompt.id}-{name}", prompt=prompt.prompt, tokens=list(prompt.tokens))
+        sample.append_response([3, 4], log_probs=[-0.5, -0.25], version=0, text="2\n")
+        sample.append_response([5], mask=0, text="tool")
+        sample.group_index, sample.rollout_id = position, position * 2 + rollout
+        sample.reward, sample.status = float(rollout), Status.COMPLETED
+        sample.rollout_routed_experts = ArrayRef(segment="x.seg", offset=0, dtype="int16", shape=(5, 2), crc32=1)
+        samples.append(sample)
+    rollouts = {position * 2: [0], position * 2 + 1: [1, 2] if fan_out else [1]}
+    return Group(prompt=prompt, samples=samples, rollouts=rollouts)
 
 
 EngineCheck = Callable[[EngineCase], Awaitable[None]]

@@ -25,6 +25,7 @@ import numpy as np
 
 from durability.audit import Audit, audit, differences
 from durability.chaos import ask, run_child, survive, tail
+from durability.fake_trainer import FakeTrainer
 from slime_cli.trim import trim_figures
 from slime_core import durable, loop
 from slime_core.checkpoint import Checkpoints
@@ -37,7 +38,7 @@ from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.seeds import seed_of
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer, checksum
+from slime_core.testing.fakes import CharTokenizer, FakeEngine, checksum
 
 HERE = Path(__file__).parent
 VOCAB = 17

@@ -5,17 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
+from durability.fake_trainer import FakeTrainer, RankedTrainer
+from durability.ledger_contract import LEDGER_CHECKS
+from durability.memory_ledger import MemoryLedger
 from slime_core.config.schema import Config
 from slime_core.protocols import Engine, Ledger, Trainer
-from slime_core.testing.contracts import (
-    ENGINE_CHECKS,
-    LEDGER_CHECKS,
-    TRAINER_CHECKS,
-    EngineCase,
-    TrainerCase,
-    sample_group,
-)
-from slime_core.testing.fakes import FakeEngine, FakeTrainer, MemoryLedger, RankedTrainer
+from slime_core.testing.contracts import ENGINE_CHECKS, TRAINER_CHECKS, EngineCase, TrainerCase, sample_group
+from slime_core.testing.fakes import FakeEngine
 from slime_core.types import WeightUpdate
 
 pytestmark = pytest.mark.unit

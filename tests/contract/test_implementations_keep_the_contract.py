@@ -6,19 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from durability.ledger_contract import LEDGER_CHECKS
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.testing.contracts import (
-    ENGINE_CHECKS,
-    LEDGER_CHECKS,
-    TRAINER_CHECKS,
-    EngineCase,
-    TrainerCase,
-    sample_group,
-)
+from slime_core.testing.contracts import ENGINE_CHECKS, TRAINER_CHECKS, EngineCase, TrainerCase, sample_group
 from slime_core.threads import TorchThread
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.fsdp import FsdpTrainer

@@ -6,10 +6,10 @@ import pytest
 import torch
 import trainer_bench as made
 
+from durability.memory_ledger import MemoryLedger
 from slime_core.checkpoint import About, Checkpoints
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.testing.fakes import MemoryLedger
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.weights.folder import ModelFolder

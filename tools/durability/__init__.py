@@ -1,1 +1,1 @@
-"""Prove that runs survive kills and power cuts: used by tests and tools, never by slime itself."""
+"""Prove that runs survive kills and power cuts, with a small trainer and ledger: used by tests and tools only."""

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durability.fake_trainer import FakeTrainer
 from slime_cli.trim import trim_figures
 from slime_core import loop
 from slime_core.checkpoint import Checkpoints
@@ -25,7 +26,7 @@ from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.resume import evaluations_kept
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -7,10 +7,11 @@ import subprocess
 import numpy as np
 import pytest
 
+from durability.fake_trainer import FakeTrainer
+from durability.memory_ledger import MemoryLedger
 from slime_core import durable
 from slime_core.checkpoint import About, Checkpoints
 from slime_core.durable import Disk
-from slime_core.testing.fakes import FakeTrainer, MemoryLedger
 
 MACHINE = {"world": 1, "dtype": "float32", "device": "cpu", "cpu_threads": 2}
 

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from durability.fake_trainer import FakeTrainer
 from slime_core import durable
 from slime_core.durable import Disk
 from slime_core.errors import StorageError
-from slime_core.testing.fakes import FakeTrainer
 
 pytestmark = pytest.mark.unit
 

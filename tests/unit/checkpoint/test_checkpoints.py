@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from durability.memory_ledger import MemoryLedger
 from slime_core import durable
 from slime_core.checkpoint import Checkpoints, manifest
 from slime_core.durable import Disk
 from slime_core.errors import StorageError
 from slime_core.seeds import set_generators
-from slime_core.testing.fakes import MemoryLedger
 
 pytestmark = pytest.mark.unit
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from durability.disk import RecordingDisk, crashes, recorded, tree_of, violations, write_tree
+from durability.fake_trainer import FakeTrainer
+from durability.memory_ledger import MemoryLedger
 from slime_core import durable
 from slime_core.checkpoint import About, Checkpoints, manifest
 from slime_core.ledger.segments import Segments
-from slime_core.testing.fakes import FakeTrainer, MemoryLedger
 
 pytestmark = pytest.mark.unit
 

@@ -1,7 +1,8 @@
 """An engine and a trainer on one device that is strict: what neither may do with its memory fails at once."""
 
+from durability.fake_trainer import FakeTrainer
 from slime_core.clusters.turns import STATE, SwappingTurns
-from slime_core.testing.fakes import FakeEngine, FakeTrainer
+from slime_core.testing.fakes import FakeEngine
 
 NEEDS = {"engine": {"kv": 40, "weights": 10}, "trainer": {"parameters": 20, "gradients": 20, "optimizer": 40}}
 

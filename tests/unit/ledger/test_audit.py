@@ -5,10 +5,11 @@ import sqlite3
 
 import pytest
 
+from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.ledger.reads import conservation
-from slime_core.testing.contracts import sample_group, suspended_turns
+from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

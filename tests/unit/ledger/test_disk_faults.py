@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from durability.ledger_contract import suspended_turns
 from slime_core import durable
 from slime_core.durable import Disk
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.testing.contracts import sample_group, suspended_turns
+from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from books import batch_of, ids_of, query
 
+from durability.ledger_contract import LEDGER_CHECKS
 from slime_core.errors import PluginError, StorageError
-from slime_core.testing.contracts import LEDGER_CHECKS, sample_group
+from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

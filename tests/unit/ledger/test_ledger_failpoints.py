@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import slime_core.ledger
+from durability.ledger_contract import suspended_turns
 from slime_core import failpoints
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.testing.contracts import sample_group, suspended_turns
+from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

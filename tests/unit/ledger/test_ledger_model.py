@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from durability.ledger_contract import suspended_turns
+from durability.memory_ledger import MemoryLedger
 from slime_core.errors import SlimeError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.ledger.reads import conservation
-from slime_core.testing.contracts import sample_group, suspended_turns
-from slime_core.testing.fakes import MemoryLedger
+from slime_core.testing.contracts import sample_group
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Drop, Group
 

@@ -6,8 +6,9 @@ import sqlite3
 import pytest
 
 from durability.large_ledger import fill_ledger
+from durability.ledger_contract import suspended_turns
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.testing.contracts import sample_group, suspended_turns
+from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

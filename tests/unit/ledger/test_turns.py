@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from durability.ledger_contract import suspended_turns
 from slime_core.ledger.codec import cut, decode_turns, encode_turns
 from slime_core.protocols import Turn
-from slime_core.testing.contracts import suspended_turns
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.unit

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from one_device import Device, lent
 
+from durability.fake_trainer import FakeTrainer, RankedTrainer
+from durability.memory_ledger import MemoryLedger
 from slime_core import loop
 from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
 from slime_core.config.load import load_config
@@ -18,7 +20,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer, MemoryLedger, RankedTrainer
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 
 pytestmark = pytest.mark.unit
 

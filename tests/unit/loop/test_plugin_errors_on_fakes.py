@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from durability.fake_trainer import FakeTrainer
 from slime_core import loop
 from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
@@ -17,7 +18,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 
 pytestmark = pytest.mark.unit
 

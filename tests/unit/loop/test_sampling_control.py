@@ -8,6 +8,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from durability.fake_trainer import FakeTrainer
 from slime_core import loop
 from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
 from slime_core.config.load import load_config
@@ -17,7 +18,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, FakeTrainer
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 
 pytestmark = pytest.mark.unit
 

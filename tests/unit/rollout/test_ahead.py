@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from durability.memory_ledger import MemoryLedger
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.plugins import load_plugins
@@ -20,7 +21,7 @@ from slime_core.rollout.collect import Collector
 from slime_core.rollout.staleness import Ageing
 from slime_core.rollout.supply import training_params
 from slime_core.rollout.surplus import Flight
-from slime_core.testing.fakes import CharTokenizer, FakeEngine, MemoryLedger
+from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Completion, Prompt, Sample, WeightUpdate
 

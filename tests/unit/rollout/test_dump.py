@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from durability.memory_ledger import MemoryLedger
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
@@ -13,7 +14,6 @@ from slime_core.plugins import load_plugins
 from slime_core.rollout.dump import About, Dump, dumps_of, evaluation_path, read_dump, step_path, write_dump
 from slime_core.rollout.dumped import DumpedGroups
 from slime_core.testing.contracts import sample_group
-from slime_core.testing.fakes import MemoryLedger
 from slime_core.types import Group, Prompt
 
 pytestmark = pytest.mark.unit

@@ -7,10 +7,11 @@ import pytest
 import torch
 from small_engine import VOCAB, SmallEngine, SmallTrainer, small_config
 
+from durability.fake_trainer import FakeTrainer
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
-from slime_core.testing.fakes import FakeEngine, FakeTrainer
+from slime_core.testing.fakes import FakeEngine
 from slime_core.transfer import Held, WeightRoute
 from slime_core.weights import plain
 from slime_core.weights.plain import Band, Plain, differences, drawn, probe

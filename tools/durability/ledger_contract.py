@@ -1,4 +1,4 @@
-"""What every Ledger must do, as checks that run against any implementation; see `slime_core.testing.contracts`."""
+"""What every Ledger must do, as checks that run against any implementation, as `slime_core.testing.contracts` are."""
 
 from __future__ import annotations
 
@@ -8,35 +8,10 @@ from typing import Literal
 
 from slime_core.errors import SlimeError
 from slime_core.protocols import Ledger, Recalled, Turn
-from slime_core.types import (
-    ArrayRef,
-    Completion,
-    Drop,
-    GenerateRequest,
-    Group,
-    Prompt,
-    Sample,
-    SamplingParams,
-    Status,
-)
+from slime_core.testing.contracts import sample_group
+from slime_core.types import Completion, Drop, GenerateRequest, Group, SamplingParams
 
 LedgerCheck = Callable[[Ledger], Awaitable[None]]
-
-
-def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
-    """A finished group of two rollouts with an ArrayRef; with ``fan_out`` the second has two samples."""
-    prompt = Prompt(id=f"main/{position}", position=position, prompt="1+1=", tokens=[1, 2, 1])
-    samples = []
-    for name, rollout in [("0", 0), ("1", 1), *([("1.1", 1)] if fan_out else [])]:
-        sample = Sample(id=f"{prompt.id}-{name}", prompt=prompt.prompt, tokens=list(prompt.tokens))
-        sample.append_response([3, 4], log_probs=[-0.5, -0.25], version=0, text="2\n")
-        sample.append_response([5], mask=0, text="tool")
-        sample.group_index, sample.rollout_id = position, position * 2 + rollout
-        sample.reward, sample.status = float(rollout), Status.COMPLETED
-        sample.rollout_routed_experts = ArrayRef(segment="x.seg", offset=0, dtype="int16", shape=(5, 2), crc32=1)
-        samples.append(sample)
-    rollouts = {position * 2: [0], position * 2 + 1: [1, 2] if fan_out else [1]}
-    return Group(prompt=prompt, samples=samples, rollouts=rollouts)
 
 
 async def ledger_keeps_every_sample_in_one_state(ledger: Ledger) -> None:
