@@ -23,10 +23,10 @@ from slime_core.evaluation.questions import questions_of
 from slime_core.evaluation.record import Evaluation, write_record
 from slime_core.evaluation.statistics import figures_of
 from slime_core.report.metrics import evaluation_metrics
-from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.dump import Dump
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.rewards import note_reward, unjudged
+from slime_core.rollout.score import check_group, issued_ids
 from slime_core.rollout.supply import evaluation_params
 from slime_core.types import Group
 

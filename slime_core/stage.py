@@ -15,8 +15,7 @@ from slime_core.data.source import DataSource, open_source
 from slime_core.evaluate import Evaluations, Evaluator, holder
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collect import Collector
-from slime_core.rollout.dump import Dump
-from slime_core.rollout.dumped import DumpedGroups
+from slime_core.rollout.dump import Dump, DumpedGroups
 from slime_core.rollout.supply import training_params
 from slime_core.types import Group, StepReport
 from slime_core.weights.update import Canary, sync_weights

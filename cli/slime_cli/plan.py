@@ -72,9 +72,9 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
 
 def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, Any]:
     """Sizes of one stage, its first row and its evaluation sets."""
+    from slime_cli.dumps import first_prompt
     from slime_core.config.load import stage_name
     from slime_core.data.source import eval_sets, open_source
-    from slime_core.rollout.dump import first_prompt
 
     rollout, train = config.rollout, config.train
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt

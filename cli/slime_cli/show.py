@@ -60,7 +60,7 @@ def command(run: Path, everything: bool, as_json: bool) -> None:
 
 def list_dump(folder: Path, as_json: bool) -> None:
     """A row a file of dumped rollouts."""
-    from slime_core.rollout.dump import dumps_of
+    from slime_cli.dumps import dumps_of
 
     rows = dumps_of(folder)
     if as_json:

@@ -19,13 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.rollout.check import check_group, issued_ids
 from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
-from slime_core.rollout.recall import Marks, Memory, stands, stored_group
-from slime_core.rollout.score import PLUGIN, Scored, Streak, rolled_out, score_group
+from slime_core.rollout.score import PLUGIN, Scored, Streak, check_group, issued_ids, rolled_out, score_group
 from slime_core.rollout.staleness import RESTARTED, STALE, Ageing
-from slime_core.rollout.supply import Counts, Source, Tasks
+from slime_core.rollout.supply import Counts, Marks, Memory, Source, Tasks, stands, stored_group
 from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
 from slime_core.types import Drop, Group
 

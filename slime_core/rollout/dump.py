@@ -6,11 +6,13 @@
     body     a sample as the ledger keeps it (`ledger.codec`), or an array's bytes; all numbers little endian
 
 ``step-000001.rollout`` holds what the step that made version 1 trained on, ``eval-NAME-000001.rollout`` an evaluation.
-No pickle. A file is whole or not there: it gets its name when it is durable.
+No pickle. A file is whole or not there: it gets its name when it is durable. `DumpedGroups` stands in the place of a
+collector: nothing is generated, ledger and loop see a step like any other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
@@ -18,7 +20,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -26,16 +29,21 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger import segments
 from slime_core.ledger.codec import decode, encode
-from slime_core.types import ArrayRef, Group, Prompt, Sample
+from slime_core.rollout.supply import Counts
+from slime_core.types import ArrayRef, Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.context import Context
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Ledger
 
 MAGIC = b"slimeRD1"
 FRAME = struct.Struct("<II")
 SUFFIX = ".rollout"
 STEP = re.compile(r"step-(\d{6,})\.rollout")
 EVALUATION = re.compile(r"eval-([A-Za-z0-9._-]{1,64})-(\d{6,})\.rollout")
+ROLLED_OUT = "debug_rollout_only"  # why samples of a run that only rolls out are dropped
 REFS = ("rollout_routed_experts", "rollout_top_p_token_ids")
 
 
@@ -111,55 +119,6 @@ def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None
     if arrays is not None:
         arrays.sync()
     return groups, _about(head)
-
-
-def dumps_of(folder: Path) -> list[dict[str, Any]]:
-    """One row a file, in order: ``file kind version stage groups samples tokens reward``; reward is the mean or None.
-
-    Raises:
-        StorageError: as :func:`read_dump`; STO111 the folder holds no dump.
-    """
-    files = sorted(p for p in folder.glob(f"*{SUFFIX}") if STEP.fullmatch(p.name) or EVALUATION.fullmatch(p.name))
-    if not files:
-        raise StorageError(
-            "the folder holds no dump of rollouts",
-            code="STO111",
-            where=str(folder),
-            why=f"its files are called step-000001{SUFFIX}",
-            fix="a run writes them with --save-debug-rollout-data DIR",
-        )
-    rows = []
-    for path in files:
-        groups, about = read_dump_with_header(path)
-        samples = [sample for group in groups for sample in group.samples]
-        rewards = [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
-        rows.append(
-            {
-                "file": path.name,
-                "kind": f"eval {about.set}" if about.set else "step",
-                "version": about.version,
-                "stage": about.stage,
-                "groups": len(groups),
-                "samples": len(samples),
-                "tokens": sum(len(sample.tokens) for sample in samples),
-                "reward": sum(rewards) / len(rewards) if rewards else None,
-            }
-        )
-    return sorted(rows, key=lambda row: (row["version"], row["kind"]))
-
-
-def first_prompt(folder: Path) -> Prompt:
-    """The first prompt of a dump's first step.
-
-    Raises:
-        DataError: DAT28, the folder holds no step, or an empty one.
-        StorageError: as :func:`read_dump`.
-    """
-    steps = sorted(path for path in folder.glob(f"*{SUFFIX}") if STEP.fullmatch(path.name))
-    groups = read_dump(steps[0]) if steps else []
-    if not groups:
-        raise DataError("the dump holds no step", code="DAT28", where=str(folder), fix="--load-debug-rollout-data DIR")
-    return groups[0].prompt
 
 
 class Dump:
@@ -251,6 +210,79 @@ class Dump:
         if self._arrays is None:
             self._arrays = segments.Segments(self._run_dir / "segments")
         return self._arrays
+
+
+async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
+    """End a step of a run that only rolls out: its samples become dropped(debug_rollout_only).
+
+    Their payloads stay, so a run that goes on from a checkpoint before it takes the same groups again.
+    """
+    await ledger.drop([([sample for group in groups for sample in group.samples], Drop(reason=ROLLED_OUT))])
+
+
+class DumpedGroups:
+    """Hands a dump's groups over, a step a call, with what the loop asks of a `Collector`.
+
+    Example:
+        async with DumpedGroups(dump, ledger, plugins, ctx) as collector:
+            groups = await collector.take(32)
+    """
+
+    def __init__(
+        self,
+        dump: Dump,
+        ledger: Ledger,
+        plugins: Plugins,
+        ctx: Context,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._dump, self._ledger, self._plugins, self._note = dump, ledger, plugins, note
+        self._config: Config = ctx.config
+        self._stage, self._version = ctx.stage, ctx.version
+        self._counts = Counts()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dump.close()
+
+    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
+        """The groups of the next step, as many as the dump has; ``forced``, of a journal, names the same ones.
+
+        Raises:
+            DataError: DAT28, the dump has no such step.
+            StorageError: STO112 a damaged file; the ledger knows these samples in another state.
+        """
+        groups = await asyncio.to_thread(self._dump.groups, self._version + 1, self._stage) or []
+        if len(groups) != count:
+            self._note(f"step {self._version + 1}: the dump has {len(groups)} groups, rollout_batch_size is {count}")
+        for group in groups:
+            self._plugins.seen(group, self._config)
+        await self._ledger.issue(groups)
+        await asyncio.gather(*(self._ledger.finish(group) for group in groups))
+        self._counts.issued += len(groups)
+        self._counts.tokens += sum(sample.response_length for group in groups for sample in group.samples)
+        return groups
+
+    async def drain(self) -> bool:
+        """Nothing is ever in flight."""
+        return True
+
+    def admit(self, version: int) -> None:
+        """Say that the taken groups are trained."""
+        self._version = version
+
+    def pop_counts(self) -> Counts:
+        """The counts since the last call."""
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: nothing, the version says which file comes next."""
+        return {}
 
 
 def _check_own(folder: Path, run_dir: Path) -> None:
@@ -373,6 +405,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} is not JSON")
-
-
-__all__ = ["About", "Dump", "dumps_of", "evaluation_path", "first_prompt", "read_dump", "step_path", "write_dump"]

@@ -14,19 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_core.errors import EngineError
 from slime_core.pieces import add, rest, whole
 from slime_core.plugins.boundary import DEADLINE
-from slime_core.protocols import Ability, Engine, PauseMode, Turn
+from slime_core.protocols import Engine, Turn
 from slime_core.types import Completion, GenerateRequest
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import WeightUpdate
 
 FULL = "ENG72"  # a prompt that fills the context
 
@@ -184,58 +178,9 @@ class Gate:
         self._released.set()
         self._released = asyncio.Event()
 
-    # -- the rest of an Engine, as it is
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """See `protocols.Engine`."""
-        return self._engine.abilities
-
-    @property
-    def version(self) -> int:
-        """See `protocols.Engine`."""
-        return self._engine.version
-
-    @property
-    def epoch(self) -> int:
-        """See `protocols.Engine`."""
-        return self._engine.epoch
-
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
-        """See `protocols.Engine`."""
-        return await self._engine.score(tokens, start)
-
-    async def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """See `protocols.Engine`."""
-        return await self._engine.abort(ids)
-
-    async def load(self, update: WeightUpdate) -> None:
-        """See `protocols.Engine`."""
-        await self._engine.load(update)
-
-    async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`."""
-        return await self._engine.route(check)
-
-    async def fingerprints(self) -> dict[str, str]:
-        """See `protocols.Engine`."""
-        return await self._engine.fingerprints()
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `protocols.Engine`."""
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """See `protocols.Engine`."""
-        await self._engine.resume()
-
-    async def release(self, what: set[str]) -> None:
-        """See `protocols.Engine`."""
-        await self._engine.release(what)
-
-    async def reacquire(self, what: set[str]) -> None:
-        """See `protocols.Engine`."""
-        await self._engine.reacquire(what)
+    def __getattr__(self, name: str) -> Any:
+        """The rest of an Engine, as it is."""
+        return getattr(self._engine, name)
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from durability.memory_ledger import MemoryLedger
+from slime_cli.dumps import dumps_of
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger.segments import Segments, read_array
 from slime_core.plugins import load_plugins
-from slime_core.rollout.dump import About, Dump, dumps_of, evaluation_path, read_dump, step_path, write_dump
-from slime_core.rollout.dumped import DumpedGroups
+from slime_core.rollout.dump import About, Dump, DumpedGroups, evaluation_path, read_dump, step_path, write_dump
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Group, Prompt
 
