@@ -209,6 +209,15 @@ class Group:
         """The prompt's id."""
         return self.prompt.id
 
+    def part(self, members: Sequence[int]) -> Group:
+        """The group of some of its samples; rollouts that lose all of theirs are left out."""
+        if len(members) == len(self.samples):
+            return self
+        places = {old: new for new, old in enumerate(members)}
+        kept = {rollout: [places[i] for i in indices if i in places] for rollout, indices in self.rollouts.items()}
+        rollouts = {rollout: indices for rollout, indices in kept.items() if indices}
+        return Group(prompt=self.prompt, samples=[self.samples[i] for i in members], rollouts=rollouts)
+
     def lowest_version(self, default: int) -> int:
         """The oldest weights that made a token here, or ``default`` where no model did."""
         versions = {v for sample in self.samples for v in set(sample.weight_versions) if v >= 0}

@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem
@@ -14,11 +13,11 @@ from slime_core.errors import PluginError
 from slime_core.plugins.answers import Twice, checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
-from slime_core.plugins.load import Loaded, fingerprint, load_options, recipe_of, sources
+from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
 from slime_core.plugins.megatron import MegatronHooks, find_bridge
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
-from slime_core.plugins.router import Functions, Router, Terms
+from slime_core.plugins.router import INFRA, Functions, Router, Terms, made_elsewhere
 from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
@@ -77,10 +76,11 @@ class Plugins:
         """One Reward a sample, in order (`slime_reward`)."""
         self._functions.seen(group, ctx.config)
         answer = self._owner("slime_reward", group.prompt.task, ctx)
+        judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
         copy = self._twice.copy(group, ctx)
-        rewards = await self._judge(answer, group, ctx)
+        rewards = await judge(answer, group, ctx)
         if copy is not None:
-            self._twice.compare(answer, copy, rewards, await self._judge(answer, copy, ctx))
+            self._twice.compare(answer, copy, rewards, await judge(answer, copy, ctx))
         return rewards
 
     async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
@@ -92,6 +92,21 @@ class Plugins:
         )  # core asks types, which have one
         value = await self._call(answer, ctx, about, limit, REWARD, group=group)
         return to_rewards(answer, value, group, reward.reward_key)
+
+    async def _judge_rest(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
+        """Rewards that came with samples of a rollout buffer, and the run's own for the others.
+
+        A sample that did not come is an infrastructure error, and never a reward of 0.
+        """
+        rest = [i for i, sample in enumerate(group.samples) if sample.reward is None and INFRA not in sample.metadata]
+        rewards = await self._judge(answer, group.part(rest), ctx) if rest else []
+        own = dict(zip(rest, rewards, strict=True))
+        for i, sample in enumerate(group.samples):
+            if why := sample.metadata.get(INFRA):
+                own[i] = Reward(value=0.0, kind="infra_error", reason=str(why))
+            elif i not in own:
+                own[i] = to_reward(answer, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
+        return [own[i] for i in range(len(group.samples))]
 
     def pop_metrics(self) -> dict[str, float]:
         """Figures about hooks since the last call: ``reward/judged_twice`` groups, ``reward/unstable`` samples."""
@@ -277,17 +292,6 @@ class Plugins:
             answer = plugin.answers["slime_checks"]
             found += expect(answer, call_now(answer, {}, about="doctor"), list, "doctor", "return a list of Check")
         return found
-
-    def recipe(self, plugin_name: str, recipe: str = "default") -> Path:
-        """The file of a loaded plugin's recipe (`slime_recipes`).
-
-        Raises:
-            PluginError: PLG51 the run does not load that plugin.
-            ConfigError: CFG05 no such recipe, or its file is missing.
-        """
-        if plugin_name not in self._loaded:
-            raise PluginError(f"plugin '{plugin_name}' is not loaded", code="PLG51", fix=f"--plugin {plugin_name}")
-        return recipe_of(self._loaded[plugin_name], recipe)
 
     def state(self) -> dict[str, Any]:
         """What plugins keep in a checkpoint (`slime_state`), by plugin name.

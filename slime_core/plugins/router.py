@@ -1,6 +1,11 @@
 """The resolved table of a run: for every config (a stage's), hook and task, who is asked.
 
-Owner hooks are routed by rank (`route`), votes and tells ask everyone, things with a name are looked up.
+Votes and tells ask everyone, things with a name are looked up. An owner hook has one answer for a task:
+
+    function by path for this run > the task's own choice > the plugin that owns the task > a plugin that owns no task
+    > core
+
+Two answers of equal rank are an error. With `rollout.rollout_buffer_url` the plugin `buffer` is who generates.
 """
 
 from __future__ import annotations
@@ -9,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.hookspecs import HOOKS
-from slime_core.plugins import route
 from slime_core.plugins.backends import BUFFER
 from slime_core.plugins.boundary import LONGEST
-from slime_core.plugins.elsewhere import judged, made_elsewhere
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.named import NAMED_HOOKS, Registry, collect
 from slime_core.plugins.provider import Answer
@@ -23,7 +27,10 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
     from slime_core.types import Batch, Group
 
+OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")
+DEFAULT_TASK = "default"
 SFT = "sft_loss"
+INFRA = "rollout_buffer_error"  # in the metadata of a sample that did not come from a rollout buffer
 
 
 class Functions(Protocol):
@@ -169,7 +176,7 @@ class Router:
             PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
         """
         self._resolved.append(config)
-        for hook in route.OWNER_HOOKS:
+        for hook in OWNER_HOOKS:
             for task, evaluation in tasks_of(config):
                 self.owner(hook, task, config, evaluation)
         for hook, info in HOOKS.items():
@@ -177,7 +184,7 @@ class Router:
                 self.listeners(hook, config)
         self._functions.evaluation_listeners(config)
         wanted = [(config.reward.rm_type, "reward.rm_type")]
-        wanted += [(t.reward, f"reward of the task '{t.name}'") for t in route.tasks_of(config) if is_name(t.reward)]
+        wanted += [(t.reward, f"reward of the task '{t.name}'") for t in declared_tasks(config) if is_name(t.reward)]
         for name, key in wanted:
             if name:
                 self.named["slime_reward_types"].answer(name, key)
@@ -190,7 +197,7 @@ class Router:
         return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
 
     def _rows(self, config: Config) -> Iterator[dict[str, str]]:
-        for hook in route.OWNER_HOOKS:
+        for hook in OWNER_HOOKS:
             for task, evaluation in tasks_of(config):
                 answer = self.owner(hook, task, config, evaluation)
                 if answer is None or (hook == "slime_rollout" and not self.replaces_rollout(task, config, evaluation)):
@@ -204,28 +211,35 @@ class Router:
             yield _row(hook, name, self.named[hook].answer(name))
 
     def _choose(self, hook: str, task: str, config: Config, evaluation: bool, chosen: Task | None) -> Answer | None:
-        declared = chosen or route.task_named(config, task, evaluation)
-        owners = route.owners(config, self._loaded)
-        inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(route.DEFAULT_TASK, "")
-        elsewhere = made_elsewhere(config, evaluation)
-        winner = route.choose(
-            hook,
-            task,
-            route.candidates(
-                hook,
-                by_path=self._loaded[BUFFER].answers[hook]
-                if elsewhere and hook == "slime_generate"
-                else self._functions.owner(hook, config, evaluation),
-                own_choice=self._own_choice(hook, declared, config),
-                owner=(declared.plugin if declared else "") or owners.get(task, inherited),
-                owning=set(owners.values()),
-                loaded={name: plugin for name, plugin in self._loaded.items() if name != BUFFER},
-                core=self._core.answers.get(hook),
-            ),
+        declared = chosen or task_named(config, task, evaluation)
+        owners = owners_of(config, self._loaded)
+        inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(DEFAULT_TASK, "")
+        owner = (declared.plugin if declared else "") or owners.get(task, inherited)
+        from_buffer = hook == "slime_generate" and made_elsewhere(config, evaluation)
+        buffer = self._loaded[BUFFER].answers[hook] if from_buffer else None
+        found = {
+            name: plugin.answers[hook]
+            for name, plugin in self._loaded.items()
+            if hook in plugin.answers and name != BUFFER
+        }
+        ranks = (
+            [buffer or self._functions.owner(hook, config, evaluation)],
+            [self._own_choice(hook, declared, config)],
+            [found.get(owner)],
+            [answer for name, answer in found.items() if name != owner and name not in owners.values()],
+            [self._core.answers.get(hook)],
         )
-        if winner is None:
-            return None
-        return judged(winner.answer) if elsewhere and hook == "slime_reward" else winner.answer
+        best = next((answers for rank in ranks if (answers := [answer for answer in rank if answer])), [])
+        if len(best) > 1:
+            names = [answer.provider.name for answer in best]
+            raise PluginError(
+                f"{' and '.join(str(answer.provider) for answer in best)} both answer {hook} for task '{task}'",
+                code="PLG52",
+                where=f"task '{task}'",
+                why="their rank is equal, so which one would run is a matter of chance",
+                fix="\n".join(f'name one: [[data.tasks]] name = "{task}", plugin = "{name}"' for name in names),
+            )
+        return best[0] if best else None
 
     def _own_choice(self, hook: str, task: Task | None, config: Config) -> Answer | None:
         path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""
@@ -236,6 +250,55 @@ class Router:
         return self._functions.of_task(hook, path, config)
 
 
+def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
+    """Task name to the name of the plugin that owns it, for every task that has one.
+
+    Raises:
+        ConfigError: CFG04 a task names a plugin that the run does not load.
+        PluginError: PLG52 several plugins could own the only task.
+    """
+    found: dict[str, str] = {}
+    for task in declared_tasks(config):
+        if task.plugin:
+            if task.plugin not in loaded:
+                raise ConfigError(
+                    f"task '{task.name}' belongs to plugin '{task.plugin}', which this run does not load",
+                    code="CFG04",
+                    where="data.tasks or eval.eval_tasks",
+                    why=f"loaded: {', '.join(loaded) or 'none'}",
+                    fix="\n".join(filter(None, [nearest(task.plugin, tuple(loaded)), f"--plugin {task.plugin}"])),
+                )
+            found[task.name] = task.plugin
+    if not config.data.tasks and not config.data.prompt_data and not config.rollout.data_source_path:
+        sources = [name for name, plugin in loaded.items() if "slime_prompts" in plugin.answers]
+        if len(sources) > 1:
+            raise PluginError(
+                f"plugins {' and '.join(sources)} both bring prompts, and no task says which is meant",
+                code="PLG52",
+                where="data",
+                fix="\n".join(f'[[data.tasks]] name = "{name}", plugin = "{name}"' for name in sources),
+            )
+        if sources:
+            found[DEFAULT_TASK] = sources[0]
+    return found
+
+
+def declared_tasks(config: Config) -> list[Task]:
+    """Every task that the config declares, for training and evaluation."""
+    return [*config.data.tasks, *config.eval.eval_tasks]
+
+
+def task_named(config: Config, name: str, evaluation: bool = False) -> Task | None:
+    """The declared task of that name; in evaluation an evaluation set's comes first."""
+    tasks = [*config.eval.eval_tasks, *config.data.tasks] if evaluation else config.data.tasks
+    return next((task for task in tasks if task.name == name), None)
+
+
+def made_elsewhere(config: Config, evaluation: bool) -> bool:
+    """Whether a rollout buffer makes the samples: in training, unless labels become responses."""
+    return bool(config.rollout.rollout_buffer_url) and not evaluation and config.train.loss_type != SFT
+
+
 def is_name(reward: str) -> bool:
     """Whether a task's ``reward`` is an rm_type and not a function by path."""
     return reward != "" and ":" not in reward and "." not in reward
@@ -243,7 +306,7 @@ def is_name(reward: str) -> bool:
 
 def tasks_of(config: Config) -> list[tuple[str, bool]]:
     """Task names with whether they are evaluated; a config without ``data.tasks`` has the one named "default"."""
-    training = [(task.name, False) for task in config.data.tasks] or [(route.DEFAULT_TASK, False)]
+    training = [(task.name, False) for task in config.data.tasks] or [(DEFAULT_TASK, False)]
     return [*training, *((task.name, True) for task in config.eval.eval_tasks)]
 
 

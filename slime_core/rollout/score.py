@@ -134,9 +134,10 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
         ([s for s, r in zip(group.samples, reasons, strict=True) if r == reason], Drop(reason=reason))
         for reason in dict.fromkeys(r for r in reasons if r)
     ]
-    kept = _without(group, [bool(reason) for reason in reasons])
-    if kept is None:
+    fit = [i for i, reason in enumerate(reasons) if not reason]
+    if not fit:
         return Scored(group=None, drops=drops)
+    kept = group.part(fit)
     judged = shape_rewards(kept, ctx.config)
     if ctx.config.rollout.dynamic_sampling == EQUAL and min(judged) == max(judged):
         return Scored(group=None, drops=[*drops, (kept.samples, Drop(reason=EQUAL))])
@@ -166,20 +167,6 @@ def _unfit(sample: Sample, reward: Reward) -> str:
     if sample.status in (Status.FAILED, Status.ABORTED):
         return FAILED if sample.status == Status.FAILED else "aborted"
     return EMPTY if sample.response_length == 0 else ""
-
-
-def _without(group: Group, unfit: list[bool]) -> Group | None:
-    if not any(unfit):
-        return group
-    places = {old: new for new, old in enumerate(i for i, bad in enumerate(unfit) if not bad)}
-    if not places:
-        return None
-    rollouts = {
-        rollout: [places[i] for i in indices if i in places]
-        for rollout, indices in group.rollouts.items()
-        if any(i in places for i in indices)
-    }
-    return Group(prompt=group.prompt, samples=[group.samples[i] for i in places], rollouts=rollouts)
 
 
 MANY_BATCHES = 3

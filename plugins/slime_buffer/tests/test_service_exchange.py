@@ -13,8 +13,8 @@ from slime_buffer.service import models
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError
-from slime_core.plugins.elsewhere import INFRA, judged
-from slime_core.plugins.provider import Provider, answer
+from slime_core.plugins import load_plugins, option_models
+from slime_core.plugins.router import INFRA
 from slime_core.protocols import Recalled
 from slime_core.rollout.pending import pending_group
 from slime_core.types import Prompt, Reward, SamplingParams, Status
@@ -287,44 +287,47 @@ def test_what_comes_back_fills_the_groups_own_samples(group):
     assert [s.reward for s in fanned] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["async", "sync"])
-def test_rewards_that_came_along_are_used_and_the_run_judges_the_rest(group, ctx, native):
+@pytest.fixture
+def judge(tmp_path):
+    """`judge(group, source)`: the rewards of a run with a rollout buffer whose plugin has the source."""
+
+    def judge(group, source):
+        (tmp_path / "judging.py").write_text(f"import slime_core\n\n\n@slime_core.hookimpl\n{source}")
+        flags = ["--hf-checkpoint", str(tmp_path), "--rollout-buffer-url", "http://127.0.0.1:9"]
+        config = load_config(None, [*flags, "--plugin", str(tmp_path / "judging.py")], models=option_models)
+        plugins = load_plugins(config)
+        try:
+            return asyncio.run(plugins.reward(group, Context(config=config)))
+        finally:
+            plugins.close()
+
+    return judge
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_rewards_that_came_along_are_used_and_the_run_judges_the_rest(group, judge, kind):
     rollouts = [
         models.Rollout(sample="grpo/5-0", sequences=[made(6, 0.25)]),
         models.Rollout(sample="grpo/5-1", failed="crashed"),
         models.Rollout(sample="grpo/5-2", sequences=[made(7)]),
     ]
-    done = filled(group, ended(*rollouts))
-    asked = []
-
-    def score(group):
-        asked.append(group)
-        return [0.75] * len(group.samples)
-
-    async def slime_reward_async(group):
-        return score(group)
-
-    inner = answer(
-        Provider(name="p", origin="d", source="plugin"), "slime_reward", slime_reward_async if native else score
-    )
-    outer = judged(inner)
-    assert (outer.is_async, outer.provider) == (native, inner.provider)
-    values = outer({"group": done, "ctx": ctx})
-    values = asyncio.run(values) if native else values
-    assert values == [0.25, Reward(value=0.0, kind="infra_error", reason="crashed"), 0.75]
-    assert [s.id for s in asked[0].samples] == ["grpo/5-2"]
-    assert list(asked[0].rollouts.values()) == [[0]]
+    source = """slime_reward(group):
+    assert [s.id for s in group.samples] == ["grpo/5-2"]
+    assert list(group.rollouts.values()) == [[0]]
+    return [0.75]
+"""
+    rewards = judge(filled(group, ended(*rollouts)), f"{kind} {source}")
+    assert rewards == [
+        Reward(value=0.25),
+        Reward(value=0.0, kind="infra_error", reason="crashed"),
+        Reward(value=0.75),
+    ]
 
 
-def test_a_group_that_was_dropped_elsewhere_is_an_infrastructure_error_of_every_sample(group, ctx):
+def test_a_group_that_was_dropped_elsewhere_is_an_infrastructure_error_of_every_sample(group, judge):
     done = filled(group, ended(state="dropped", reason="timeout"))
-
-    def slime_reward(group):
-        raise AssertionError("there is nothing to judge")
-
-    inner = answer(Provider(name="p", origin="d", source="plugin"), "slime_reward", slime_reward)
-    values = judged(inner)({"group": done, "ctx": ctx})
-    assert values == [Reward(value=0.0, kind="infra_error", reason="timeout")] * 3
+    rewards = judge(done, "def slime_reward(group):\n    raise AssertionError('there is nothing to judge')\n")
+    assert rewards == [Reward(value=0.0, kind="infra_error", reason="timeout")] * 3
 
 
 def test_a_runs_name_is_made_once_and_kept(tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slime_buffer.rules import KEY
 from slime_core.errors import ConfigError
 from slime_core.plugins.compat import Server, compat
-from slime_core.plugins.elsewhere import INFRA
+from slime_core.plugins.router import INFRA
 from slime_core.seeds import seed_of
 from slime_core.types import Group, Sample, Status
 
