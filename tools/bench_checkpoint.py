@@ -201,7 +201,7 @@ def main() -> None:
         thread = TorchThread(args.threads)
         trainer = FsdpTrainer(config, load_plugins(config), folder, thread=thread, device=args.device)
         batch = make_batch(args, folder.vocab_size)
-        weights = sum(p.numel() for p in trainer._worker.parameters().values())
+        weights = sum(p.numel() for p in trainer._worker.actor.parameters().values())
         name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{name}, torch {torch.__version__}, {dtype}, {date.today()}: {weights / 1e6:.1f}M parameters, "
               f"{args.samples} samples, {int(batch.offsets[-1])} tokens a step", flush=True)  # fmt: skip

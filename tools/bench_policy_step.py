@@ -96,9 +96,9 @@ def worker_step(args: argparse.Namespace) -> Any:
     config = resolve_machine(load_config(None, given))
     folder, plugins = ModelFolder.open(args.folder), load_plugins(config)
     if args.worker == "megatron":
-        from slime_megatron.worker import Worker
+        from slime_megatron.worker import MegatronWorker as Worker
     else:
-        from slime_core.trainers.fsdp.worker import Worker  # type: ignore[assignment]
+        from slime_core.trainers.fsdp.worker import FsdpWorker as Worker  # type: ignore[assignment]
     worker = Worker(config, plugins, folder, 0, 1, "cpu" if args.smoke else "cuda", None)
     worker.begin(config)
     batch = make_batch(args.length, args.sequences, folder.vocab_size)

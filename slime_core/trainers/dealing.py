@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -24,49 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
-    from slime_core.protocols import Loss, Role
+    from slime_core.protocols import Loss
 
     Found = dict[str, Columns]
-
-
-class Worker(Protocol):
-    """A rank's process, as far as it is dealt to; both backends have one."""
-
-    stage: Config | None
-    rank: int
-    world: int
-    loss: Any  # a Loss, once there is a stage
-    folder: Any
-    frozen: Any
-    seat: Seat
-
-
-def dealer_of(worker: Worker, given: Batch | Portion) -> Dealer:
-    """Who deals the stage's batches; a whole one must be the same on every rank.
-
-    Raises:
-        TrainerError: no stage has begun; TRN106 a batch that differs between ranks.
-    """
-    if worker.stage is None:
-        raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-    if isinstance(given, Batch):
-        checks.compare_ranks(given, worker.rank, worker.world)
-    return Dealer(worker.stage, worker.loss, worker.seat)
-
-
-def check_portion(worker: Worker, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
-    """Refuse tokens that a model has no row for; where that is so on one rank, on all of them.
-
-    Raises:
-        TrainerError: TOK44 with the sample; others as `checks.agreed`.
-    """
-
-    def check() -> None:
-        checks.check_tokens(portion.batch, worker.folder.vocab_size)
-        if "teacher" in roles and worker.frozen.teacher is not None:
-            worker.frozen.check_teacher(portion.batch)
-
-    checks.agreed(check, portion.stamp, worker.rank, worker.world)
 
 
 @dataclass(slots=True, frozen=True)

@@ -51,14 +51,6 @@ class Sums:
         owners = np.searchsorted(self.portion.batch.response_offsets, response[bad], side="right") - 1
         self.bad.update(map(int, self.portion.places[owners if len(bad) else packed]))
 
-    def reduce_scalar(self, value: float, world: int) -> float:
-        """The sum over ranks of one number."""
-        if world == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return float(total)
-
     def finish(self, world: int) -> tuple[dict[str, float], list[int]]:
         """Totals over all ranks, and the samples of any rank whose loss is not finite."""
         if world == 1:

@@ -44,9 +44,7 @@ Fast = Callable[["list[MicroBatch]"], tuple[float, Tensors]]
 Rename = Callable[[Tensors], Tensors]
 
 
-def compared(
-    batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slow, rename: Rename = dict
-) -> dict[str, float]:
+def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slow) -> dict[str, float]:
     """Errors of one step's loss and gradients; a collective.
 
     ``gradient_error`` is the largest ``gradient_error/PARAMETER``, see :func:`compare`.
@@ -56,7 +54,6 @@ def compared(
     Args:
         batch: with the columns that `prepare.prepared` adds
         micros: of each optimizer step, this rank's
-        rename: gradients by the names of the slow model's modules to the names that ``fast`` gives
     """
     train = slow.stage.train
     again = slow.rounded() if slow.computed != torch.float32 else None
@@ -71,8 +68,8 @@ def compared(
         want, scale, grads = slow.gradient(batch, rollouts, tokens)
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))
-        rounded = rename(again.gradient(batch, rollouts, tokens)[2]) if again is not None else None
-        for name, error in compare(found, rename(grads), slow.computed, rounded).items():
+        rounded = slow.rename(again.gradient(batch, rollouts, tokens)[2]) if again is not None else None
+        for name, error in compare(found, slow.rename(grads), slow.computed, rounded).items():
             errors[name] = max(errors.get(name, 0.0), error)
     return {
         "loss": sum(losses) / max(len(losses), 1),
@@ -136,6 +133,7 @@ class Slow:
     computed: torch.dtype  # the trainer computes in it
     rank: int
     world: int
+    rename: Rename = dict  # gradients by the names of the model's modules to the names that the fast way gives
 
     @property
     def dtype(self) -> torch.dtype:

@@ -147,7 +147,7 @@ def test_a_changed_weight_is_named_by_the_exact_canary(served, trainer, loop, ve
         update = await trainer.publish(number + 1, route)
         name = next(key for key in update.fingerprints if key.endswith("layers.1.mlp.down_proj.weight"))
         with torch.no_grad():
-            trainer._worker.locals()["model.layers.1.mlp.down_proj.weight"].view(-1)[5] += 1.0
+            trainer._worker.actor.locals()["model.layers.1.mlp.down_proj.weight"].view(-1)[5] += 1.0
         later = await trainer.publish(number + 2, route)
         assert [key for key in later.fingerprints if later.fingerprints[key] != update.fingerprints[key]] == [name]
         publish = trainer.publish

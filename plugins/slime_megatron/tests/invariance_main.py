@@ -28,8 +28,7 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
         from slime_core.config.schema import Config
         from slime_core.plugins import load_plugins
         from slime_core.weights.folder import ModelFolder
-        from slime_megatron.verify import verify
-        from slime_megatron.worker import Worker
+        from slime_megatron.worker import MegatronWorker
 
         def config(**train):
             given = {
@@ -41,13 +40,13 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
 
         first = config()
         meeting = str(out.with_suffix(".meet"))
-        worker = Worker(first, load_plugins(first), ModelFolder.open(model), rank, world, "cpu", meeting)
+        worker = MegatronWorker(first, load_plugins(first), ModelFolder.open(model), rank, world, "cpu", meeting)
         found = {}
         for case in cases:
             for size in SIZES:
                 worker.begin(config(max_tokens_per_gpu=size, **splits.SETTINGS[case]))
                 batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
-                answer = verify(worker, batch)
+                answer = worker.verify(batch)
                 found[f"{case}-{size}"] = {
                     "micro_batches": len(worker.packs(splits.portion_of(worker, batch))[0]),
                     **{name: answer[name] for name in ("float64", "gradient_error", "loss_error")},

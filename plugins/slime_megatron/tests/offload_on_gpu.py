@@ -19,10 +19,10 @@ def made(root, flags):
 
     from slime_core.plugins import load_plugins
     from slime_core.weights.folder import ModelFolder
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
     config = config_of(root / "model", flags, dtype="bfloat16", clip_grad=0.05, weight_decay=0.1, **PPO)
-    worker = Worker(config, load_plugins(config), ModelFolder.open(root / "model"), 0, 1, "cuda:0", None)
+    worker = MegatronWorker(config, load_plugins(config), ModelFolder.open(root / "model"), 0, 1, "cuda:0", None)
     worker.begin(config)
     return worker, with_columns(PPO)
 

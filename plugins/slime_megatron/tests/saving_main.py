@@ -59,14 +59,14 @@ class Ranks:
 
         from slime_core.plugins import load_plugins
         from slime_core.weights.folder import ModelFolder
-        from slime_megatron.worker import Worker
+        from slime_megatron.worker import MegatronWorker
 
         parallel_state.destroy_model_parallel()
         if dist.is_initialized() and dist.get_world_size() != world:
             dist.destroy_process_group()
         config = config_of(root / name, megatron, **train)
         folder = ModelFolder.open(root / name)
-        self.worker = Worker(
+        self.worker = MegatronWorker(
             config, load_plugins(config), folder, rank, world, "cpu", root / meeting if world > 1 else None
         )
         self.worker.begin(config)

@@ -5,23 +5,19 @@ Parameters and moments are saved as `critic.safetensors` and `critic_moments.saf
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_core.trainers import critic
 from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.passes import on_device
-from slime_core.trainers.fsdp.sharding import reshard, shard
+from slime_core.trainers.fsdp.policy import on_device
+from slime_core.trainers.fsdp.sharding import shard
 from slime_core.trainers.fsdp.values import ValueModel, build_values
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch.distributed.device_mesh import DeviceMesh
 
-    from slime_core.trainers.portion import Portion
     from slime_core.trainers.share import Sums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
@@ -58,22 +54,14 @@ class Critic:
         self.model.choose_recomputing(train)
         self.learner.begin(train, critic.schedule(train, optimizer_steps))
 
-    def score(self, portion: Portion, micros: list[list[MicroBatch]]) -> NDArray[np.float32]:
-        """Values [R] of a portion's rows: of the position that predicts each token, so before it is seen."""
-        column = torch.zeros(len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in chain(*micros):
-            column[torch.from_numpy(micro.response).to(self.device)] = self._values(micro)
-        reshard(self.model)
-        found: NDArray[np.float32] = column.cpu().numpy()
-        return found
-
     def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""
         for number, micro in enumerate(micros):
             self.learner.reduce_gradients(number + 1 == len(micros))
-            critic.share(self._values(micro), micro, self.value_clip, sums).backward()
+            critic.share(self.values(micro), micro, self.value_clip, sums).backward()
 
-    def _values(self, micro: MicroBatch) -> torch.Tensor:
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Of the position that predicts each response token, so before it is seen; [R]."""
         predict = torch.from_numpy(micro.predict).to(self.device, non_blocking=True)
         values: torch.Tensor = self.model(*on_device(micro, self.device), predict)
         return values

@@ -30,6 +30,7 @@ class Learner:
     optimizer: AdamW = field(default_factory=lambda: AdamW(0.9, 0.98, 1e-8, 0.0))
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
     clip_grad: float = 0.0
+    _grads: Tensors = field(default_factory=dict)  # of this rank's shards, from `norm` to `forget`
 
     def begin(self, train: Any, schedule: Schedule) -> None:
         """A fresh optimizer with the [train] section's settings."""
@@ -51,17 +52,16 @@ class Learner:
         module.set_requires_gradient_sync(now)
         module.set_reshard_after_backward(now)
 
-    def gradients(self) -> tuple[Tensors, float]:
-        """This rank's gradients, and the Euclidean norm of all ranks'; a collective."""
-        grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
-        return grads, global_norm(grads, self.world)
+    def norm(self) -> float:
+        """The Euclidean norm of all ranks' gradients; a collective."""
+        self._grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
+        return global_norm(self._grads, self.world)
 
-    def update(self, grads: Tensors, norm: float) -> float:
-        """Clip and step, and forget the gradients; the answer is the learning rate."""
-        clip(grads, norm, self.clip_grad)
+    def update(self, norm: float) -> float:
+        """Clip and step, after :meth:`norm`; the answer is the learning rate."""
+        clip(self._grads, norm, self.clip_grad)
         rate = self.rate
-        self.optimizer.step(self.locals(), grads, rate)
-        self.forget()
+        self.optimizer.step(self.locals(), self._grads, rate)
         return rate
 
     @property
@@ -71,6 +71,7 @@ class Learner:
 
     def forget(self) -> None:
         """Drop the gradients."""
+        self._grads = {}
         self.module.zero_grad()
 
     def put(self, parameters: Tensors, moment1: Tensors, moment2: Tensors, *, steps: int) -> None:

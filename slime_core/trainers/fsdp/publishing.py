@@ -12,70 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp.sharding import full, local, reshard
-from slime_core.types import WeightUpdate
 from slime_core.weights.transports.buckets import Part, Source
-from slime_core.weights.transports.senders import Senders
-
-if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.rank import Rank
-    from slime_core.transfer import WeightRoute
 
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
 
 
-class Publisher:
-    """Keeps what one update after another can use again: buffers, handles, process groups.
-
-    Example:
-        update = Publisher(worker).publish(4, route)
-    """
-
-    def __init__(self, worker: Rank) -> None:
-        self._worker = worker
-        self._senders = Senders(worker.device, worker.folder.path)
-
-    @torch.no_grad()
-    def publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
-        """See `protocols.Trainer`; a collective. With a route, what was sent is at its place or on its way.
-
-        Raises:
-            TrainerError: a tensor that no engine knows a name for; TRN96 no memory for a copy; a broken group.
-            StorageError: the folder cannot be written.
-        """
-        worker = self._worker
-        if route is None:
-            if worker.world > 1:
-                return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=worker.whole())
-            shared = "shared" if worker.dtype == torch.float32 else "tensors"
-            tensors = {name: local(tensor.detach()) for name, tensor in worker.policy.hf.state_dict().items()}
-            return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
-        reshard(worker.policy)
-        return self._senders.publish(self.sources(), version, route, rank=worker.rank)
-
-    def drop(self) -> None:
-        """Give the memory of transports back; the next update makes it anew."""
-        self._senders.drop()
-
-    def sources(self) -> list[Source]:
-        """All parameters and stored buffers, tied ones once, in the model's order.
-
-        Raises:
-            TrainerError: a tensor whose name in a model folder is not known here.
-        """
-        worker = self._worker
-        named: dict[str, torch.Tensor] = dict(worker.parameters())
-        return sources_of(named | stored_buffers(worker.policy.hf), full if worker.world > 1 else local)
-
-
 def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]) -> list[Source]:
-    """Tensors by the model's names; ``whole`` makes one whole. Raises as `Publisher.sources`."""
+    """Tensors by the model's names, tied ones once; ``whole`` makes one whole.
+
+    Raises:
+        TrainerError: a tensor whose name in a model folder is not known here.
+    """
     found = []
     for name, tensor in named.items():
         if not tensor.is_floating_point():

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slime_core.trainers.fsdp.policy import Policy, layers
-from slime_core.trainers.meeting import meet
-
-
-def join(rank: int, world: int, device: str, rendezvous: str | Path | None) -> DeviceMesh:
-    """The mesh of all data-parallel ranks, who :func:`meet`."""
-    meet(rank, world, device, rendezvous)
-    return init_device_mesh(torch.device(device).type, (world,))
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:

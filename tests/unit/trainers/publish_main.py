@@ -33,11 +33,11 @@ def run(folder, out, thread, rank, world):
         error = f"{raised.code} {raised.where}"
     staged = thread.call(worker.publish, 6, WeightRoute(transport="tensor", dtype="bfloat16"))
     if rank == 0:
-        views = worker.publisher._senders.made["tensor"]._staging.views
+        views = worker.senders.made["tensor"]._staging.views
         save_file({name: view.clone() for name, view in views.items()}, str(out / "staged.safetensors"))
     spread = WeightRoute(transport="tensor", dtype="bfloat16", copies=tuple(range(1, world)))
     copies = [(thread.call(worker.publish, version, spread).handle or {}).get("copies") for version in (7, 8)]
-    views = worker.publisher._senders.made["tensor"]._staging.views
+    views = worker.senders.made["tensor"]._staging.views
     save_file({name: view.clone() for name, view in views.items()}, str(out / f"copy-{rank}.safetensors"))
     answers = {
         "copies": copies,

@@ -56,7 +56,7 @@ def run(case: str, folder: Path, out: Path, thread: TorchThread, rank: int = 0, 
         (out / f"{case}-error-{rank}").write_text(str(error))
     thread.call(worker.save, out / f"{case}-saved")
     worker.staging.wait()
-    thread.call(worker._barrier)  # all ranks' files are there
+    thread.call(worker.barrier)  # all ranks' files are there
     thread.call(worker.export, out / f"{case}-final")
     thread.call(worker.restore, out / f"{case}-saved")
     update = thread.call(worker.publish, 2)

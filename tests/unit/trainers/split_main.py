@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.trainers.fsdp.verify import verify
 from slime_core.weights.folder import ModelFolder
 
 
@@ -28,7 +27,7 @@ def run(folder, out, rank, world):
         worker = trainer._worker
         thread.call(worker.begin, config)
         batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
-        found = thread.call(verify, worker, batch)
+        found = thread.call(worker.verify, batch)
         assert found["float64"] == 1
         assert max(found["gradient_error"], found["loss_error"]) < 1e-5, (case, found)
         totals, grads = thread.call(splits.step_of, worker, batch)

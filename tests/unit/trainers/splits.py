@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from slime_core.trainers.dealing import dealer_of, prepared
+from slime_core.trainers.dealing import prepared
 from slime_core.trainers.fsdp.sharding import full
 from slime_core.trainers.share import Sums
 from slime_core.types import Batch
@@ -53,7 +53,7 @@ def reordered(batch, order):
 
 def portion_of(worker, batch):
     """What a rank trains on of a whole batch, whose columns are not checked."""
-    return dealer_of(worker, batch).portions(batch)[worker.seat.number]
+    return worker.dealer(batch).portions(batch)[worker.seat.number]
 
 
 def step_of(worker, batch, loss=None):
@@ -69,7 +69,7 @@ def step_of(worker, batch, loss=None):
         worker.run_backward(worker.packs(portion)[0], sums)
         totals, _ = sums.finish(worker.world)
         grads = {}
-        for name, p in worker.parameters().items():
+        for name, p in worker.actor.parameters().items():
             grads[name] = full((p.grad if p.grad is not None else torch.zeros_like(p)).detach()).double().clone()
         return totals, grads
     finally:

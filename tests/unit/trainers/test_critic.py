@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from slime_core.errors import DataError, TrainerError
 from slime_core.testing import tiny_model
 from slime_core.trainers.critic import explained_variance
-from slime_core.trainers.dealing import dealer_of
 from slime_core.trainers.schedule import optimizer_steps
 
 pytestmark = pytest.mark.unit
@@ -68,13 +67,14 @@ def reference_values(one, batch, params):
 
 def critic_gradient(one, batch):
     def compute():
+        from slime_core.trainers.fsdp.sharding import local
         from slime_core.trainers.share import Sums
 
         worker = one.worker
-        (portion,) = dealer_of(worker, batch).portions(batch)
+        (portion,) = worker.dealer(batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         worker.critic.backward(worker.packs(portion)[0], sums)
-        grads = {n: g.clone() for n, g in worker.critic.learner.gradients()[0].items()}
+        grads = {n: local(p.grad).clone() for n, p in worker.critic.learner.parameters().items() if p.grad is not None}
         worker.critic.learner.forget()
         return dict(sums.totals), grads
 

@@ -107,7 +107,9 @@ def test_fused_layers_have_the_modules_own_gradient(bench, family, recompute):
     one, batch = bench(family, max_tokens_per_gpu=80, gradient_checkpointing=recompute), made.batch_of()
     assert one.worker.policy.fused
     with torch.no_grad():
-        for tensor in one.worker.locals().values():  # norms of 1 and biases of 0 would hide what is done with them
+        for (
+            tensor
+        ) in one.worker.actor.locals().values():  # norms of 1 and biases of 0 would hide what is done with them
             tensor.add_(torch.randn_like(tensor) * 0.05)
     fused = one.gradient(batch)
     one.worker.policy.fused = False

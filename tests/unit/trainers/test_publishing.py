@@ -29,7 +29,7 @@ def route(folder, **more):
 def test_a_folder_has_the_names_of_the_model_folder_and_the_trained_values_cast(bench, tmp_path, tied, dtype):
     one = bench(tied=tied)
     with torch.no_grad():
-        for parameter in one.worker.locals().values():
+        for parameter in one.worker.actor.locals().values():
             parameter.add_(torch.randn_like(parameter) * 1e-3)
     update = asyncio.run(one.trainer.publish(3, route(tmp_path / "w", dtype=dtype)))
     assert (update.version, update.transport, dict(update.tensors)) == (3, "disk", {})
@@ -37,7 +37,7 @@ def test_a_folder_has_the_names_of_the_model_folder_and_the_trained_values_cast(
     stored = load_file(str(folder / "model.safetensors"))
     original = load_file(str(one.folder.path / "model.safetensors"))
     assert stored.keys() == original.keys() - ({"lm_head.weight"} if tied else set())
-    for name, tensor in one.worker.locals().items():
+    for name, tensor in one.worker.actor.locals().items():
         assert torch.equal(stored[name], tensor.to(getattr(torch, dtype)))
     config = json.loads((folder / "config.json").read_text())
     assert (config["dtype"], config["model_type"], config["tie_word_embeddings"]) == (dtype, "qwen3", tied)
@@ -49,7 +49,7 @@ def test_an_update_carries_the_checksums_of_what_it_sent(bench, tmp_path):
     held = Held(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=n) for n in (q, k, v)))
     for transport in ("disk", "tensor"):
         update = asyncio.run(one.trainer.publish(3, route(tmp_path, transport=transport, checks=(held,))))
-        tensors = one.worker.locals()
+        tensors = one.worker.actor.locals()
         fused = torch.cat([tensors[name].bfloat16() for name in (q, k, v)])
         assert update.fingerprints == {held.key: hashing.checksum(fused, "sha256")}
 
@@ -65,7 +65,7 @@ def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again
     asyncio.run(one.trainer.release({"gradients", "optimizer"}))
     assert asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle == first
     asyncio.run(one.trainer.release({"parameters"}))
-    assert one.worker.publisher._senders.made["tensor"]._staging is None
+    assert one.worker.senders.made["tensor"]._staging is None
     asyncio.run(one.trainer.reacquire({"parameters"}))
     again = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
     assert [bucket["names"] for bucket in again["buckets"]] == [bucket["names"] for bucket in first["buckets"]]

@@ -11,7 +11,7 @@ import trainer_bench as made
 from slime_core.errors import TrainerError
 from slime_core.protocols import Loss
 from slime_core.trainers.dealing import prepared
-from slime_core.trainers.fsdp.passes import within_forward
+from slime_core.trainers.fsdp.policy import within_forward
 
 pytestmark = pytest.mark.unit
 

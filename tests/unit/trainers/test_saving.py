@@ -85,7 +85,7 @@ def test_what_the_trainer_gave_away_is_saved_from_the_host(bench, tmp_path):
     one = bench()
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "here")
-    parking, tensor = one.worker.parking, next(iter(one.worker.locals().values()))
+    parking, tensor = one.worker.parking, next(iter(one.worker.actor.locals().values()))
     one.thread.call(parking.leave, {"parameters", "optimizer", "gradients"})
     one.call("save", tmp_path / "away")
     assert tensor.untyped_storage().nbytes() == 0

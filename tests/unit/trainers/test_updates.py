@@ -144,7 +144,7 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_changes_nothing(bench):
 
 def test_weights_that_are_not_finite_are_found_when_scoring(bench):
     one, batch = bench(), batch_of()
-    next(iter(one.worker.locals().values()))[5] = math.nan
+    next(iter(one.worker.actor.locals().values()))[5] = math.nan
     with pytest.raises(TrainerError, match="TRN95"):
         one.call("score", batch, frozenset({"policy"}))
 

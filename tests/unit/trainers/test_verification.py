@@ -7,8 +7,6 @@ import pytest
 import torch
 import trainer_bench as made
 
-from slime_core.trainers.dealing import dealer_of
-from slime_core.trainers.fsdp.verify import slow_way
 from slime_core.trainers.verify import LIMITS, compare, compared
 
 pytestmark = pytest.mark.unit
@@ -101,8 +99,8 @@ def test_a_wrong_gradient_of_a_trainer_in_bfloat16_is_found(bench, damage, right
             loss, grads = one._gradient(batch, 0)
             return loss, damage({name: grad.double() for name, grad in grads.items()})
 
-        ready = dealer_of(one.worker, batch).ready(batch)
-        return compared(ready, [[]], fast, slow_way(one.worker))
+        ready = one.worker.dealer(batch).ready(batch)
+        return compared(ready, [[]], fast, one.worker.slow_way())
 
     answer = one.thread.call(verified)
     assert (answer["gradient_error"] <= answer["limit"]) == right, answer

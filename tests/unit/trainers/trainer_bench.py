@@ -9,7 +9,6 @@ from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.batch import make_batch
-from slime_core.trainers.dealing import dealer_of
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.weights.folder import ModelFolder
@@ -89,23 +88,23 @@ class Bench:
         return asyncio.run(self.trainer.saved())
 
     def parameters(self):
-        return {name: tensor.clone() for name, tensor in self.worker.locals().items()}
+        return {name: tensor.clone() for name, tensor in self.worker.actor.locals().items()}
 
     def gradient(self, batch, step=0):
         """Loss and gradient of one optimizer step, which is not made."""
         return self.thread.call(self._gradient, batch, step)
 
     def _gradient(self, batch, step):
-        from slime_core.trainers.fsdp.passes import backward
+        from slime_core.trainers.fsdp.policy import backward
         from slime_core.trainers.fsdp.sharding import local
         from slime_core.trainers.share import Sums
 
-        (portion,) = dealer_of(self.worker, batch).portions(batch)
+        (portion,) = self.worker.dealer(batch).portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         for micro in self.worker.packs(portion)[step]:
             backward(
-                self.worker.policy, self.worker.loss, self.config.train, micro, self.worker.temperature(micro), sums
+                self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums
             )
-        grads = {n: local(p.grad).clone() for n, p in self.worker.parameters().items()}
+        grads = {n: local(p.grad).clone() for n, p in self.worker.actor.parameters().items()}
         self.worker.policy.zero_grad()
         return sums.totals["loss"], grads

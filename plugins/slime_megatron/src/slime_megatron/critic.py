@@ -8,7 +8,6 @@ from slime_core.trainers import critic
 from slime_core.trainers.share import Sums
 from slime_megatron.learner import Learner
 from slime_megatron.others import settings_of
-from slime_megatron.passes import totals
 from slime_megatron.settings import build
 from slime_megatron.values import build_values
 
@@ -39,7 +38,6 @@ class Critic:
         """Its own, or the policy's where it has the policy's layers."""
         return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else made
 
-    def backward(self, micros: list[MicroBatch], sums: Sums) -> tuple[dict[str, float], list[int], float]:
-        """An optimizer step's gradients; its sums, samples whose loss is not finite, and the gradient's norm."""
+    def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+        """Add one optimizer step's gradients, and its sums."""
         self.model.passes.backward_values(micros, self.value_clip, sums)
-        return *totals(sums), self.learner.norm()

@@ -17,7 +17,7 @@ from slime_core.weights.hf_writing import HfWriting
 from slime_core.weights.transports.buckets import Part, stream
 
 if TYPE_CHECKING:
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
 
 class _Current:
@@ -52,7 +52,7 @@ class _Streamed:
 
 
 @torch.no_grad()
-def export(worker: Worker, path: Path) -> None:
+def export(worker: MegatronWorker, path: Path) -> None:
     """Write a model folder in the dtype of the parameters; a collective, whole tensors on rank 0 one after another.
 
     Raises:
@@ -88,7 +88,7 @@ def export(worker: Worker, path: Path) -> None:
         raise StorageError("the model folder cannot be written", where=str(path), why=everyone[0])
 
 
-def _dtypes(worker: Worker) -> dict[str, torch.dtype]:
+def _dtypes(worker: MegatronWorker) -> dict[str, torch.dtype]:
     """Of each tensor of the model folder."""
     mine = {name: held.tensor.dtype for name, held in worker.policy.tensors.held.items()}
     everyone: list[Any] = [None] * worker.world

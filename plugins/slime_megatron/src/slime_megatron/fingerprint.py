@@ -24,7 +24,7 @@ from slime_megatron.saving import Learned, learned, piece_of
 if TYPE_CHECKING:
     from slime_core.weights.bridge import Entry, Sizes
     from slime_megatron.tensors import Held, Tensors
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
@@ -41,7 +41,7 @@ class Spot:
 
 
 @torch.no_grad()
-def fingerprint(worker: Worker) -> str:
+def fingerprint(worker: MegatronWorker) -> str:
     """32 hex digits, the same on every rank; a collective. A critic's parameters are part of it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for one in learned(worker):

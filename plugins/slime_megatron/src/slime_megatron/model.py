@@ -111,6 +111,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 class Model:
     """A stage with what belongs to it: its tensors by the bridge, and passes over micro-batches."""
 
+    packs = True  # several sequences a micro-batch
+
     def __init__(self, stage: PackedGPT, tensors: Tensors, device: torch.device) -> None:
         self.stage, self.tensors, self.device = stage, tensors, device
         self.passes = Passes(stage, stage, device)

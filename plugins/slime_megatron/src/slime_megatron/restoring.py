@@ -37,7 +37,7 @@ from slime_megatron.saving import (
 
 if TYPE_CHECKING:
     from slime_megatron.tensors import Held, Tensors
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
 SHOWN = 4  # differences of each sort in a message
 Values = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class Found:
 
 
 @torch.no_grad()
-def restore(worker: Worker, path: Path) -> None:
+def restore(worker: MegatronWorker, path: Path) -> None:
     """Read what was saved; a collective. Nothing has changed on any rank where one of them raises.
 
     Raises:
@@ -89,7 +89,7 @@ def _agree(failed: SlimeError | None, path: Path) -> None:
             raise StorageError(f"rank {rank} cannot read the checkpoint", code="STO112", where=str(path), why=text)
 
 
-def _read(worker: Worker, path: Path) -> tuple[dict[str, Any], list[Found], Values | None, dict[str, Any]]:
+def _read(worker: MegatronWorker, path: Path) -> tuple[dict[str, Any], list[Found], Values | None, dict[str, Any]]:
     state = read_state(path)
     _check_files(path, state)
     with _as_storage(path):
@@ -251,7 +251,7 @@ def _run(held: Held, folder: DistFolder, key: str, place: Place, begin: int, end
     return found
 
 
-def _generators(worker: Worker, path: Path) -> dict[str, Any]:
+def _generators(worker: MegatronWorker, path: Path) -> dict[str, Any]:
     """This rank's generators; none where another number of ranks wrote them."""
     file = path / generators_name(worker.rank, worker.world)
     if not file.is_file():

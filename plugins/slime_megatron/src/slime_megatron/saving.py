@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from slime_megatron.learner import Learner
     from slime_megatron.model import Model
     from slime_megatron.tensors import Held, Tensors
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
 FORMAT = "torch_dist-1"
 STATE, GENERATORS = "trainer.json", "generators"
@@ -95,7 +95,7 @@ class Plan:
             self.copies.append((item, box.begin, box.end, name))
 
 
-def learned(worker: Worker) -> list[Learned]:
+def learned(worker: MegatronWorker) -> list[Learned]:
     """Every model that learns."""
     found = [Learned("", worker.policy, worker.actor)]
     if worker.critic is not None:
@@ -109,7 +109,7 @@ def piece_of(held: Held) -> Piece:
 
 
 @torch.no_grad()
-def save(worker: Worker, path: Path) -> None:
+def save(worker: MegatronWorker, path: Path) -> None:
     """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
 
     What the trainer gave away is read where it is: the device need not have room for it. States that are kept in
@@ -144,7 +144,7 @@ def save(worker: Worker, path: Path) -> None:
     staging.write(path, _texts(worker, plan.file))
 
 
-def reserve(worker: Worker) -> None:
+def reserve(worker: MegatronWorker) -> None:
     """Make the host memory of a save before it is due."""
     size = 0
     for item in _items(worker, moments=True):
@@ -152,7 +152,7 @@ def reserve(worker: Worker) -> None:
     worker.staging.reserve(size)
 
 
-def _items(worker: Worker, *, moments: bool = False) -> Iterator[Item]:
+def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
     """All that this rank writes; with ``moments`` those too that will be there after a step."""
     for one in learned(worker):
         tensors = {name: held.tensor for name, held in one.tensors.held.items()}
@@ -201,7 +201,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _texts(worker: Worker, file: Archives) -> dict[str, Any]:
+def _texts(worker: MegatronWorker, file: Archives) -> dict[str, Any]:
     """The small files: this rank's generators, on rank 0 what makes all files a checkpoint too; a collective."""
     everyone: list[Any] = [None] * worker.world
     dist.gather_object(file.chunks, everyone if worker.rank == 0 else None)
@@ -234,7 +234,7 @@ def _empty_states(tensors: Tensors) -> list[str]:
     return list(dict.fromkeys(filter(None, found)))
 
 
-def _state(worker: Worker) -> dict[str, Any]:
+def _state(worker: MegatronWorker) -> dict[str, Any]:
     layout = worker.settings.layout
     state: dict[str, Any] = {
         "world": worker.world,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime_core.trainers.threaded import WorkerTrainer
-from slime_megatron.worker import Worker
+from slime_megatron.worker import MegatronWorker
 
 
 class MegatronTrainer(WorkerTrainer):
@@ -20,4 +20,4 @@ class MegatronTrainer(WorkerTrainer):
         metrics = await trainer.step(batch)
     """
 
-    worker_class = Worker
+    worker_class = MegatronWorker

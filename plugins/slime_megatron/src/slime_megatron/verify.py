@@ -6,6 +6,7 @@ Shards are gathered on rank 0 under the names of the model folder, where both wa
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,71 +16,53 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime_core.trainers.dealing import check_portion, dealer_of
 from slime_core.trainers.share import Sums
-from slime_core.trainers.verify import Rename, Slow, Tensors, compared, slow_model
+from slime_core.trainers.verify import Slow, Tensors, slow_model
 from slime_core.weights import build
 from slime_core.weights.transports.buckets import stream
-from slime_megatron.passes import totals
 
 if TYPE_CHECKING:
     from slime_core.trainers.portion import Portion
-    from slime_core.types import Batch, Columns, MicroBatch
+    from slime_core.types import Columns, MicroBatch
     from slime_megatron.tensors import Tensors as Places
-    from slime_megatron.worker import Worker
+    from slime_megatron.worker import MegatronWorker
 
 WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, only to see what rounding does
 
 
-def verify(worker: Worker, batch: Batch) -> dict[str, float]:
-    """Errors of one step's loss and gradients; a collective, the same answer on every rank. The policy's, no critic's.
-
-    Parameters are named as in the model folder. Every rank holds the slow model whole.
-    """
-    dealer = dealer_of(worker, batch)
-    batch, tensors = dealer.ready(batch), worker.policy.tensors
-    portion = dealer.portions(batch)[worker.seat.number]
-    check_portion(worker, portion)
-    assert worker.stage is not None
+def gradients(worker: MegatronWorker, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+    """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
+    tensors = worker.policy.tensors
     buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
-
-    def fast(micros: list[MicroBatch]) -> tuple[float, Tensors]:
-        sums = Sums(portion, worker.device)
-        worker.actor.forget()
-        worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
-        loss = totals(sums)[0]["loss"]
-        worker.actor.gather_gradients()
-        parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
-        grads = {name: parameter.main_grad for name, parameter in parameters.items()}
-        found = _everywhere(tensors.like(grads), worker)
-        worker.actor.forget()
-        for name, kept in buffers.items():  # a bias of experts follows their load
-            tensors.held[name].tensor.copy_(kept)
-        return loss, {name: grad.double().cpu() for name, grad in found.items()}
-
-    slow = _slow(worker, _model(worker))
-    return compared(batch, worker.packs(portion), fast, slow, stored_names(slow.model))
+    sums = Sums(portion, worker.device)
+    worker.actor.forget()
+    worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
+    loss = worker.finish(sums)[0]["loss"]
+    worker.actor.gather_gradients()
+    parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
+    grads = {name: parameter.main_grad for name, parameter in parameters.items()}
+    found = _everywhere(tensors.like(grads), worker)
+    worker.actor.forget()
+    for name, kept in buffers.items():  # a bias of experts follows their load
+        tensors.held[name].tensor.copy_(kept)
+    return loss, {name: grad.double().cpu() for name, grad in found.items()}
 
 
-def log_probs_in(worker: Worker, portion: Portion, dtype: torch.dtype) -> Columns:
+def log_probs_in(worker: MegatronWorker, portion: Portion, dtype: torch.dtype) -> Columns:
     """Log-probs of a portion by transformers' model in a dtype, nothing of a model that is too large; a collective."""
     whole = build.skeleton(worker.folder.config, trust_remote_code=worker.folder.trust_remote_code)
     size = sum(p.numel() for p in whole.parameters())
     if size > WHOLE_UP_TO:
         return {}
-    slow = _slow(worker, _model(worker).to(dtype))
+    slow = worker.slow_way()
+    slow.model.to(dtype)
     with torch.no_grad():
         rows = [slow.rows(portion.batch, i)[0].float().cpu() for i in range(len(portion.batch))]
     return {"log_probs": torch.cat(rows).numpy()}
 
 
-def _slow(worker: Worker, model: Any) -> Slow:
-    assert worker.stage is not None
-    return Slow(model, worker.stage, worker.loss, getattr(torch, worker.train.dtype), worker.rank, worker.world)
-
-
 @torch.no_grad()
-def _everywhere(tensors: Places, worker: Worker) -> Tensors:
+def _everywhere(tensors: Places, worker: MegatronWorker) -> Tensors:
     """Whole tensors by their names in the model folder, float32, on every rank; a collective."""
     found: Tensors = {}
     for parts, tensor in stream(tensors.sources()):
@@ -92,7 +75,7 @@ def _everywhere(tensors: Places, worker: Worker) -> Tensors:
     return found
 
 
-def _model(worker: Worker) -> Any:
+def slow_copy(worker: MegatronWorker) -> Any:
     """transformers' model with the weights that the ranks hold together; a collective."""
     weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors, worker).items()}
     folder = worker.folder
@@ -104,11 +87,11 @@ def _model(worker: Worker) -> Any:
     return slow_model(model, worker.device)
 
 
-def stored_names(model: Any) -> Rename:
-    """From tensors by the names of transformers' modules to those of its folders: some families keep experts apart."""
+def named(slow: Slow) -> Slow:
+    """The same with gradients named as in model folders: some families keep experts apart there."""
 
     def rename(tensors: Tensors) -> Tensors:
-        found: Tensors = revert_weight_conversion(model, dict(tensors))
+        found: Tensors = revert_weight_conversion(slow.model, dict(tensors))
         return found
 
-    return rename
+    return replace(slow, rename=rename)

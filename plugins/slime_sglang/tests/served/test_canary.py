@@ -48,7 +48,7 @@ class Learner:
 
     def step(self, size: float = 1e-3) -> None:
         """Change every weight a little."""
-        for tensor in self.trainer._worker.locals().values():
+        for tensor in self.trainer._worker.actor.locals().values():
             tensor.add_(torch.randn_like(tensor) * size)
 
     async def begin(self, stage: Config) -> None:

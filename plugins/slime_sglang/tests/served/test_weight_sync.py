@@ -46,7 +46,7 @@ class Source:
     def change(self, seed: int) -> None:
         """Other weights, of a seed."""
         torch.manual_seed(seed)
-        for tensor in self.trainer._worker.locals().values():
+        for tensor in self.trainer._worker.actor.locals().values():
             tensor.add_(torch.randn_like(tensor) * 0.05)
 
     async def publish(
@@ -71,7 +71,7 @@ class Source:
 
     async def publish_damaged(self, version: int, sources: Any, transport: Any, folder: Path) -> WeightUpdate:
         """What ``sources`` makes of the trainer's tensors, with no checksums."""
-        publisher: Any = self.trainer._worker.publisher
+        publisher: Any = self.trainer._worker
         whole = publisher.sources()
         publisher.sources = lambda: sources(whole)
         route = WeightRoute(
@@ -240,7 +240,7 @@ def test_a_server_that_gives_up_ends_the_trainers_broadcast(source: Source, serv
     async def given_up() -> None:
         update = await source.publish(10, server, "nccl", tmp_path)
         await loaded(server, update)
-        sender: Any = source.trainer._worker.publisher._senders.made["nccl"]
+        sender: Any = source.trainer._worker.senders.made["nccl"]
         sender._group = None  # a trainer that was restarted and names its group as before
         update = await source.publish(11, server, "nccl", tmp_path)
         assert update.handle["join"]

@@ -1,0 +1,444 @@
+"""One rank of a trainer, whatever its backend: its stage, and the calls that all ranks answer together.
+
+A backend says how its models begin, pass, learn and are stored. Dealing, scoring, steps, what becomes of a gradient
+that is not finite, publishing, and what was released are here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime_core.config.algorithms import settle
+from slime_core.errors import TrainerError
+from slime_core.memory import trim
+from slime_core.trainers import checks, critic
+from slime_core.trainers.dealing import Dealer
+from slime_core.trainers.meeting import meet
+from slime_core.trainers.micro import pack
+from slime_core.trainers.parking import Parking
+from slime_core.trainers.portion import Portion, Seat
+from slime_core.trainers.schedule import Schedule, optimizer_steps
+from slime_core.trainers.share import Guard, Outcome, Sums, summary
+from slime_core.trainers.short import Passes, told_of_memory
+from slime_core.trainers.staging import Staging
+from slime_core.trainers.verify import Slow, compared
+from slime_core.types import Batch, WeightUpdate
+from slime_core.weights.plain import PRECISIONS
+from slime_core.weights.transports.buckets import Source, stream
+from slime_core.weights.transports.senders import Senders
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.protocols import Loss, Role
+    from slime_core.transfer import WeightRoute
+    from slime_core.types import Columns, MicroBatch
+    from slime_core.weights.folder import ModelFolder
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Worker(ABC):
+    """A rank; methods run on the torch thread and take part in every collective.
+
+    A backend makes ``seat``, ``policy`` and ``actor`` (the policy's learner), and ``frozen`` in its ``__init__``. A
+    learner has ``norm() -> float``, ``update(norm) -> rate``, ``rate`` and ``forget()``; a critic ``path``, ``model``
+    and ``learner``; frozen models ``reference``, ``teacher`` and ``check_teacher(batch)``; a model ``packs``.
+    """
+
+    seat: Seat
+    policy: Any
+    actor: Any
+    frozen: Any
+    loss: Loss
+
+    def __init__(
+        self,
+        config: Config,
+        plugins: Plugins,
+        folder: ModelFolder,
+        rank: int,
+        world: int,
+        device: str,
+        rendezvous: str | Path | None,
+        errors: Path | None = None,
+    ) -> None:
+        self.rank, self.world, self.device = rank, world, torch.device(device)
+        self.plugins, self.folder, self.config = plugins, folder, config
+        self.train = config.train.model_copy(update={"dtype": self._dtype_of(config.train)})
+        self.dtype: torch.dtype = getattr(torch, self.train.dtype)
+        meet(rank, world, device, rendezvous)
+        self.critic: Any = None
+        self.parking = Parking(self._tensors)
+        self.staging = Staging(self.device)
+        self.guard = Guard(errors=errors if rank == 0 else None)
+        self.senders = Senders(self.device, folder.path)
+        self.stage: Config | None = None
+        self.steps = 0  # calls of step in this stage
+
+    def _dtype_of(self, train: Any) -> str:
+        return str(train.dtype if train.dtype != "auto" else "bfloat16" if self.device.type == "cuda" else "float32")
+
+    def begin(self, stage: Config) -> None:
+        train = settle(stage.train)
+        if self._dtype_of(train) != self.train.dtype:
+            raise TrainerError(
+                "stages compute in different dtypes",
+                where="train.dtype",
+                fix="set train.dtype for the run, not in a [[stage]]",
+            )
+        self.train = train.model_copy(update={"dtype": self.train.dtype})
+        self.stage = stage.model_copy(update={"train": self.train})
+        self.staging.before_change()
+        needs = self.plugins.needs(train)
+        self.loss, self.steps = self.plugins.loss(train.loss_type), 0
+        self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
+        with self.parking.present():
+            self.settle()
+            self.prepare_stage()
+            if "values" not in needs:
+                self.critic = None
+            elif self.critic is None or self.critic.path != train.critic_load:  # one of the stage before goes on
+                self.critic = None  # its memory first
+                self.critic = self.make_critic()
+            schedule = Schedule(
+                peak=train.lr,
+                low=train.min_lr,
+                style=train.lr_decay_style,
+                warmup=train.lr_warmup_iters,
+                decay=train.lr_decay_iters or optimizer_steps(stage, self._critic_only_steps),
+            )
+            self.begin_models(schedule, optimizer_steps(stage), needs)
+            if self.device.type == "cuda" and stage.report.save_interval:
+                self.reserve()
+
+    @property
+    def _critic_only_steps(self) -> int:
+        return int(self.train.num_critic_only_steps) if self.critic is not None else 0
+
+    def dealer(self, given: Batch | Portion | None = None) -> Dealer:
+        """Who deals the stage's batches; a whole one is the same on every rank.
+
+        Raises:
+            TrainerError: no stage has begun; TRN106 a batch that differs between ranks.
+        """
+        if self.stage is None:
+            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
+        if isinstance(given, Batch):
+            checks.compare_ranks(given, self.rank, self.world)
+        return Dealer(self.stage, self.loss, self.seat)
+
+    def _check_portion(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
+        """Refuse tokens that a model has no row for; where that is so on one rank, on all of them.
+
+        Raises:
+            TrainerError: TOK44 with the sample; others as `checks.agreed`.
+        """
+
+        def check() -> None:
+            checks.check_tokens(portion.batch, self.folder.vocab_size)
+            if "teacher" in roles and self.frozen.teacher is not None:
+                self.frozen.check_teacher(portion.batch)
+
+        checks.agreed(check, portion.stamp, self.rank, self.world)
+
+    @torch.no_grad()
+    def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
+        dealer = self.dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.portions(given)[self.seat.number]
+        self._check_portion(portion, roles)
+        with told_of_memory(self._passes(), portion, "scoring"):
+            columns = {role: self._score(portion, role) for role in sorted(roles)}
+        found: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
+        return found if isinstance(given, Portion) else dealer.gathered(given, found)
+
+    def _score(self, portion: Portion, role: Role) -> Columns:
+        if role in ("policy", "old_policy"):
+            return dict(zip(("log_probs", "entropy"), self.columns(portion, self.policy, role, 2)))
+        if role in PRECISIONS:
+            if role == self.train.dtype:
+                return {"log_probs": self.columns(portion, self.policy, "policy", 2)[0]}
+            return self.log_probs_in(portion, getattr(torch, role))
+        if role == "reference" and self.frozen.reference is not None:
+            self.staging.before_change()
+            self.settle()
+            with self.as_reference():
+                return {"log_probs": self.columns(portion, self.policy, role, 2)[0]}
+        if role == "teacher" and self.frozen.teacher is not None:
+            return {"log_probs": self.columns(portion, self.frozen.teacher, role, 2)[0]}
+        if role == "values" and self.critic is not None:
+            return {"values": self.columns(portion, self.critic.model, role, 1)[0]}
+        raise checks.missing(role)
+
+    def step(self, given: Batch | Portion) -> dict[str, float]:
+        """Train on a portion; or on a whole batch, of which every rank takes its portion."""
+        dealer = self.dealer(given)
+        portion = given if isinstance(given, Portion) else dealer.step(given)[self.seat.number]
+        self._check_portion(portion)
+        with told_of_memory(self._passes(), portion, "training on"):
+            try:
+                return self._step(portion)
+            finally:
+                if self.device.type == "cpu":
+                    trim()  # activations, before an engine generates
+
+    def _step(self, portion: Portion) -> dict[str, float]:
+        known, alone = dict[str, float](), self.steps < self._critic_only_steps
+        micros = others = self.packs(portion)
+        if self.critic is not None:
+            critic.check(portion.batch)
+            known = portion.known
+            if self.critic.model.packs != self.policy.packs:
+                others = self.packs(portion, self.critic.model)
+        outcomes = [self._optimizer_step(portion, *both, alone) for both in zip(micros, others, strict=True)]
+        self.steps += 1
+        return summary(outcomes, portion.trained) | known
+
+    def _optimizer_step(
+        self, portion: Portion, micros: list[MicroBatch], others: list[MicroBatch], alone: bool
+    ) -> Outcome:
+        """One optimizer step of the policy and of the critic, which gets ``others``, or of the critic ``alone``.
+
+        Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
+        """
+        weight = self._total(sum(float(m.weight.sum(dtype=np.float64)) for m in micros))
+        if weight == 0:
+            return Outcome("masked")
+        metrics: dict[str, float] = {}
+        bad: list[int] = []
+        if not alone:
+            sums = Sums(portion, self.device)
+            self.run_backward(micros, sums)
+            totals, bad = self.finish(sums)
+            metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()}
+            metrics["grad_norm"] = self.actor.norm()
+        if self.critic is not None:
+            sums = Sums(portion, self.device)
+            self.critic_backward(others, sums)
+            totals, worse = self.finish(sums)
+            metrics |= critic.figures(totals, weight, self.critic.learner.norm())
+            bad = sorted({*bad, *worse})
+        norms = metrics.get("grad_norm", 0.0), metrics.get("critic_grad_norm", 0.0)
+        if bad or not all(map(math.isfinite, norms)):
+            self.forget()
+            loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
+            return self.guard.skip(portion, bad, loss, math.hypot(*norms))
+        self.guard.passed()
+        return self._update(metrics, alone)
+
+    def _update(self, metrics: dict[str, float], alone: bool) -> Outcome:
+        """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
+        self.staging.before_change()
+        if self.critic is not None:
+            learner, norm = self.critic.learner, metrics["critic_grad_norm"]
+            metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
+        if alone:
+            self.forget()
+            return Outcome("critic_only", metrics)
+        norm = metrics["grad_norm"]
+        metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
+        self.forget()
+        return Outcome("made" if norm else "no_gradient", metrics)
+
+    def learners(self) -> list[Any]:
+        return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        if "gradients" not in self.parking.away:
+            for learner in self.learners():
+                learner.forget()
+
+    def _total(self, mine: float) -> float:
+        """The sum of a number over data-parallel ranks; the others of each hold the same micro-batches."""
+        if self.world == 1:
+            return mine
+        total = torch.tensor(mine if self.speaks() else 0.0, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def packs(self, portion: Portion, model: Any = None) -> list[list[MicroBatch]]:
+        """The portion's micro-batches by optimizer step, for the policy or another model."""
+        most = self.train.max_tokens_per_gpu * self.seat.over
+        return pack(portion, max_tokens=most, alone=not (model or self.policy).packs)
+
+    def _passes(self) -> Passes:
+        assert self.stage is not None
+        return Passes(
+            stage=self.stage,
+            where=f"rank {self.rank}, {self.device}",
+            drop=self.forget if self.world > 1 else lambda: self.release(set()),
+            pack=self.packs,
+            share=self.seat.over,
+            keys=self.smaller(),
+        )
+
+    def verify(self, batch: Batch) -> dict[str, float]:
+        """Errors of one step's loss and gradients; a collective, the same answer on every rank. No critic's."""
+        dealer = self.dealer(batch)
+        batch = dealer.ready(batch)
+        portion = dealer.portions(batch)[self.seat.number]
+        self._check_portion(portion)
+        self.settle()
+        return compared(batch, self.packs(portion), partial(self.gradients, portion), self.slow_way())
+
+    def slow_way(self) -> Slow:
+        """transformers' model with the weights that the ranks hold now; a collective."""
+        assert self.stage is not None
+        return Slow(self.slow_model(), self.stage, self.loss, self.dtype, self.rank, self.world)
+
+    @torch.no_grad()
+    def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
+        """See `protocols.Trainer`; a collective. With a route, what was sent is at its place or on its way.
+
+        Raises:
+            TrainerError: a tensor that no engine knows a name for; TRN96 no memory for a copy; a broken group.
+            StorageError: the folder cannot be written.
+        """
+        if route is None:
+            return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self.whole())
+        return self.senders.publish(self.sources(), version, route, rank=self.rank)
+
+    @torch.no_grad()
+    def whole(self) -> Tensors:
+        """Every tensor by its name in the model folder on rank 0; nothing on the others; a collective."""
+        found: Tensors = {}
+        for parts, tensor in stream(self.sources()):
+            if self.rank == 0:
+                found |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
+        return found
+
+    def restore(self, path: Path) -> None:
+        self.need_stage("restore")
+        with self.parking.present():
+            self.read(path)
+        self.barrier()
+
+    def fingerprint(self) -> str:
+        with self.parking.present():
+            return self.checksum()
+
+    def export(self, path: Path) -> None:
+        with self.parking.present({"parameters"}):
+            self.write_folder(path)
+        self.barrier()
+
+    def need_stage(self, call: str) -> None:
+        if self.stage is None:
+            raise TrainerError("the trainer has no stage yet", fix=f"call begin(stage) before {call}")
+
+    def release(self, what: set[str]) -> None:
+        self.staging.before_change()
+        self.forget()
+        if "parameters" in what:
+            self.senders.drop()
+            if "parameters" not in self.parking.away:
+                self.settle()
+        if self.device.type != "cpu":
+            self.parking.leave(what)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reacquire(self, what: set[str]) -> None:
+        self.parking.back(what)
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def settle(self) -> None:  # noqa: B027 (most backends have nothing to do)
+        """Have whole parameters where a backend gathers them later than it steps; a collective."""
+
+    def speaks(self) -> bool:
+        """Whether this rank counts for its data-parallel rank."""
+        return True
+
+    @abstractmethod
+    def prepare_stage(self) -> None:
+        """Follow ``self.train`` and ``self.stage``, before models begin."""
+
+    @abstractmethod
+    def make_critic(self) -> Any:
+        """A critic of ``train.critic_load``."""
+
+    @abstractmethod
+    def begin_models(self, schedule: Schedule, steps: int, needs: frozenset[Role]) -> None:
+        """Fresh optimizers of policy and critic, the stage's ``steps``, and the frozen models that it needs."""
+
+    @abstractmethod
+    def columns(self, portion: Portion, model: Any, role: Role, count: int) -> NDArray[np.float32]:
+        """What a model gives for each response token, [count, R]: its log-prob and entropy, or its value."""
+
+    @abstractmethod
+    def log_probs_in(self, portion: Portion, dtype: torch.dtype) -> Columns:
+        """The policy's log-probs computed in another dtype; nothing of a model that is too large; a collective."""
+
+    @abstractmethod
+    def as_reference(self) -> AbstractContextManager[None]:
+        """The policy computes with the reference's weights inside the block."""
+
+    @abstractmethod
+    def run_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+        """The policy's gradients of one optimizer step, and its sums."""
+
+    @abstractmethod
+    def critic_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+        """The critic's gradients of one optimizer step, and its sums."""
+
+    @abstractmethod
+    def finish(self, sums: Sums) -> tuple[dict[str, float], list[int]]:
+        """A step's totals over all ranks, and the samples of any rank whose loss is not finite."""
+
+    @abstractmethod
+    def gradients(self, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+        """An optimizer step's loss, and every whole gradient in float64 on the host; nothing is stepped."""
+
+    @abstractmethod
+    def slow_model(self) -> Any:
+        """transformers' model with the weights that the ranks hold together; a collective."""
+
+    @abstractmethod
+    def smaller(self) -> Sequence[str]:
+        """Lines of settings that make passes smaller, beside those of [train]."""
+
+    @abstractmethod
+    def sources(self) -> list[Source]:
+        """All tensors that engines hold, by their names in the model folder."""
+
+    @abstractmethod
+    def reserve(self) -> None:
+        """Make the host memory of a save before it is due."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Copy the state and let it be written into ``path``; a collective."""
+
+    @abstractmethod
+    def read(self, path: Path) -> None:
+        """Take the state that was saved; all of it is read before anything changes; a collective."""
+
+    @abstractmethod
+    def checksum(self) -> str:
+        """The checksum of `trainers.fingerprint` over the policy's parameters and the critic's; a collective."""
+
+    @abstractmethod
+    def write_folder(self, path: Path) -> None:
+        """Write a model folder; a collective."""
+
+    @abstractmethod
+    def _tensors(self, what: str) -> Iterable[torch.Tensor]:
+        """What a name of `release` stands for, on this rank's device."""
