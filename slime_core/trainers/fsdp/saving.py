@@ -23,13 +23,13 @@ from slime_core.trainers.staging import Layout
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.learner import Learner
-    from slime_core.trainers.fsdp.worker import FsdpWorker
+    from slime_core.trainers.worker import Worker
 
 Tensors = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
-def save(worker: FsdpWorker, path: Path) -> None:
+def save(worker: Worker, path: Path) -> None:
     """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
 
     What the trainer gave away is read where it is: the device need not have room for it.
@@ -64,7 +64,7 @@ def save(worker: FsdpWorker, path: Path) -> None:
     staging.write(path, texts)
 
 
-def reserve(worker: FsdpWorker) -> None:
+def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
     parts = _parts(worker)
     moments = sum(part.nbytes for part in parts if part.kind in (files.PARAMETERS, files.CRITIC))
@@ -72,7 +72,7 @@ def reserve(worker: FsdpWorker) -> None:
     worker.staging.reserve((known + 2 * moments) // worker.world)
 
 
-def _parts(worker: FsdpWorker) -> list[Part]:
+def _parts(worker: Worker) -> list[Part]:
     """The state's tensors in an order that is the same on every rank."""
     found = _of(worker.actor, files.PARAMETERS, files.MOMENTS)
     if worker.critic is not None:
@@ -95,7 +95,7 @@ def _of(learner: Learner, kind: str, moments: str) -> list[Part]:
     return found
 
 
-def _layouts(worker: FsdpWorker, parts: list[Part]) -> dict[str, Layout]:
+def _layouts(worker: Worker, parts: list[Part]) -> dict[str, Layout]:
     found: dict[str, Layout] = {}
     for part in parts:
         if part.kind not in found:
@@ -104,7 +104,7 @@ def _layouts(worker: FsdpWorker, parts: list[Part]) -> dict[str, Layout]:
     return found
 
 
-def _state(worker: FsdpWorker) -> dict[str, Any]:
+def _state(worker: Worker) -> dict[str, Any]:
     state: dict[str, Any] = {
         "world": worker.world,
         "dtype": str(worker.dtype).removeprefix("torch."),  # of compute; what is stored is float32
@@ -119,7 +119,7 @@ def _state(worker: FsdpWorker) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def restore(worker: FsdpWorker, path: Path) -> None:
+def restore(worker: Worker, path: Path) -> None:
     """Read what :func:`save` wrote; all of it is read before anything changes.
 
     Raises:
@@ -161,7 +161,7 @@ def _read(path: Path, learner: Learner, kind: str, moments: str, steps: int) -> 
     return stored, first, second
 
 
-def _generators(worker: FsdpWorker, path: Path) -> dict[str, Any]:
+def _generators(worker: Worker, path: Path) -> dict[str, Any]:
     """This rank's generators; none where another number of ranks wrote them."""
     file = path / files.file_name(files.GENERATORS, worker.rank, worker.world, ".json")
     if not file.is_file():
