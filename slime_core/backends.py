@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
     from slime_core.protocols import Engine, Parts, ServerProcess
-    from slime_core.transfer import WeightRoute
+    from slime_core.types import WeightRoute
 
 
 def nothing(*_: Any) -> tuple[()]:

@@ -27,10 +27,9 @@ from slime_core.failpoints import failpoint
 from slime_core.notices import NOTICES
 from slime_core.report.metrics import batch_metrics
 from slime_core.report.verification import write_verification
-from slime_core.resume import Progress, begin, positions, publish_folder
+from slime_core.resume import Progress, Stop, begin, positions, publish_folder
 from slime_core.rollout.dump import let_go
 from slime_core.stage import open_stage
-from slime_core.stopping import Stop
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Batch, Group
 

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from slime_core.types import Completion
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
     from slime_core.types import (
         Batch,
         Columns,
-        Completion,
         Drop,
         GenerateRequest,
         Group,
         Prompt,
         Sample,
         StepReport,
+        WeightCheck,
+        WeightRoute,
         WeightUpdate,
     )
 
@@ -72,7 +74,7 @@ class Engine(Protocol):
         ...
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor served: by Hugging Face name, or by ``transfer.Held.key`` where it has a route."""
+        """Checksum of every tensor served: by Hugging Face name, or by ``types.Held.key`` where it has a route."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -167,12 +169,59 @@ Drops = Sequence[tuple[Sequence["Sample"], "Drop"]]
 class Turn:
     """One request of a sample to its engine and what it has brought: whole, or in pieces between which it stood.
 
+    Whoever stops a request between two tokens (a gate before the engine, an engine whose server went away or takes new
+    weights) keeps one, asks for its rest, and hands one Completion back.
+
     Example: Turn(request=request, pieces=[completion], finish="stop")
     """
 
     request: GenerateRequest
     pieces: list[Completion] = field(default_factory=list)
     finish: Literal["stop", "length", "abort", ""] = ""  # empty while it goes on
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens so far."""
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    def rest(self, room: int | None = None) -> GenerateRequest:
+        """What is still to do, ``room`` tokens of it at most."""
+        tokens, request = self.tokens, self.request
+        left = request.params.max_new_tokens - len(tokens)
+        params = replace(request.params, max_new_tokens=left if room is None else min(left, room))
+        return replace(request, tokens=[*request.tokens, *tokens], kept=request.kept + len(tokens), params=params)
+
+    def add(self, piece: Completion, asked: int) -> None:
+        """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
+        self.pieces.append(piece)
+        whole = len(self.tokens) >= self.request.params.max_new_tokens
+        if piece.finish != "length" or whole or len(piece.tokens) < asked:
+            self.finish = piece.finish
+
+    def whole(self, tokenizer: Any) -> Completion:
+        """All pieces as one; the text is decoded anew where there are several. Plain log-probs are of all or none."""
+        finish, pieces, tokens = self.finish or "length", self.pieces, self.tokens
+        if len(pieces) == 1:
+            return replace(pieces[0], finish=finish)
+        known = all(len(piece.plain_log_probs) == len(piece.tokens) for piece in pieces)
+        return Completion(
+            id=self.request.id,
+            tokens=tokens,
+            log_probs=[p for piece in pieces for p in piece.log_probs],
+            plain_log_probs=[p for piece in pieces for p in piece.plain_log_probs] if known else [],
+            finish=finish,
+            versions=[v for piece in pieces for v in piece.versions],
+            epoch=pieces[-1].epoch if pieces else 0,
+            text=self._decoded(tokenizer, tokens, finish),
+        )
+
+    def _decoded(self, tokenizer: Any, tokens: list[int], finish: str) -> str:
+        """Cut before the first stop string where one ended the response, as an engine does."""
+        if not tokens or tokenizer is None:
+            return ""
+        text, stops = str(tokenizer.decode(tokens, skip_special_tokens=True)), self.request.params.stop
+        ends = [text.find(stop) for stop in stops if stop in text]
+        return text[: min(ends)] if ends and finish == "stop" else text
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import secrets
 import socket
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_core.addresses import is_loopback
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
 
@@ -33,6 +33,14 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     token_file: Path | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @contextmanager

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.resume import Progress
+    from slime_core.resume import Progress, Stop
     from slime_core.rollout.supply import Supply
-    from slime_core.stopping import Stop
 
 
 @dataclass(slots=True, kw_only=True)

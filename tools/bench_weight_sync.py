@@ -41,7 +41,6 @@ from typing import Any
 import torch
 from sglang_place import SHAPES, Place, Served, make_folder, scratch, serving
 
-from slime_core.clusters import nccl
 from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import SwappingTurns
@@ -54,6 +53,7 @@ from slime_core.types import GenerateRequest, SamplingParams
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.transports import buckets, disk
 from slime_sglang.client import Client
+from slime_sglang.start import agree
 
 PREFILL_GRAPHS: dict[str, dict[str, Any]] = {
     "piecewise": {"piecewise_cuda_graph_tokens": [4, 8], "piecewise_cuda_graph_max_tokens": 8},
@@ -271,7 +271,7 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> None:
     first = args.transports[0]
     config = config_of(args, place, folder, first, None)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    nccl.agree(resolve_machine(config), os.environ)  # before the first rank starts
+    agree(resolve_machine(config), os.environ)  # before the first rank starts
     begin = time.perf_counter()
     async with AsyncExitStack() as stack:
         server = stack.enter_async_context(serving(config, folder.parent / "run"))

@@ -22,8 +22,7 @@ from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Completion, GenerateRequest, WeightUpdate
 
 if TYPE_CHECKING:
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch
+    from slime_core.types import Batch, WeightRoute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from slime_cli.preflight import WANTED_FILES, check_loopback, needed_files
-from slime_core.errors import TrainerError
-from slime_core.extras import install_line
+from slime_core.errors import TrainerError, install_line
 from slime_core.memory import available_memory
 from slime_core.protocols import Check, CheckResult
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, detaching, read_record
-from slime_core.errors import ConfigError, SlimeError
-from slime_core.extras import install_line
+from slime_core.errors import ConfigError, SlimeError, install_line
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 

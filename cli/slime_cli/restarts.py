@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime_cli.failure import Session, Terminated, placed, report_failure
 from slime_cli.signals import kill_descendants
-from slime_core.errors import Hung, Preempted, SlimeError, remade
+from slime_core.errors import END_NOW, Hung, Preempted, SlimeError, remade
 from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
-from slime_core.stopping import END_NOW
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings

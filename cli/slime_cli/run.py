@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slime_cli.resume import Going
     from slime_cli.settings import Settings
     from slime_core.report import Report, RunDir
-    from slime_core.stopping import Stop
+    from slime_core.resume import Stop
 
 EPILOG = """\b
 Every key of the config is a flag, and section.key=VALUE works too:
@@ -233,7 +233,7 @@ class Run:
         from slime_cli.preflight import check_machine
         from slime_core import loop
         from slime_core.errors import Preempted
-        from slime_core.stopping import Stop
+        from slime_core.resume import Stop
 
         quiet_libraries()
         self.session.run_dir = run_dir

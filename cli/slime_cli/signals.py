@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slime_cli.failure import Terminated
+from slime_core.errors import END_NOW
 from slime_core.pulse import PULSE
-from slime_core.stopping import END_NOW
 
 if TYPE_CHECKING:
-    from slime_core.stopping import Stop
+    from slime_core.resume import Stop
 
 T = TypeVar("T")
 

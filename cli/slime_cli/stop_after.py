@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from slime_core.stopping import Stop
+    from slime_core.resume import Stop
     from slime_core.types import StepReport
 
 REASON = "--stop-after"

@@ -19,8 +19,7 @@ from slime_core.backends import EngineBackend, Served
 from slime_core.clusters.embedded import context_len
 from slime_core.config.problems import conflict
 from slime_core.engines.admission import room
-from slime_core.transfer import WeightRoute
-from slime_core.types import Completion
+from slime_core.types import Completion, WeightRoute
 
 
 class Section(pydantic.BaseModel, extra="forbid", frozen=True):

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
     from slime_core.threads import TorchThread
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import Batch, Columns, Completion, GenerateRequest
+    from slime_core.types import Batch, Columns, Completion, GenerateRequest, WeightCheck, WeightRoute
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.transports.senders import Senders
 

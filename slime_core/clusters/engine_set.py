@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.protocols import Ability, Engine, PauseMode
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import Completion, GenerateRequest, WeightUpdate
+    from slime_core.types import Completion, GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
 
 APART = 1 << 60
 """Tokens that an engine is said to owe while it is held, so that no request is sent to it."""

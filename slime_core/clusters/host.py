@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from slime_core.addresses import is_loopback
-from slime_core.clusters import leftovers, ports
+from slime_core.clusters import ports
+from slime_core.service import is_loopback
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -38,6 +39,13 @@ CLEANING = 10.0
 """Seconds in which the launcher must have killed and removed what there is, before it is killed itself."""
 UNDYING = 60.0
 """Seconds after SIGKILL in which a process must be gone; one that waits for a broken device may never be."""
+
+SHARED_MEMORY = "shared-memory"
+"""File in a server's temporary folder; the launcher writes there what the server has in /dev/shm, a path a line."""
+
+NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
+"""How NCCL shares memory between two processes. SGLang's servers turn it off unless it is set, and NCCL has it on: one
+side then opens a handle of a kind that the other never made, and the first broadcast ends with `invalid argument`."""
 
 TAIL_BYTES = 64 << 10  # of a log that are read
 
@@ -163,7 +171,7 @@ class LocalHost:
                 )
         except OSError:
             self._let_go()
-            leftovers.remove(self._folder)
+            _remove(self._folder)
             raise
         self._process = process
         self._end = asyncio.create_task(self._bury(process, launch, begin), name=f"slime-server-{process.pid}")
@@ -203,7 +211,7 @@ class LocalHost:
         with suppress(OSError):
             process.stdin.close()
         self._let_go()
-        await asyncio.to_thread(leftovers.remove, self._folder)
+        await asyncio.to_thread(_remove, self._folder)
         return _how(code, log_since(launch.log, begin), launch.crash) + (
             f"; these processes do not die: {left}" if left else ""
         )
@@ -309,6 +317,33 @@ async def _kill_session(session: int) -> list[int]:
             return alive
         await asyncio.sleep(0.01)
     return []
+
+
+def _remove(folder: Path) -> None:
+    """Remove a dead server's temporary folder and its files in shared memory that no living process uses.
+
+    The launcher does that; this is for one that was killed too. It lists the server's files in ``SHARED_MEMORY``.
+    """
+    if not folder.exists():
+        return  # the launcher has done it
+    with suppress(OSError):
+        listed = (folder / SHARED_MEMORY).read_text().splitlines()
+        wanted = {line for line in listed if os.path.dirname(line) == "/dev/shm"}
+        used = _used() if wanted else set()
+        for path in wanted:
+            with suppress(OSError):
+                if str(os.stat(path).st_ino) not in used:
+                    os.unlink(path)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _used() -> set[str]:
+    """Inodes of what processes have mapped of shared memory: a semaphore's file has another name by then."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            found |= {line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ from slime_core.clusters.hangs import Servers, Watch, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess
-from slime_core.clusters.resync import Resync
-from slime_core.clusters.turns import FreeTurns, QuietTurns, gives_memory, server_turns
+from slime_core.clusters.turns import FreeTurns, QuietTurns, Resync, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger

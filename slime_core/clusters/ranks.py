@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.trainers.dealing import Dealer
     from slime_core.trainers.portion import Portion, Seat
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, WeightUpdate
+    from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
 
 RANK = "slime_core.clusters.rank"
 GRACE = 5.0  # seconds in which ranks that were told to end must be gone before they are killed

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.schema import Config
     from slime_core.threads import TorchThread
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import Completion, GenerateRequest, WeightUpdate
+    from slime_core.types import Completion, GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
 
 GRACE = 5.0
 """Seconds in which a process that was told to end, or that closed its socket, must be gone before it is killed."""

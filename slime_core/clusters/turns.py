@@ -9,6 +9,7 @@ syncing:   engine takes weights -> publish and load -> trainer drops parameters 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,6 +21,7 @@ from slime_core.plugins.backends import cluster_of
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.protocols import Engine, Trainer, Turns
+    from slime_core.types import WeightRoute, WeightUpdate
 
 STATE = frozenset({"gradients", "optimizer", "parameters"})  # what a trainer can give back
 
@@ -174,6 +176,55 @@ class SwappingTurns:
         if self._free is not None:
             found["swap/total_bytes"] = sum(value for name, value in found.items() if name.endswith("_bytes"))
         self.metrics = found
+
+
+class Resync:
+    """Turns that know when the trainer is idle; a server that was restarted between two updates asks ``source``.
+
+    The trainer holds the version that is served from the end of one update to the next training step. So it publishes
+    again in between, and a server that asks while it trains waits until the next update is through.
+
+    Example:
+        turns = Resync(FreeTurns(), trainer, engine)
+        served.resync(turns.source)
+    """
+
+    def __init__(self, turns: Turns, trainer: Trainer, engine: Engine) -> None:
+        self._turns, self._trainer, self._engine = turns, trainer, engine
+        self._idle = asyncio.Lock()
+        self._busy = False  # a turn holds the lock
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `protocols.Turns`."""
+        return self._turns.metrics
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The trainer's weights are between two versions from here to the end of :meth:`syncing`."""
+        await self._begin()
+        async with self._turns.training():
+            yield
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """Afterwards the trainer's weights are those that are served."""
+        await self._begin()
+        async with self._turns.syncing():
+            yield
+        self._busy = False
+        self._idle.release()
+
+    async def _begin(self) -> None:
+        if not self._busy:
+            await self._idle.acquire()
+            self._busy = True
+
+    async def source(self, route: WeightRoute) -> WeightUpdate:
+        """The version that the engine serves, by ``route``; waits until the trainer holds it."""
+        async with self._idle:
+            await self._trainer.reacquire({"parameters"})  # until its next turn they stay where they are needed
+            return await self._trainer.publish(self._engine.version, route)
 
 
 def gives_memory(config: Config, engine: Engine) -> bool:

@@ -20,8 +20,17 @@ from typing import Any
 import numpy as np
 
 from slime_core.trainers.portion import Portion, Seat
-from slime_core.transfer import Held, Piece, WeightRoute
-from slime_core.types import ArrayRef, Batch, Completion, GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import (
+    ArrayRef,
+    Batch,
+    Completion,
+    GenerateRequest,
+    Held,
+    Piece,
+    SamplingParams,
+    WeightRoute,
+    WeightUpdate,
+)
 from slime_core.weights.flops import Flops
 
 CROSSING = (

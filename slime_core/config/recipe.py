@@ -18,8 +18,7 @@ from slime_core.config.dump import REDACTED, is_secret, scrub
 from slime_core.config.positions import key_lines
 from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_all
 from slime_core.config.schema import SCHEMA_VERSION
-from slime_core.errors import ConfigError
-from slime_core.extras import UPDATE
+from slime_core.errors import UPDATE, ConfigError
 
 MAX_BYTES = 1 << 20
 """A recipe is text that a person writes; anything longer is not one."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime_core.addresses import is_loopback
 from slime_core.plugins.backends import chosen, cluster_of, engine_of, trainer_of
+from slime_core.service import is_loopback
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.backends import Backend, ClusterBackend, EngineBackend, TrainerBackend
 from slime_core.config.problems import Problem, conflict
-from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
-from slime_core.extras import install_line
+from slime_core.errors import ConfigError, PluginError, SlimeError, install_line, nearest
 from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:

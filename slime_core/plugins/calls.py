@@ -25,10 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
+from slime_core.errors import END_NOW
 from slime_core.notices import NOTICES
 from slime_core.plugins.provider import Answer
 from slime_core.pulse import NONE, PULSE, Work
-from slime_core.stopping import END_NOW
 
 TICK = 0.25  # seconds
 LAG = 5.0

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from slime_core.errors import END_NOW
 from slime_core.notices import NOTICES
 from slime_core.plugins.calls import WATCH, Call
-from slime_core.stopping import END_NOW
 
 SIGNALS = tuple(
     getattr(signal, name)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from slime_core import hookspecs
-from slime_core.errors import ConfigError, PluginError, nearest
-from slime_core.extras import UPDATE
+from slime_core.errors import UPDATE, ConfigError, PluginError, nearest
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find

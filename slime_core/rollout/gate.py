@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from slime_core.errors import EngineError
-from slime_core.pieces import add, rest, whole
 from slime_core.plugins.boundary import DEADLINE
 from slime_core.protocols import Engine, Turn
 from slime_core.types import Completion, GenerateRequest
@@ -125,7 +124,7 @@ class Gate:
             self.busy.discard(name)
             self.held.discard(name)
             self._changed()
-        return whole(turn, self._tokenizer)
+        return turn.whole(self._tokenizer)
 
     def _begun(self, request: GenerateRequest) -> Turn:
         """The turn of a request, with what is known of it; a request that was not made before has nothing."""
@@ -141,7 +140,7 @@ class Gate:
     async def _piece(self, turn: Turn) -> None:
         name = turn.request.id
         room = await self._room(name)
-        wanted = rest(turn, room)
+        wanted = turn.rest(room)
         self._running.add(name)
         try:
             piece = await self._engine.generate(wanted)
@@ -154,7 +153,7 @@ class Gate:
             self._running.discard(name)
         if name in self._used:
             self._used[name] += len(piece.tokens)
-        add(turn, piece, wanted.params.max_new_tokens)
+        turn.add(piece, wanted.params.max_new_tokens)
         if turn.finish == "abort" and self._closed(name):
             turn.finish = ""
 

@@ -23,8 +23,7 @@ from slime_core.types import Completion, WeightUpdate
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import GenerateRequest
+    from slime_core.types import GenerateRequest, WeightCheck, WeightRoute
 
     Say = Callable[[GenerateRequest], tuple[Sequence[int], Literal["stop", "length", "abort"]]]
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
     from slime_core.trainers.portion import Portion, Seat
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns, WeightUpdate
+    from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Columns, MicroBatch
+    from slime_core.types import Columns, MicroBatch, WeightRoute
     from slime_core.weights.folder import ModelFolder
 
 Tensors = dict[str, torch.Tensor]

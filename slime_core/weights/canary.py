@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import permutations
 
 from slime_core.errors import EngineError
-from slime_core.transfer import Check, Held
+from slime_core.types import Held, WeightCheck
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^(model\.layers\.\d+\.)(.+)$")
@@ -41,7 +41,7 @@ class Choice:
         self.steps = max(1, min(len(layers), len(self._kinds)))  # until every tensor had its turn
         self._step = 0
 
-    def take(self, check: Check) -> tuple[Held, ...]:
+    def take(self, check: WeightCheck) -> tuple[Held, ...]:
         """The rows of an update, every rank's; those of ``rolling`` go on from where the last call ended.
 
         A few rows of joined tensors come with twins, their pieces in other orders: from them `compare` tells a swap.

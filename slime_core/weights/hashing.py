@@ -25,7 +25,7 @@ from slime_core.weights.hashing_cpu import MIX, PLACE, TILE
 if TYPE_CHECKING:
     import torch
 
-    from slime_core.transfer import Checksum, Held, Piece
+    from slime_core.types import Checksum, Held, Piece
 
 AT_ONCE = 1 << 24  # words, a multiple of TILE
 CHUNK = 1 << 22  # elements that are cast at once for sha256

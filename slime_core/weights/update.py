@@ -19,8 +19,7 @@ from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, drawn, probe
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.protocols import Engine, Trainer
-    from slime_core.transfer import Check, WeightRoute
-    from slime_core.types import WeightUpdate
+    from slime_core.types import WeightCheck, WeightRoute, WeightUpdate
 
 
 SECONDS = "canary/compare_seconds"
@@ -45,7 +44,7 @@ class Canary:
     _served: dict[str, str] = field(default_factory=dict)  # checksums, when they were last asked
     _plain: Plain | None = None
 
-    def check(self, version: int, *, first: bool = False, last: bool = False) -> Check:
+    def check(self, version: int, *, first: bool = False, last: bool = False) -> WeightCheck:
         """Which tensors are compared: all at the start, at a checkpoint and at the end, else a few in turn."""
         how, interval = self.config.rollout.check_weights, self.config.report.save_interval
         if how == "off":
@@ -121,7 +120,7 @@ class _Clock:
 
 
 async def sync_weights(
-    trainer: Trainer, engine: Engine, version: int, *, canary: Canary | None = None, check: Check = "all"
+    trainer: Trainer, engine: Engine, version: int, *, canary: Canary | None = None, check: WeightCheck = "all"
 ) -> None:
     """Bring ``version`` from the trainer to the engine, and compare what it then holds with the trainer's checksums.
 

@@ -18,7 +18,7 @@ from slime_cli import history
 from slime_cli.main import main
 from slime_cli.signals import Signals, descendants
 from slime_core.report import RunDir
-from slime_core.stopping import Stop
+from slime_core.resume import Stop
 
 pytestmark = pytest.mark.integration
 

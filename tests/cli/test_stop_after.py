@@ -3,7 +3,7 @@
 import pytest
 
 from slime_cli.stop_after import REASON, StopAfter, parse_seconds
-from slime_core.stopping import Stop
+from slime_core.resume import Stop
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit

@@ -21,7 +21,7 @@ from slime_cli.signals import Signals
 from slime_cli.watched import watched
 from slime_core.plugins.boundary import HookThreads, call, call_now
 from slime_core.plugins.provider import Answer, Provider
-from slime_core.stopping import Stop
+from slime_core.resume import Stop
 
 
 def slow(way):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from slime_core.transfer import Held, Piece
+from slime_core.types import Held, Piece
 from slime_core.weights import hashing
 from slime_core.weights.hashing import Sums, checksum, expected
 

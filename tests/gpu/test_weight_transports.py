@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from travelling import QK, TOP, sent, tensors_of
 
-from slime_core.transfer import WeightRoute
+from slime_core.types import WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.transports import disk, nccl, tensor
 

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from slime_core.crowding import ASKED, Crowding, busy_seconds
+from slime_core.threads import ASKED, Crowding, busy_seconds
 
 pytestmark = pytest.mark.unit
 
 WAITS = """
 import os, time, torch
-from slime_core.crowding import crowd, libgomp
+from slime_core.threads import crowd, libgomp
 
 torch.set_num_threads(2)
 ones = torch.ones(200_000)

@@ -31,7 +31,7 @@ from slime_core.testing.fakes import CharTokenizer, FakeEngine
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.stopping import Stop
+    from slime_core.resume import Stop
 
 Made = Callable[[int], Any]
 """Makes what serves a start, an engine or a set of them; it is given the run directory's epoch."""

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Batch, Columns
+    from slime_core.types import Batch, Columns, WeightRoute
 
 STATE = {"gradients", "optimizer", "parameters"}
 

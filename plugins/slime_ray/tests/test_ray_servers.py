@@ -19,7 +19,8 @@ from watching import QUICK, Engine
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters import nccl, ports
+from slime_core.clusters import ports
+from slime_core.clusters.host import NCCL_MEMORY
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError
@@ -225,7 +226,7 @@ def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, t
 @pytest.mark.parametrize("flags", [("--colocate",), ("--no-colocate", "--rollout-num-gpus", 1)])
 def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkeypatch):
     """And what NCCL is told of its memory, as the ranks are."""
-    monkeypatch.setenv(nccl.MEMORY, "0")
+    monkeypatch.setenv(NCCL_MEMORY, "0")
 
     async def check():
         async with site(nodes, *flags, device="cuda") as (where, placed, found):
@@ -234,7 +235,7 @@ def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkey
             await server.ready(LONG)
             words = seen(f"/proc/{ports.members(server.pid)[-1]}/environ").split("\0")
             (name,) = found.machines[placed.engines[0].bundle].gpus
-            assert {f"CUDA_VISIBLE_DEVICES={name}", f"{nccl.MEMORY}=0"} <= set(words)
+            assert {f"CUDA_VISIBLE_DEVICES={name}", f"{NCCL_MEMORY}=0"} <= set(words)
             assert (server.address.url.rpartition(":")[0], found.alone) == (f"http://{FAR}", False)
             await server.stop()
 

@@ -9,8 +9,7 @@ from aiohttp import web
 from travelling import sent, tensors_of
 
 from slime_core.errors import EngineError
-from slime_core.transfer import WeightRoute
-from slime_core.types import WeightUpdate
+from slime_core.types import WeightRoute, WeightUpdate
 from slime_core.weights.transports import disk, nccl, tensor
 from slime_sglang.address import Address
 from slime_sglang.client import Client, ServerFault

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.clusters.nccl import MEMORY
+from slime_core.clusters.host import NCCL_MEMORY as MEMORY
 from slime_core.config.schema import Config
 from slime_sglang.start import agree
 

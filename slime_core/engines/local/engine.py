@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from slime_core.engines.local.scheduler import Scheduler
     from slime_core.engines.local.served import Served
     from slime_core.threads import TorchThread
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import GenerateRequest, WeightUpdate
+    from slime_core.types import GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 HOP_SECONDS = 0.02

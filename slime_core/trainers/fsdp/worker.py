@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from slime_core.protocols import Role
     from slime_core.trainers.schedule import Schedule
-    from slime_core.transfer import WeightRoute
-    from slime_core.types import Columns, MicroBatch
+    from slime_core.types import Columns, MicroBatch, WeightRoute
     from slime_core.weights.transports.buckets import Source
 
 

@@ -17,7 +17,7 @@ from slime_core.errors import TrainerError
 from slime_core.weights import hashing
 
 if TYPE_CHECKING:
-    from slime_core.transfer import Held, WeightRoute
+    from slime_core.types import Held, WeightRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
@@ -194,7 +194,7 @@ class Tally:
             self.add(name, tensor)
 
     def finish(self) -> dict[str, str]:
-        """Checksum by `transfer.Held.key`.
+        """Checksum by `types.Held.key`.
 
         Raises:
             TrainerError: a check waits for a tensor that was not sent.

@@ -30,7 +30,7 @@ from slime_core.weights.shards import INDEX, SINGLE, TORCH_NAMES
 from slime_core.weights.transports.buckets import Bucket, Part, Slot, Stream, Tally, lay_out
 
 if TYPE_CHECKING:
-    from slime_core.transfer import WeightRoute
+    from slime_core.types import WeightRoute
 
 SHARD = 4 << 30  # bytes of tensors in one file
 PIECE = 32 << 20  # bytes written at once

@@ -14,7 +14,7 @@ from slime_core.types import WeightUpdate
 from slime_core.weights.transports.buckets import Part, Source, Stream, stream
 
 if TYPE_CHECKING:
-    from slime_core.transfer import WeightRoute
+    from slime_core.types import WeightRoute
 
 
 class Sender(Protocol):
@@ -23,7 +23,7 @@ class Sender(Protocol):
     def send(
         self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The update's handle, and checksums of what was sent by `transfer.Held.key`."""
+        """The update's handle, and checksums of what was sent by `types.Held.key`."""
         ...
 
     def drop(self) -> None:

@@ -27,7 +27,7 @@ from slime_core.errors import TrainerError
 from slime_core.weights.transports.buckets import Bucket, Staging, Stream, Tally, lay_out
 
 if TYPE_CHECKING:
-    from slime_core.transfer import WeightRoute
+    from slime_core.types import WeightRoute
     from slime_core.weights.transports.buckets import Part
 
 REDUCTIONS = "torch.multiprocessing.reductions"

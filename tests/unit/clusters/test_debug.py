@@ -14,8 +14,7 @@ from slime_core.errors import EngineError, TrainerError
 from slime_core.protocols import Engine, Trainer
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
-from slime_core.transfer import Held, Piece, WeightRoute
-from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import GenerateRequest, Held, Piece, SamplingParams, WeightRoute, WeightUpdate
 from slime_core.weights import hashing
 from slime_core.weights.folder import ModelFolder
 

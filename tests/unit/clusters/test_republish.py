@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from durability.fake_trainer import FakeTrainer
-from slime_core.clusters.resync import Resync
-from slime_core.clusters.turns import FreeTurns
+from slime_core.clusters.turns import FreeTurns, Resync
 from slime_core.testing.fakes import FakeEngine
-from slime_core.transfer import WeightRoute
+from slime_core.types import WeightRoute
 
 pytestmark = pytest.mark.unit
 

@@ -14,8 +14,8 @@ from slime_core.clusters.engine_set import EngineSet
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError, Preempted
 from slime_core.evaluate import Evaluations
+from slime_core.resume import Stop
 from slime_core.seeds import seed_of
-from slime_core.stopping import Stop
 from slime_core.testing.fakes import FakeEngine
 
 pytestmark = pytest.mark.unit

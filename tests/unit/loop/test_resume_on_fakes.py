@@ -13,7 +13,7 @@ from durability.cut_runs import CutRun
 from slime_core.config.load import load_config
 from slime_core.errors import Preempted
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.stopping import Stop
+from slime_core.resume import Stop
 
 pytestmark = pytest.mark.unit
 

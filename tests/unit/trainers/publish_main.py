@@ -11,7 +11,7 @@ from slime_core.errors import SlimeError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.transfer import WeightRoute
+from slime_core.types import WeightRoute
 from slime_core.weights.folder import ModelFolder
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slime_core.errors import TrainerError
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp.publishing import parts_of
-from slime_core.transfer import Held, Piece, WeightRoute
+from slime_core.types import Held, Piece, WeightRoute
 from slime_core.weights import hashing
 
 pytestmark = pytest.mark.unit

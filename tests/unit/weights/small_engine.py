@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from slime_core.transfer import WeightRoute
-from slime_core.types import WeightUpdate
+from slime_core.types import WeightRoute, WeightUpdate
 from slime_core.weights.canary import Choice, merged
 from slime_core.weights.hashing import checksum, expected
 from slime_sglang.layout import layout

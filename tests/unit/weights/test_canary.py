@@ -4,7 +4,7 @@ import pytest
 from small_engine import hf_tensors, small_config
 
 from slime_core.errors import EngineError
-from slime_core.transfer import Held, Piece
+from slime_core.types import Held, Piece
 from slime_core.weights.canary import Choice, compare, merged
 from slime_sglang.layout import layout
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_core.errors import EngineError
-from slime_core.transfer import Held, Piece
+from slime_core.types import Held, Piece
 from slime_core.weights import hashing, hashing_cpu
 from slime_core.weights.hashing import Sums, checksum, expected
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from travelling import QK, TOP, sent, sources_of, tensors_of
 
 from slime_core.errors import StorageError, TrainerError
-from slime_core.transfer import Held, Piece, WeightRoute
+from slime_core.types import Held, Piece, WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports import disk, tensor

@@ -12,7 +12,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import EngineError
 from slime_core.notices import NOTICES
 from slime_core.testing.fakes import FakeEngine
-from slime_core.transfer import Held, WeightRoute
+from slime_core.types import Held, WeightRoute
 from slime_core.weights import plain
 from slime_core.weights.plain import Band, Plain, differences, drawn, probe
 from slime_core.weights.update import Canary, sync_weights

@@ -2,7 +2,7 @@
 
 import torch
 
-from slime_core.transfer import Held, Piece
+from slime_core.types import Held, Piece
 from slime_core.weights.transports.buckets import Part, Source, stream
 
 QK = Held(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))

@@ -15,8 +15,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
-from slime_core.errors import ConfigError
-from slime_core.extras import install_line
+from slime_core.errors import ConfigError, install_line
 from slime_megatron import layout as layouts
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import Values, problems, values

@@ -21,8 +21,7 @@ from slime_core.clusters.hangs import Watch, watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.remote_engine import EngineProcess, Sender
-from slime_core.clusters.resync import Resync
-from slime_core.clusters.turns import FreeTurns, gives_memory, server_turns
+from slime_core.clusters.turns import FreeTurns, Resync, gives_memory, server_turns
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins.backends import engine_of
 from slime_core.protocols import Parts

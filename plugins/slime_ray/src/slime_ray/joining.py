@@ -23,9 +23,9 @@ from ray.exceptions import RuntimeEnvSetupError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime_core.clusters import nccl
 from slime_core.clusters.channel import Channel, Child
 from slime_core.clusters.hangs import Member
+from slime_core.clusters.host import NCCL_MEMORY
 from slime_core.clusters.looking import Look
 from slime_core.errors import ConfigError
 from slime_ray import LOCAL, address_of
@@ -319,4 +319,4 @@ def _nodes() -> dict[str, dict[str, Any]]:
 
 def _carried() -> dict[str, str]:
     """What children need of the driver's environment, beside that of their machine."""
-    return {name: os.environ[name] for name in ("PYTHONPATH", nccl.MEMORY) if name in os.environ}
+    return {name: os.environ[name] for name in ("PYTHONPATH", NCCL_MEMORY) if name in os.environ}

@@ -18,10 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from slime_core.clusters import nccl
 from slime_core.clusters.channel import within
 from slime_core.clusters.hangs import Member
-from slime_core.clusters.host import CLEANING, LOOPBACK, UNDYING, Launch, Listener, Site, StartedProcess, elsewhere
+from slime_core.clusters.host import (
+    CLEANING,
+    LOOPBACK,
+    NCCL_MEMORY,
+    UNDYING,
+    Launch,
+    Listener,
+    Site,
+    StartedProcess,
+    elsewhere,
+)
 from slime_core.clusters.looking import Look
 from slime_core.errors import EngineError, SlimeError
 from slime_ray.channel import gone
@@ -118,7 +127,7 @@ class RaySites:
 
     def server(self, number: int) -> Site:
         """See `host.ServerSites`: the GPUs of its seat, and what NCCL has to be told alike there and in the ranks."""
-        told = {name: os.environ[name] for name in (nccl.MEMORY,) if name in os.environ}
+        told = {name: os.environ[name] for name in (NCCL_MEMORY,) if name in os.environ}
         return self._site(number, f"server {number}", {**told, **self._hosts.visible(self._placed.engines[number])})
 
     def beside(self, role: str) -> Site:

@@ -26,8 +26,7 @@ from slime_sglang.weights import Weights
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.transfer import Check as WeightCheck, WeightRoute
-    from slime_core.types import Completion, WeightUpdate
+    from slime_core.types import Completion, WeightCheck, WeightRoute, WeightUpdate
     from slime_sglang.gateway import Gateway
     from slime_sglang.server import Server
 
@@ -256,7 +255,7 @@ class SglangEngine:
         await self.resume()
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor by `transfer.Held.key`; where servers differ, each server's, with its name."""
+        """Checksum of every tensor by `types.Held.key`; where servers differ, each server's, with its name."""
         return await self.fleet.fingerprints()
 
     # -- memory

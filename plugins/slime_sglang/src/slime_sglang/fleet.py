@@ -26,8 +26,7 @@ from slime_sglang.vocabulary import check_vocabulary
 from slime_sglang.weights import Weights, told
 
 if TYPE_CHECKING:
-    from slime_core.transfer import Check as WeightCheck, Held, WeightRoute
-    from slime_core.types import WeightUpdate
+    from slime_core.types import Held, WeightCheck, WeightRoute, WeightUpdate
     from slime_sglang.address import Address
     from slime_sglang.health import Watch
     from slime_sglang.server import Server
@@ -209,7 +208,7 @@ class Fleet:
                 await self.lending.back(server, self.newest)
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor by `transfer.Held.key`; where servers differ, words that name the server."""
+        """Checksum of every tensor by `types.Held.key`; where servers differ, words that name the server."""
         self.require_open()
         found: dict[str, dict[str, str]] = {}
 

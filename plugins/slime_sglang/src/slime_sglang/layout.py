@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_core.transfer import Held, Piece
+from slime_core.types import Held, Piece
 from slime_core.weights.canary import EMBED, HEAD, LAYER
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.backends import Plan, Planning
 from slime_core.config.problems import raise_all
 from slime_core.config.values import show
-from slime_core.errors import ConfigError
-from slime_core.extras import install_line
+from slime_core.errors import ConfigError, install_line
 from slime_core.plugins.backends import cluster_of
 from slime_core.protocols import CheckResult
 from slime_sglang import rules

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_core.pieces import add, made, rest, whole
 from slime_core.protocols import Turn
 from slime_sglang.client import ServerFault
 from slime_sglang.router import Lane, LaneKey, Place, Router
@@ -90,7 +89,7 @@ class Requests:
         try:
             while not job.turn.finish:
                 await self._piece(job)
-            job.done = whole(job.turn, self._tokenizer)
+            job.done = job.turn.whole(self._tokenizer)
             return job.done
         finally:
             self._jobs.discard(job)
@@ -161,7 +160,7 @@ class Requests:
 
     async def _piece(self, job: Job) -> None:
         """One server's part of a request."""
-        wanted = rest(job.turn, None)
+        wanted = job.turn.rest()
         if job.stopped:
             job.turn.finish = "abort"
         elif wanted.params.max_new_tokens < 1 and job.turn.pieces:
@@ -213,10 +212,10 @@ class Requests:
     def _note(self, job: Job, piece: Completion, wanted: GenerateRequest, lane: Lane) -> None:
         """Keep a piece; one that ended without its caller's wish is no end of the request."""
         turn = job.turn
-        add(turn, piece, wanted.params.max_new_tokens)
+        turn.add(piece, wanted.params.max_new_tokens)
         if turn.finish != "abort" or job.stopped:
             return
-        turn.finish = "length" if len(made(turn)) >= turn.request.params.max_new_tokens else ""
+        turn.finish = "length" if len(turn.tokens) >= turn.request.params.max_new_tokens else ""
         if not job.called_back and not turn.finish:
             error = ServerFault(
                 f"the server ended request {job.id} after {len(piece.tokens)} tokens, unasked",

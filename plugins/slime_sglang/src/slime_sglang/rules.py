@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime_core.addresses import is_loopback
 from slime_core.config.problems import Problem, conflict
+from slime_core.service import is_loopback
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, RolloutSection

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slime_core.backends import EngineStart, Served
-from slime_core.clusters import nccl
 from slime_core.clusters.embedded import context_len
-from slime_core.clusters.host import LOOPBACK, LocalSites
+from slime_core.clusters.host import LOOPBACK, NCCL_MEMORY, LocalSites
 from slime_core.errors import EngineError
 from slime_core.plugins.locate import locate
 from slime_core.weights.folder import ModelFolder
@@ -92,10 +91,13 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
 
 
 def agree(config: Config, environment: MutableMapping[str, str]) -> None:
-    """Settle how NCCL shares memory, here and in what is started; where GPUs are shared nothing goes by NCCL."""
+    """Settle how NCCL shares memory, here and in what is started, before it is used here; a value that is there stays.
+
+    Symmetric memory needs it. Where GPUs are shared nothing goes by NCCL.
+    """
     if config.cluster.device == "cuda" and not config.cluster.colocate:
         options = {name.replace("-", "_"): value for name, value in config.table("sglang").items()}
-        nccl.agree(environment, symmetric=bool(options.get("enable_symm_mem")))
+        environment.setdefault(NCCL_MEMORY, "1" if options.get("enable_symm_mem") else "0")
 
 
 async def _start(servers: Sequence[Server], timeout: float) -> None:

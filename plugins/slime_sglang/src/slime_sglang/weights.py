@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import EngineError
-from slime_core.transfer import Transport, WeightRoute
+from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_sglang import loading
 from slime_sglang.layout import layout
 
 if TYPE_CHECKING:
-    from slime_core.transfer import Check as WeightCheck, Checksum, Held
-    from slime_core.types import WeightUpdate
+    from slime_core.types import Checksum, Held, WeightCheck, WeightUpdate
     from slime_sglang.router import Lane, LaneKey
 
 NEEDS = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}  # transport -> feature
@@ -218,7 +217,7 @@ def checksum_of(device: str) -> Checksum:
 
 
 def told(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """One server's checksums by `transfer.Held.key`, under the names of its copies of the model."""
+    """One server's checksums by `types.Held.key`, under the names of its copies of the model."""
     found: dict[str, dict[str, str]] = {}
     each = _told_ranks(lane, len(ranks))
     for at, tensors in enumerate(ranks):

@@ -18,8 +18,7 @@ from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.transfer import WeightRoute
-from slime_core.types import WeightUpdate
+from slime_core.types import WeightRoute, WeightUpdate
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.transports import nccl
 from slime_sglang.client import Client
