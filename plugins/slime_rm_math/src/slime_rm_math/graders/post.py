@@ -45,21 +45,24 @@ class _Again(Exception):
 
 
 async def _once(url: str, payload: Any, token: str) -> Any:
-    import aiohttp
+    import httpx
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    unlimited = aiohttp.ClientTimeout(total=None, sock_connect=None)  # the caller's deadline holds
+    body = b""
     try:
-        async with aiohttp.ClientSession(timeout=unlimited, headers=headers) as session:
-            async with session.post(url, json=payload, allow_redirects=False) as answer:
-                if answer.status in AGAIN:
-                    raise _Again(f"HTTP {answer.status}")
-                if answer.status != 200:
-                    raise Unanswered(f"HTTP {answer.status}")
-                body = await answer.content.read(LARGEST + 1)
-                while len(body) <= LARGEST and (more := await answer.content.read(LARGEST + 1 - len(body))):
-                    body += more
-    except (aiohttp.ClientError, OSError) as error:
+        async with (  # the caller's deadline holds
+            httpx.AsyncClient(timeout=None, headers=headers, trust_env=False) as client,
+            client.stream("POST", url, json=payload) as answer,
+        ):
+            if answer.status_code in AGAIN:
+                raise _Again(f"HTTP {answer.status_code}")
+            if answer.status_code != 200:
+                raise Unanswered(f"HTTP {answer.status_code}")
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > LARGEST:
+                    break
+    except (httpx.RequestError, OSError) as error:
         raise _Again(f"{type(error).__name__}: {error}") from error
     if len(body) > LARGEST:
         raise Unanswered(f"an answer of more than {LARGEST} bytes")
