@@ -13,12 +13,12 @@ import ast
 import sys
 from pathlib import Path
 
+from slime_cli.cards import Card, cards, option_rows
 from slime_core.config.algorithms import ALGORITHMS
-from slime_core.config.cards import Card, cards, option_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "algorithms"
-MADE = "<!-- made by tools/make_cards.py; edit slime_core/config/algorithm_cards.py or part_cards.py -->"
+MADE = "<!-- made by tools/make_cards.py; edit cli/slime_cli/algorithm_cards.py or part_cards.py -->"
 
 
 def pages() -> dict[str, str]:

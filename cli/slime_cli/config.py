@@ -67,7 +67,7 @@ def show(session: Session, words: tuple[str, ...], stage: str | None, as_card: b
 
 def card_comments(config: Config) -> str:
     """The cards of a config's algorithms as TOML comments, with the keys' values as each stage settles them."""
-    from slime_core.config.cards import card, card_text
+    from slime_cli.cards import card, card_text
     from slime_core.config.load import stage_name, stages
 
     lines: list[str] = []
@@ -93,7 +93,7 @@ def card_comments(config: Config) -> str:
 @click.option("--markdown", is_flag=True, help="As the tables of docs/config.md, or docs/megatron.md.")
 def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bool, markdown: bool) -> None:
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
-    from slime_core.config.absent import absent
+    from slime_core.config.validate import absent
     from slime_core.errors import ConfigError, nearest
     from slime_core.plugins.backends import with_options
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.slots import rollout_slots
-from slime_core.config.stages import stages
+from slime_core.config.stages import rollout_slots, stages
 from slime_core.errors import ConfigError, StorageError, TrainerError
 from slime_core.memory import available_memory
 from slime_core.plugins.backends import cluster_of, engine_of

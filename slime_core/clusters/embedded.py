@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from slime_core.config.slots import rollout_slots
+from slime_core.config.stages import rollout_slots
 from slime_core.engines.local import LocalEngine
 from slime_core.weights.folder import ModelFolder
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from slime_core.config.algorithms import settle
 from slime_core.config.schema import SECTIONS
-from slime_core.config.slots import rollout_slots
+from slime_core.config.stages import rollout_slots
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.backends import COMPAT, engine_of, is_installed
 

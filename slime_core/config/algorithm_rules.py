@@ -1,7 +1,7 @@
 """Rules about the keys of algorithms: a resolved stage in; conflicts, and sentences about what is seldom meant, out.
 
-Which estimator reads which key is what its card says (`config.algorithm_cards`), so a key that nothing would read is
-an error here and not a surprise in a curve. Stages that do not learn by an estimator are left alone.
+A key that nothing would read is an error here and not a surprise in a curve. Stages that do not learn by an estimator
+are left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.algorithms import ALGORITHMS, GROUPED, settle
-from slime_core.config.cards import cards
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.values import show
 
@@ -20,19 +19,17 @@ if TYPE_CHECKING:
 SFT_LOSS, POLICY_LOSS = "sft_loss", "policy_loss"
 NARROW = 0.1  # an eps_clip that no sequence's geometric mean ratio reaches
 
-SELECTIVE = (
-    "grpo_std_scope",
-    "credit_level",
-    "gae_gamma",
-    "gae_lambda",
-    "pass_k",
-    "critic_load",
-    "critic_lr",
-    "critic_lr_warmup_iters",
-    "value_clip",
-    "num_critic_only_steps",
-)
-"""[train] keys that some estimators read and others do not, so that setting one says what is believed."""
+STANDARDISED = ("grpo", "gspo", "cispo")
+CREDITED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+SELECTIVE: dict[str, tuple[str, ...]] = {
+    "grpo_std_scope": STANDARDISED,
+    "credit_level": CREDITED,
+    "gae_gamma": CREDITED,
+    "pass_k": ("pass_at_k",),
+    **dict.fromkeys(("gae_lambda", "critic_load", "critic_lr", "critic_lr_warmup_iters"), ("ppo",)),
+    **dict.fromkeys(("value_clip", "num_critic_only_steps"), ("ppo",)),
+}
+"""[train] keys that some estimators read and others do not, with those that do: setting one says what is believed."""
 
 SWITCHES = {
     "use_tis": ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_batch_normalize"),
@@ -125,21 +122,20 @@ def _groups(config: Config) -> Iterator[Problem]:
 def _unread(config: Config) -> Iterator[Problem]:
     """Keys that the estimator does not read."""
     train = config.train
-    name, known = train.advantage_estimator, cards()
+    name = train.advantage_estimator
     if name not in ALGORITHMS or name == "sft":
         return
-    for key in SELECTIVE:
-        if not _set(train, key) or key in known[name].options:
+    for key, readers in SELECTIVE.items():
+        if not _set(train, key) or name in readers:
             continue
-        who = [other for other in ALGORITHMS if key in known[other].options]
         yield conflict(
             f"{key} = {show(getattr(train, key))} with advantage_estimator = {name}",
             [f"train.{key}", "train.advantage_estimator"],
-            why=f"{name} does not read {key}; {', '.join(who)} {'does' if len(who) == 1 else 'do'}",
-            fix=f"leave {key} out, or set advantage_estimator = {who[0]} (both in the same [[stage]])",
+            why=f"{name} does not read {key}; {', '.join(readers)} {'does' if len(readers) == 1 else 'do'}",
+            fix=f"leave {key} out, or set advantage_estimator = {readers[0]} (both in the same [[stage]])",
         )
     discounts = name == "ppo" or name == "reinforce_plus_plus" or train.credit_level != "trajectory"
-    if "gae_gamma" in known[name].options and _set(train, "gae_gamma") and not discounts:
+    if name in SELECTIVE["gae_gamma"] and _set(train, "gae_gamma") and not discounts:
         yield conflict(
             f"gae_gamma = {train.gae_gamma} with advantage_estimator = {name} and credit_level = trajectory",
             ["train.gae_gamma", "train.advantage_estimator"],

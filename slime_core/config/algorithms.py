@@ -2,7 +2,7 @@
 
 settle(train)   the [train] section with nothing left open
 
-`config.cards` has formula, source and options of each; `docs/algorithms/NAME.md` is made of them.
+`slime_cli.cards` has formula, source and options of each; `docs/algorithms/NAME.md` is made of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def settle(train: Any) -> Any:
         key: presets.get(key, default) for key, default in DEFAULTS.items() if getattr(train, key) == "auto"
     }
     low = train.eps_clip or presets.get("eps_clip", EPS_CLIP)
-
     high = train.eps_clip_high or presets.get("eps_clip_high", low)
     update |= {"eps_clip": low, "eps_clip_high": high}
     if train.tis_mode == "truncate" and train.tis_clip_low > 0:

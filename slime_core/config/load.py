@@ -19,14 +19,13 @@ from pydantic import BaseModel
 from slime_core.config import evaluation_file, rules
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
-from slime_core.config.options import ModelsOf, check_options, plain_options
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
 from slime_core.config.problems import KeyPath, Origins, Problem, error_of, raise_all
-from slime_core.config.recipe import Recipe, not_finite, read_recipe
+from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
-from slime_core.config.validate import check_config, unknown
+from slime_core.config.validate import ModelsOf, check_config, check_table, not_finite, plain_options, unknown
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import BRINGS, Tables
 
@@ -235,7 +234,7 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
     filled: dict[str, Any] = {}
     for name, model in options.items():
         table = tables.get(name, {}) if isinstance(tables, dict) else {}
-        found = check_options(name, model, table) if isinstance(table, dict) else None
+        found = check_table(("plugin", name), model, table) if isinstance(table, dict) else None
         if isinstance(found, list):
             problems += found
         elif model is not None:
@@ -282,7 +281,7 @@ def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Con
             problems += [places.place(problem) for problem in found]
             continue
         for name, model in options.items():
-            checked = check_options(name, model, found.plugin.get(name, {}))
+            checked = check_table(("plugin", name), model, found.plugin.get(name, {}))
             problems += [places.place(problem) for problem in checked] if isinstance(checked, list) else []
         parts.append((found, places))
     names = [table.get("name") for table in config.stage]

@@ -5,11 +5,10 @@ Byte order marks and CRLF are accepted. ``${NAME}`` in a string is the environme
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,24 +117,6 @@ def resolve_env(data: Mapping[str, Any], origins: Origins) -> tuple[dict[str, An
         return replaced(value, path) if isinstance(value, str) else value
 
     return walk(dict(data), ()), [origins.place(p) for p in problems], frozenset(secrets)
-
-
-def not_finite(data: Any, path: KeyPath = ()) -> Iterator[Problem]:
-    """A problem for every ``nan``, ``inf`` or number too large for 64 bits of float."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from not_finite(value, (*path, key))
-    elif isinstance(data, (list, tuple)):
-        for index, value in enumerate(data):
-            yield from not_finite(value, (*path, index))
-    elif isinstance(data, float) and not math.isfinite(data):
-        yield Problem(
-            code="CFG15",
-            what=f"{dotted(path)} = {data} is not a finite number",
-            keys=(path,),
-            why="nan, inf and numbers beyond 1.8e308 are refused",
-            fix=f"give {dotted(path)} a finite number",
-        )
 
 
 def _text(path: Path, shown: str) -> str:

@@ -6,16 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime_core.backends import Backend
-from slime_core.config import (
-    algorithm_rules,
-    debug_rules,
-    evaluation_rules,
-    sampling_rules,
-    server_rules,
-)
-from slime_core.config.options import check_table
+from slime_core.config import algorithm_rules, rollout_rules, server_rules
 from slime_core.config.paths import plugin_name
 from slime_core.config.problems import Problem, conflict
+from slime_core.config.validate import check_table
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import (
     BROUGHT_BY,
@@ -44,9 +38,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_lengths(config),
         *_sampling(config),
         *algorithm_rules.conflicts(config),
-        *sampling_rules.conflicts(config),
-        *debug_rules.conflicts(config),
-        *evaluation_rules.conflicts(config),
+        *rollout_rules.conflicts(config),
         *_staleness(config),
         *_schedule(config),
         *_tasks(config),
@@ -79,8 +71,7 @@ def incomplete(config: Config) -> list[Problem]:
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
-    found = [*algorithm_rules.notices(config), *sampling_rules.notices(config), *debug_rules.notices(config)]
-    found += [*server_rules.notices(config), *evaluation_rules.notices(config)]
+    found = [*algorithm_rules.notices(config), *rollout_rules.notices(config), *server_rules.notices(config)]
     found += [text for backend in chosen(config) for text in backend.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
         found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")

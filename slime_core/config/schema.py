@@ -7,14 +7,28 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
-
-from slime_core.config.evaluation_section import EvalSection as EvalSection
-from slime_core.config.reward_section import RewardSection as RewardSection
-from slime_core.config.section import Section as Section
-from slime_core.config.task_section import EvalTask as EvalTask, Task as Task
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 SCHEMA_VERSION = 1
+SLIMES_OWN = {
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "buffer_filter_path": "slime.rollout.data_source.pop_first",
+}
+"""What THUDM/slime has under these keys where nobody sets them: the core's own way, so the keys stay empty."""
+
+
+class Section(BaseModel):
+    """A frozen section: unknown keys and wrong types are errors, defaults are checked too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+    @field_validator(*SLIMES_OWN, mode="before", check_fields=False)
+    @classmethod
+    def leave_out_slimes_own(cls, value: Any, info: ValidationInfo) -> Any:
+        """Empty where a value names slime's default (`SLIMES_OWN`)."""
+        return "" if str(value).replace(":", ".") == SLIMES_OWN[info.field_name or ""] else value
 
 
 class ClusterSection(Section):
@@ -66,6 +80,33 @@ class ClusterSection(Section):
         description="Seconds that a trainer call, or an engine with requests, may take without a sign of progress; "
         "then the run says who waits for whom and ends. 0: for ever.",
     )
+
+
+class Task(Section):
+    """One entry of `[[data.tasks]]`."""
+
+    name: str = Field(description="What Prompt.task says; rewards and metrics are routed and reported by it.")
+    prompt_data: str = Field("", description="JSONL, Parquet or hub data set, with @[a:b] for a slice; or a plugin's.")
+    weight: float = Field(1.0, gt=0, description="Share of prompts, relative to the other tasks.")
+    plugin: str = Field("", description="The plugin that owns the task.")
+    generate: str = Field("", description="Function by path, module:function or file.py:function.")
+    reward: str = Field("", description="Function by path, or an rm_type name.")
+    input_key: str = Field("", description="As data.input_key, for this task.")
+    label_key: str = Field("", description="As data.label_key, for this task.")
+    n_samples_per_prompt: int = Field(0, ge=0, description="Samples a prompt; 0 takes the section's.")
+
+
+class EvalTask(Task):
+    """One entry of `[[eval.eval_tasks]]`: a set with its own sampling, template and judgement."""
+
+    temperature: float = Field(-1.0, ge=-1, description="0 is greedy; -1 takes eval_temperature.")
+    top_p: float = Field(0.0, ge=0, le=1, description="Nucleus; 1 is off, 0 takes eval_top_p.")
+    top_k: int = Field(-1, ge=-1, description="0 is off; -1 takes eval_top_k.")
+    max_response_len: int = Field(0, ge=0, description="New tokens; 0 takes eval_max_response_len.")
+    apply_chat_template: Literal["auto", "on", "off"] = Field("auto", description="auto: as data.apply_chat_template.")
+    apply_chat_template_kwargs: dict[str, Any] = Field({}, description="Laid over data.apply_chat_template_kwargs.")
+    category_key: str = Field("", description="Column of a question's category; empty takes eval_category_key.")
+    pass_reward: float = Field(0.0, description="Reward from which a sample is right; 0 takes eval_pass_reward.")
 
 
 class DataSection(Section):
@@ -319,6 +360,57 @@ class TrainSection(Section):
     custom_megatron_init_path: str = Field("", description="Function by path, called where a Megatron rank starts.")
     custom_megatron_before_log_prob_hook_path: str = Field("", description="Function by path, before scoring.")
     custom_megatron_before_train_step_hook_path: str = Field("", description="Function by path, before a step.")
+
+
+class RewardSection(Section):
+    """How samples are judged."""
+
+    rm_type: str = Field("", description="A reward registered by name.")
+    custom_rm_path: str = Field("", description="Function by path: async reward(args, sample, **kw) -> float.")
+    group_rm: bool = Field(False, description="custom_rm_path gets the whole group's samples.")
+    reward_key: str = Field("", description="Key of a dict reward that trains; the others become metrics.")
+    reward_weights: dict[str, float] = Field({}, description="Weight of each of Reward.terms; empty trains on value.")
+    reward_terms_normalize: bool = Field(
+        False, description="Normalise each term in its group before they are weighed and added (GDPO)."
+    )
+    overlong_buffer_len: int = Field(0, ge=0, description="Last tokens before the limit that are penalised; 0 is off.")
+    overlong_penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit.")
+    mask_truncated: bool = Field(False, description="Truncated samples do not train, but count in their group.")
+    reward_timeout: float = Field(60.0, gt=0, description="Seconds for one group's reward.")
+    custom_reward_post_process_path: str = Field("", description="Function by path over a step's samples.")
+    sandbox_level: Literal["auto", "strong", "medium", "none"] = Field(
+        "auto",
+        description="Isolation of code that a model or a data set brings; a level that this machine does not have is "
+        "an error. auto: strong, or medium where strong is out of reach; none needs i_trust_this_code.",
+    )
+    i_trust_this_code: bool = Field(
+        False, description="With sandbox_level = none: that code runs with your rights; only time and memory end it."
+    )
+
+
+class EvalSection(Section):
+    """What is measured on the way."""
+
+    eval_interval: int = Field(0, ge=0, description="Steps between evaluations; 0 is only at the end of a stage.")
+    eval_async: bool = Field(
+        False, description="Training goes on meanwhile: one of several engines keeps the weights of that version."
+    )
+    eval_prompt_data: tuple[str, ...] = Field((), description="NAME PATH pairs, as in slime.")
+    eval_config: str = Field(
+        "", description="slime's file of evaluation sets (YAML, JSON or TOML); they are added to eval_tasks."
+    )
+    eval_tasks: tuple[EvalTask, ...] = Field((), description="Evaluation sets, each with its own plugin and reward.")
+    skip_eval_before_train: bool = Field(False, description="No evaluation before the first step.")
+    n_samples_per_eval_prompt: int = Field(1, ge=1, description="Samples a prompt.")
+    eval_temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    eval_top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; 1 is off.")
+    eval_top_k: int = Field(0, ge=0, description="0 is off.")
+    eval_max_response_len: int = Field(0, ge=0, description="New tokens; 0 takes rollout_max_response_len.")
+    eval_pass_reward: float = Field(1.0, description="Reward from which a sample is right, for pass@k and maj@k.")
+    eval_category_key: str = Field(
+        "", description="Column of a question's category; empty: the metadata's category, where rows have one."
+    )
+    eval_function_path: str = Field("", description="Function by path.")
 
 
 class ReportSection(Section):

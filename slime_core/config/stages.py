@@ -20,6 +20,7 @@ FIXED = (
 )
 """Keys of what is built once a run."""
 
+LEAST_SLOTS, MOST_SLOTS = 64, 512  # sequences that an embedded engine decodes at once
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -107,3 +108,15 @@ def _fixed(path: tuple[str | int, ...]) -> Problem:
         why="model, engine and trainer are built once a run",
         fix="set it for the whole run, outside [[stage]]",
     )
+
+
+def rollout_slots(config: Config) -> int:
+    """Sequences that an embedded engine is to decode at once.
+
+    The config's, or on a CPU 64, and on a GPU as many as serve a step of any stage in one round.
+    """
+    if config.rollout.rollout_slots or config.cluster.device == "cpu":
+        return config.rollout.rollout_slots or LEAST_SLOTS
+    rollouts = [stage.rollout for stage in stages(config)]
+    samples = max(max(r.rollout_batch_size, r.over_sampling_batch_size) * r.n_samples_per_prompt for r in rollouts)
+    return min(MOST_SLOTS, max(LEAST_SLOTS, -(-samples // max(1, config.rollout.rollout_num_engines))))

@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.config.absent import absent
 from slime_core.config.fields import Key, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
+from slime_core.config.validate import absent
 from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.backends import Tables

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slime_core.config.absent import absent
 from slime_core.config.fields import bounds, core_keys, describe, element, is_model, is_sequence, unwrap
-from slime_core.config.problems import KeyPath, Problem, dotted
+from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_all
 from slime_core.config.schema import Config
 from slime_core.config.values import hint, kind_of, show
 from slime_core.errors import nearest
 
 M = TypeVar("M", bound=BaseModel)
+ModelsOf = Callable[[Sequence[str]], Mapping[str, "type[BaseModel] | None"]]
+"""Options models of plugins by name; None where a plugin has no options."""
+
+ABSENT = {
+    "lora": "LoRA and other adapters are not supported: all weights are trained",
+    "peft": "LoRA and other adapters are not supported: all weights are trained",
+    "vllm": "vLLM is not supported: rollout.rollout_engine is local or sglang",
+    "deepspeed": "DeepSpeed is not supported: train.train_backend is fsdp or megatron",
+    "tensorboard": "there is no TensorBoard: --use-wandb, or a plugin with slime_sinks; figures lie in metrics.jsonl",
+}
+"""What others have and slime has not, by a word of a key's name."""
 
 _RANGE = (
     "greater_than",
@@ -202,3 +214,66 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 def check_config(data: Mapping[str, Any]) -> Config | list[Problem]:
     """Tables as a whole Config, or every problem they have."""
     return check_model(Config, data)
+
+
+def validate_options(
+    name: str, model: type[BaseModel] | None, table: Mapping[str, Any], origins: Origins | None = None
+) -> BaseModel | None:
+    """``[plugin.NAME]`` as the plugin's model, with the same errors as core keys.
+
+    Raises:
+        ConfigError: CFG01 unknown key, 02 wrong type, 03 out of range, 15 not finite; every problem at once.
+    """
+    found = check_table(("plugin", name), model, table)
+    if isinstance(found, list):
+        origins = origins or Origins()
+        raise_all([origins.place(problem) for problem in found])
+        return None
+    return found
+
+
+def check_table(
+    prefix: KeyPath, model: type[BaseModel] | None, table: Mapping[str, Any]
+) -> BaseModel | list[Problem] | None:
+    """The table at ``prefix`` as ``model``, None where there is no model, or every problem of the table."""
+    known = list(model.model_fields) if model is not None else []
+    open_table = model is not None and model.model_config.get("extra") == "allow"
+    problems = [unknown((*prefix, key), known) for key in table if key not in known and not open_table]
+    problems += list(not_finite(dict(table), prefix))
+    if model is None or any(problem.code == "CFG15" for problem in problems):
+        return problems or None
+    wanted = {key: value for key, value in table.items() if key in known or open_table}
+    try:
+        filled = model.model_validate_json(json.dumps(wanted, default=str), strict=True)
+    except ValidationError as error:
+        return [*problems, *problems_of(error, model, wanted, prefix)]
+    return problems or filled
+
+
+def plain_options(options: BaseModel | None) -> dict[str, Any]:
+    """A filled model as a TOML table; keys without a value are left out."""
+    return options.model_dump(mode="json", exclude_none=True) if options is not None else {}
+
+
+def not_finite(data: Any, path: KeyPath = ()) -> Iterator[Problem]:
+    """A problem for every ``nan``, ``inf`` or number too large for 64 bits of float."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from not_finite(value, (*path, key))
+    elif isinstance(data, (list, tuple)):
+        for index, value in enumerate(data):
+            yield from not_finite(value, (*path, index))
+    elif isinstance(data, float) and not math.isfinite(data):
+        yield Problem(
+            code="CFG15",
+            what=f"{dotted(path)} = {data} is not a finite number",
+            keys=(path,),
+            why="nan, inf and numbers beyond 1.8e308 are refused",
+            fix=f"give {dotted(path)} a finite number",
+        )
+
+
+def absent(name: str) -> str:
+    """That slime does not have what a key is named after; empty for other names."""
+    words = name.lower().split("_")
+    return next((text for word, text in ABSENT.items() if word in words), "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.task_section import EvalTask
+from slime_core.config.schema import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template

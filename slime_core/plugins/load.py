@@ -204,7 +204,7 @@ def load_options(loaded: Loaded, table: Mapping[str, Any]) -> BaseModel | None:
         ConfigError: CFG01, 02, 03 or 15, as for a core key.
         PluginError: PLG56 or PLG57 from `slime_options` itself.
     """
-    from slime_core.config.options import validate_options
+    from slime_core.config.validate import validate_options
 
     return validate_options(loaded.provider.name, options_model(loaded), table)
 

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
-from slime_core.config.task_section import EvalTask
+from slime_core.config.schema import EvalTask
 from slime_core.rollout.surplus import OVER_SAMPLED
 from slime_core.types import Group, Prompt, SamplingParams
 

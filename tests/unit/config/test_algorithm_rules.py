@@ -2,9 +2,9 @@
 
 import pytest
 
+from slime_cli.cards import cards
 from slime_core.config.algorithm_rules import SELECTIVE, SWITCHES
 from slime_core.config.algorithms import ALGORITHMS
-from slime_core.config.cards import cards
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import TrainSection
@@ -121,6 +121,7 @@ def test_the_selective_keys_are_keys_that_some_cards_name_and_others_do_not():
     for key in SELECTIVE:
         readers = [one.name for one in algorithms if key in one.options]
         assert 0 < len(readers) < len(algorithms), key
+        assert SELECTIVE[key] == tuple(readers), "the rule and the cards agree"
     assert set(SELECTIVE) == set(OTHER)
     assert {key for keys in SWITCHES.values() for key in keys} | set(SWITCHES) <= set(TrainSection.model_fields)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime_core.config.evaluation_rules import notices
 from slime_core.config.load import load_config
+from slime_core.config.rollout_rules import notices
 from slime_core.config.schema import Config, EvalSection, EvalTask
 from slime_core.errors import ConfigError
 from slime_core.rollout.supply import evaluation_params

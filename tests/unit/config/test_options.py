@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from slime_core.config.dump import to_toml
 from slime_core.config.load import read, stages
-from slime_core.config.options import validate_options
+from slime_core.config.validate import validate_options
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_core.config.load import load_config
-from slime_core.config.slots import rollout_slots
+from slime_core.config.stages import rollout_slots
 
 pytestmark = pytest.mark.unit
 

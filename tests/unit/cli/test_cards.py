@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli.cards import WIDTH, card, card_text, cards, option_rows
 from slime_core.builtin.advantages import estimators
 from slime_core.config.algorithms import ALGORITHMS, settle
-from slime_core.config.cards import WIDTH, card, card_text, cards, option_rows
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
 
@@ -95,7 +95,7 @@ def test_cells_cannot_break_a_table(tool):
 
 def test_cards_need_neither_numpy_nor_torch():
     code = (
-        "import sys; from slime_core.config.cards import card, card_text; card_text(card('grpo')); "
+        "import sys; from slime_cli.cards import card, card_text; card_text(card('grpo')); "
         "from slime_core.config.load import read; from slime_core.config import algorithm_rules; read(None); "
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

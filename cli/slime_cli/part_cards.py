@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_core.config.card import Card
+from slime_cli.card import Card
 
 PART_CARDS: tuple[Card, ...] = (
     Card(

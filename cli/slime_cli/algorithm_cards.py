@@ -1,4 +1,4 @@
-"""The cards of every value of ``train.advantage_estimator``: pure data, read by `slime_core.config.cards`.
+"""The cards of every value of ``train.advantage_estimator``: pure data, read by `slime_cli.cards`.
 
 Notation: i a rollout of a prompt's group, t a token of its response, r_i its reward, A an advantage, m the loss mask,
 rho_t = exp(new log-prob - old log-prob), sg[...] a constant to the gradient.
@@ -6,7 +6,7 @@ rho_t = exp(new log-prob - old log-prob), sg[...] a constant to the gradient.
 
 from __future__ import annotations
 
-from slime_core.config.card import Card
+from slime_cli.card import Card
 
 CLIPPED = "-min(rho_t A_t, clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t), at most eps_clip_c |A_t| where A_t < 0"
 TOKEN_RATIO = "rho_t = exp(log pi(y_t) - log pi_old(y_t)), a token each"

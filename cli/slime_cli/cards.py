@@ -12,9 +12,9 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slime_core.config.algorithm_cards import ALGORITHM_CARDS
-from slime_core.config.card import Card
-from slime_core.config.part_cards import PART_CARDS
+from slime_cli.algorithm_cards import ALGORITHM_CARDS
+from slime_cli.card import Card
+from slime_cli.part_cards import PART_CARDS
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
