@@ -14,6 +14,7 @@ from slime_cli.words import PASSING
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
+    from slime_core.backends import Backend
     from slime_core.config.schema import Config
 
 
@@ -95,7 +96,6 @@ def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bo
     """List keys with type, default and meaning. Every key is a flag: rollout_batch_size is --rollout-batch-size."""
     from slime_core.config.validate import absent
     from slime_core.errors import ConfigError, nearest
-    from slime_core.plugins.backends import with_options
 
     tables: Callable[[list[dict[str, str]]], str] = markdown_tables
     if backend is not None:
@@ -220,6 +220,29 @@ def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
         if model is not None
         for name, info in model.model_fields.items()
     ]
+
+
+def with_options(name: str) -> Backend:
+    """The installed backend of that name whose options can be listed.
+
+    Raises:
+        ConfigError: CFG04 there is none.
+    """
+    from slime_core.errors import ConfigError, nearest
+    from slime_core.plugins import backends
+
+    for backend in backends.brought_by(name) if backends.is_installed(name) else ():
+        if backend.options is not None:
+            return backend
+    if name in backends.BROUGHT_BY and not backends.is_installed(name):
+        raise backends.absent(f"backend {name}", name, f"backend {name}")
+    raise ConfigError(
+        f"no installed backend called '{name}' lists its options",
+        code="CFG04",
+        where=f"backend {name}",
+        why=f"known: {', '.join(backends.BROUGHT_BY)}",
+        fix=nearest(name, list(backends.BROUGHT_BY)) or "slime plugins list",
+    )
 
 
 def _matches(key: str, prefix: str) -> bool:

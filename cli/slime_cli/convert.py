@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_core.plugins import backends
+from slime_core.backends import TrainerBackend
+from slime_core.plugins import available, backends
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 FOLDER = click.Path(path_type=Path)
+CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
+
+"""Words of `slime convert` that trainers of slime's own repository bring."""
 
 
 class Size(click.ParamType):
@@ -80,16 +84,43 @@ def with_flags(word: str, command: click.Command) -> click.Command:
     return both
 
 
+def converters() -> dict[str, click.Command]:
+    """Words of `slime convert` that installed trainers bring; none of a plugin that does not load."""
+    return {
+        word: command
+        for info in available()
+        for backend in backends.brought_by(info.name)
+        if isinstance(backend, TrainerBackend) and backend.converters
+        for word, command in backend.converters().items()
+    }
+
+
+def converter(word: str) -> click.Command | None:
+    """The command of a word of `slime convert`; None where no installed trainer brings it.
+
+    Raises:
+        ConfigError: CFG04 the package that brings it is not installed.
+        PluginError: PLG50 to PLG57 that package does not load.
+    """
+    name = CONVERTERS.get(word)
+    if name is None:
+        return converters().get(word)
+    if not backends.is_installed(name):
+        raise backends.absent(f"slime convert {word}", name, f"command line: slime convert {word}")
+    backend = backends.named("slime_trainer", name, (), TrainerBackend)
+    return backend.converters()[word] if backend.converters else None
+
+
 class Words(click.Group):
     """Our own word, then those of installed trainers, which are imported when one is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All of them, for the help."""
-        return sorted({*self.commands, *backends.converters()})
+        return sorted({*self.commands, *converters()})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Find the one that was named."""
-        command = self.commands.get(name) or backends.converter(name)
+        command = self.commands.get(name) or converter(name)
         return with_flags(name, command) if command is not None else None
 
 

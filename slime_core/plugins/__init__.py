@@ -33,18 +33,7 @@ _HOME_OF = {
     "load_plugin": "load",
 }
 
-__all__ = [
-    "Loaded",
-    "PluginInfo",
-    "Plugins",
-    "available",
-    "connect",
-    "find",
-    "load_plugin",
-    "load_plugins",
-    "option_models",
-    "recipe_path",
-]
+__all__ = ["PluginInfo", "available", "find", *_HOME_OF]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,6 @@ from slime_core.errors import ConfigError, PluginError, SlimeError, install_line
 from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:
-    import click
-
     from slime_core.config.schema import Config
     from slime_core.plugins.load import Loaded
 
@@ -29,10 +27,6 @@ CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like e
 BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
 
 """Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
-
-CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
-
-"""Words of `slime convert` that trainers of slime's own repository bring."""
 
 BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
 
@@ -79,26 +73,6 @@ def trainer_of(config: Config) -> TrainerBackend:
 def cluster_of(config: Config) -> ClusterBackend:
     """The cluster that ``cluster.cluster_backend`` names; raises as :func:`engine_of`."""
     return named("slime_cluster", config.cluster.cluster_backend, config.plugins, ClusterBackend)
-
-
-def with_options(name: str) -> Backend:
-    """The installed backend of that name whose options can be listed.
-
-    Raises:
-        ConfigError: CFG04 there is none.
-    """
-    for backend in brought_by(name) if is_installed(name) else ():
-        if backend.options is not None:
-            return backend
-    if name in BROUGHT_BY and not is_installed(name):
-        raise absent(f"backend {name}", name, f"backend {name}")
-    raise ConfigError(
-        f"no installed backend called '{name}' lists its options",
-        code="CFG04",
-        where=f"backend {name}",
-        why=f"known: {', '.join(BROUGHT_BY)}",
-        fix=nearest(name, list(BROUGHT_BY)) or "slime plugins list",
-    )
 
 
 def unread(config: Config) -> list[str]:
@@ -270,33 +244,6 @@ def brought_by(plugin: str) -> list[Backend]:
         return [backend for hook in KINDS for backend in offered(hook, plugin)[1]]
     except SlimeError:
         return []
-
-
-def converters() -> dict[str, click.Command]:
-    """Words of `slime convert` that installed trainers bring; none of a plugin that does not load."""
-    backends = [backend for info in available() for backend in brought_by(info.name)]
-    return {
-        word: command
-        for backend in backends
-        if isinstance(backend, TrainerBackend) and backend.converters
-        for word, command in backend.converters().items()
-    }
-
-
-def converter(word: str) -> click.Command | None:
-    """The command of a word of `slime convert`; None where no installed trainer brings it.
-
-    Raises:
-        ConfigError: CFG04 the package that brings it is not installed.
-        PluginError: PLG50 to PLG57 that package does not load.
-    """
-    name = CONVERTERS.get(word)
-    if name is None:
-        return converters().get(word)
-    if not is_installed(name):
-        raise absent(f"slime convert {word}", name, f"command line: slime convert {word}")
-    backend = named("slime_trainer", name, (), TrainerBackend)
-    return backend.converters()[word] if backend.converters else None
 
 
 class Tables:

@@ -18,7 +18,7 @@ from slime_core.plugins.megatron import MegatronHooks, find_bridge
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.router import INFRA, Functions, Router, Terms, made_elsewhere
-from slime_core.protocols import Check, Estimator, Loss, PromptSource, Role, Sink
+from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
 if TYPE_CHECKING:
@@ -187,14 +187,6 @@ class Plugins:
             self._functions.seen(group, ctx.config)
         return [made[group.id] for group in groups]
 
-    def estimator(self, name: str) -> Estimator:
-        """The advantage estimator of that name.
-
-        Raises:
-            ConfigError: CFG04 no plugin registers it.
-        """
-        return self._router.named["slime_advantage"].value(name)  # type: ignore[no-any-return]
-
     def loss(self, name: str) -> Loss:
         """The loss of that name, with the run's functions by path (loss, correction, reducer) applied.
 
@@ -284,14 +276,6 @@ class Plugins:
         """Tell functions by path of an evaluation: its groups by set, and its metrics."""
         for answer in self._functions.evaluation_listeners(ctx.config):
             self._call_now(answer, ctx, f"the evaluation at version {ctx.version}", sets=sets, metrics=dict(metrics))
-
-    def checks(self) -> list[Check]:
-        """Rows of `slime doctor` (`slime_checks`)."""
-        found: list[Check] = []
-        for plugin in self._declaring("slime_checks"):
-            answer = plugin.answers["slime_checks"]
-            found += expect(answer, call_now(answer, {}, about="doctor"), list, "doctor", "return a list of Check")
-        return found
 
     def state(self) -> dict[str, Any]:
         """What plugins keep in a checkpoint (`slime_state`), by plugin name.

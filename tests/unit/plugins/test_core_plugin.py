@@ -231,7 +231,7 @@ def test_the_whole_rollout_keeps_the_given_order_over_tasks(load, ctx):
 
 def test_names_that_nobody_registers_are_config_errors(load):
     with pytest.raises(ConfigError):
-        load().estimator("nothing")
+        load().needs(TrainSection(advantage_estimator="nothing"))
     with pytest.raises(ConfigError):
         load().loss("nothing")
 
