@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.builtin.advantages import estimators
 from slime_core.builtin.losses import losses
-from slime_core.builtin.teacher import score_by_teacher
-from slime_core.errors import ConfigError, DataError
+from slime_core.errors import ConfigError, DataError, EngineError
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.boundary import together
 from slime_core.protocols import Estimator, Loss
@@ -129,3 +128,38 @@ def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:
         )
     sample.append_response(ids, log_probs=[0.0] * len(ids), text=sample.label)
     sample.status, sample.reward = Status.COMPLETED, 0.0
+
+
+async def score_by_teacher(sample: Sample, ctx: Context) -> None:
+    """Set ``sample.teacher_log_probs``, one a response token, turns of the environment included.
+
+    An engine scores under the plain softmax, at temperature 1, so the sample must have been drawn at that: otherwise
+    the difference to the student's log-probs, which are at the temperature of the draw, would be no log-ratio.
+
+    Raises:
+        ConfigError: CFG04 a sample that was drawn at another temperature than 1.
+        EngineError: ENG83 the cluster started no teacher; or what `Engine.score` raises.
+    """
+    where = f"sample {sample.id}"
+    teacher = ctx.engines.get("teacher")
+    if teacher is None:
+        raise EngineError(
+            "there is no teacher engine",
+            code="ENG83",
+            where=where,
+            why="train.teacher_place = engine, and the cluster started none",
+            fix="--teacher-place trainer",
+        )
+    if sample.temperature != 1:
+        raise ConfigError(
+            f"{where} was drawn at temperature {sample.temperature}, the teacher scores at 1",
+            code="CFG04",
+            where="train.teacher_place, rollout.rollout_temperature",
+            why="log-probs at two temperatures cannot be compared",
+            fix="--teacher-place trainer   (scores at the draw's temperature), or --rollout-temperature 1",
+        )
+    if not sample.response_length:
+        sample.teacher_log_probs = []
+        return
+    scored = await teacher.score(sample.tokens, sample.prompt_length)
+    sample.teacher_log_probs = [float(value) for value in scored]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.builtin.given import given_rewards, role_column
-from slime_core.builtin.terms import distillation, reference_kl, teacher_role
+from slime_core.builtin.terms import distillation, given_rewards, reference_kl, role_column, teacher_role
 from slime_core.config.algorithms import ALGORITHMS, WHITENED
 from slime_core.errors import ConfigError, TrainerError
 from slime_core.protocols import Estimator, Role

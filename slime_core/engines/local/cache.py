@@ -6,6 +6,12 @@
 On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
 sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
 ever attends to it.
+
+How long slots are and how many there are is what requests need, within the memory that is there:
+
+    all seats, as long as the longest request may get     where that fits
+    all seats, as long as sequences are now               where that fits; longer as they grow
+    fewer seats
 """
 
 from __future__ import annotations
@@ -18,9 +24,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime_core.errors import EngineError
+from slime_core.memory import available_memory
+
 BLOCK = 32
 """Lengths that attention sees are multiples of this many positions. Below 400 multiplications torch's batched product
 uses a kernel of its own, with other bits: 32 columns of 13 or more numbers stay above."""
+
+SHARE = 0.5
+"""Part of the free memory that the cache may take: the trainer's gradients and optimizer come after it."""
+
+STEP = 4 * BLOCK
+"""Slots grow by whole steps, so that prompts of slightly different lengths do not each make them longer."""
 
 
 def up(count: int, step: int) -> int:
@@ -50,6 +65,47 @@ def position_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype, device: str
 def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """What keys and values are kept in."""
     return torch.float32 if device == "cpu" else dtype
+
+
+def free_memory(device: str, held: int) -> int:
+    """Bytes that a cache may take in place of one of ``held`` bytes."""
+    if device == "cpu":
+        return available_memory() + held
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[0]) + cached + held
+
+
+def fitting(need: int, most: int, *, seats: int, tokens: int, context_len: int, positions: float) -> tuple[int, int]:
+    """Seats and tokens of a slot for sequences of ``need`` tokens that may get ``most``.
+
+    ``seats`` is how many are wished for, ``tokens`` what a slot has now, ``positions`` what memory holds in all.
+    """
+    whole = min(context_len, up(max(need, most), STEP))
+    part = min(whole, up(max(need, tokens + tokens // 2), STEP))
+    for length in (whole, part, need):
+        if (seats + 1) * slot_length(length) <= positions:
+            return seats, length
+    for length in (part, need):
+        fewer = int(positions // slot_length(length)) - 1
+        if fewer >= 1:
+            return fewer, length
+    return 1, need
+
+
+def check_size(tokens: int, position_bytes: int, memory: int) -> None:
+    """One sequence of ``tokens`` and the spare slot fit.
+
+    Raises:
+        EngineError: ENG05.
+    """
+    size = 2 * slot_length(tokens) * position_bytes
+    if size > memory:
+        raise EngineError(
+            f"the KV cache of a sequence of {tokens} tokens needs {size / 2**30:.1f} GiB",
+            code="ENG05",
+            why=f"{memory / 2**30:.1f} GiB are free",
+            fix="lower rollout.rollout_max_context_len or rollout.rollout_max_response_len, or take a smaller model",
+        )
 
 
 class KVCache:

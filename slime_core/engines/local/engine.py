@@ -281,9 +281,8 @@ class LocalEngine:
     # -- torch thread side
 
     def _load(self, update: WeightUpdate) -> None:
-        from slime_core.engines.local.scheduler import Scheduler
+        from slime_core.engines.local.scheduler import Scheduler, Texts
         from slime_core.engines.local.served import Served
-        from slime_core.engines.local.texts import Texts
 
         if self._served is None:
             self._served = Served(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)

@@ -13,17 +13,16 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Segment
-from slime_core.engines.local.cache import slot_length
-from slime_core.engines.local.capacity import SHARE, check_size, fitting, free_memory
+from slime_core.engines.local.cache import SHARE, check_size, fitting, free_memory, slot_length
 from slime_core.engines.local.sampling import Knobs, draw, uniforms
 from slime_core.engines.local.slots import Slots
 from slime_core.errors import EngineError
@@ -34,12 +33,17 @@ if TYPE_CHECKING:
 
     from slime_core.engines.local.jobs import Job
     from slime_core.engines.local.served import Served
-    from slime_core.engines.local.texts import Texts
 
 log = logging.getLogger(__name__)
 
 COMMON = 32
 """Fewer common leading tokens than this are not worth waiting for another prompt's prefill."""
+
+
+TOKENS_A_CHARACTER = 4
+"""A character is at most four byte tokens."""
+
+MARGIN = 8
 
 
 @dataclass(slots=True)
@@ -49,6 +53,41 @@ class Piece:
     slot: int
     begin: int
     end: int
+
+
+class Texts:
+    """Decodes drawn tokens: once at the end, and as a short tail a step where a request has stop strings.
+
+    The tokenizer is loaded when it is first needed.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+        self._load = tokenizer
+        self._tokenizer: Any = None
+
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def decode(self, job: Job) -> str:
+        """The new tokens' text, cut before the stop string that ended it."""
+        if not job.tokens:
+            return ""
+        text = self._decode(job.tokens, skip_special_tokens=True)
+        found = [text.find(stop) for stop in job.request.params.stop if stop in text]
+        return text[: min(found)] if found and job.finish == "stop" else text
+
+    def stops(self, slots: Slots, slot: int) -> bool:
+        """Whether the token just drawn completed a stop string."""
+        job = slots.jobs[slot]
+        assert job is not None
+        longest = max(map(len, job.request.params.stop))
+        count = TOKENS_A_CHARACTER * longest + MARGIN
+        tail = slots.new_tokens(slot, count)
+        before = job.earlier(count - len(tail))
+        text = self._decode([*before, *tail], skip_special_tokens=False)
+        return any(stop in text for stop in job.request.params.stop)
 
 
 class Scheduler:

@@ -87,42 +87,39 @@ class Twin:
         return given
 
     def _take(self, name: str, tensor: torch.Tensor, *, alias: bool) -> None:
-        old = self.model.get_parameter(name) if self._is_parameter(name) else self.model.get_buffer(name)
+        old = self._tensor(name)
         same = tensor.dtype == old.dtype and tensor.device.type == torch.device(self.device).type
         if alias and same:
-            fresh = tensor
             self._own.discard(name)
+            self._place(name, tensor)
         elif name in self._own:
             old.copy_(tensor)
-            return
         else:
-            fresh = tensor.to(device=self.device, dtype=old.dtype, copy=True)
             self._own.add(name)
+            self._place(name, tensor.to(device=self.device, dtype=old.dtype, copy=True))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        owner, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        tensor: torch.Tensor | None = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+        assert tensor is not None
+        return tensor
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor where this name and those tied to it are."""
         for tied in self._ties[name]:
             owner, _, leaf = tied.rpartition(".")
             module = self.model.get_submodule(owner)
             if leaf in module._parameters:
-                module._parameters[leaf] = torch.nn.Parameter(fresh, requires_grad=False)
+                module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
             else:
-                module._buffers[leaf] = fresh
-
-    def _is_parameter(self, name: str) -> bool:
-        owner, _, leaf = name.rpartition(".")
-        return leaf in self.model.get_submodule(owner)._parameters
+                module._buffers[leaf] = tensor
 
     def release(self) -> None:
         """Give the weights' memory back; the next load must bring all of them."""
         for name in {names[0] for names in self._ties.values()}:
-            old = self.model.get_parameter(name) if self._is_parameter(name) else self.model.get_buffer(name)
             self._own.discard(name)
-            for tied in self._ties[name]:
-                owner, _, leaf = tied.rpartition(".")
-                module = self.model.get_submodule(owner)
-                empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
-                if leaf in module._parameters:
-                    module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
-                else:
-                    module._buffers[leaf] = empty
+            self._place(name, torch.empty_like(self._tensor(name), device="meta"))
         self.ready = False
 
     def fingerprints(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slime_core.engines.local import capacity, scheduler
+from slime_core.engines.local import cache, scheduler
 
 pytestmark = pytest.mark.unit
 
@@ -105,7 +105,7 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
         asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 20, new=400)]
         async with b.engine(slots=20, context_len=512) as roomy, b.engine(slots=20, context_len=512) as tight:
             wanted = await asyncio.gather(*(roomy.generate(r) for r in asked))
-            memory = 10 * 300 * tight._served.position_bytes / capacity.SHARE
+            memory = 10 * 300 * tight._served.position_bytes / cache.SHARE
             monkeypatch.setattr(scheduler, "free_memory", lambda device, held: int(memory))
             lengths = []
             grow = tight._served.grow
