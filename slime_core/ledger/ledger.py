@@ -17,7 +17,6 @@ from pathlib import Path
 
 from slime_core.durable import FileMark
 from slime_core.failpoints import failpoint
-from slime_core.ledger.audit import audit_payloads, audit_tables
 from slime_core.ledger.commits import Commits, Points
 from slime_core.ledger.reads import Reads
 from slime_core.ledger.rows import Rows, forget_payloads, living, remove_segments
@@ -166,15 +165,6 @@ class SqliteLedger:
         await self.commits.run(lambda: forget_payloads(db, before_version), points=PRUNE)
         await self.commits.run(lambda: remove_segments(self.segments, living(db)))
         failpoint("ledger.prune.after")
-
-    async def audit(self) -> list[str]:
-        """Look at every row and every payload; what is wrong, in sentences. Empty where the ledger is sound."""
-        db = self.commits.db
-
-        def look() -> list[str]:
-            return [*audit_tables(db, self.reads.counts()), *audit_payloads(db, self.segments)]
-
-        return await self.commits.run(look)
 
     async def backup(self, path: Path) -> FileMark:
         """Copy the database, as it is committed now, into the new durable file ``path``; writers go on meanwhile.

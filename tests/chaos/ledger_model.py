@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from ledger_audit import audit
 from ledger_rows import REASONS, Model, N, Row, group_of, is_free, is_pending, prompt_of, turns_of
 
 from slime_core.errors import StorageError
@@ -44,7 +45,7 @@ class Life:
         """Check everything a last time, and clear up."""
         try:
             self.check(whole=True)
-            assert self.call(self.ledger.audit()) == []
+            assert self.call(audit(self.ledger)) == []
         finally:
             self.call(self.ledger.close())
             self.runner.close()

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ledger_audit import audit
 
 from slime_cli import history
 from slime_cli.main import main
@@ -49,7 +50,7 @@ def audited(path):
     async def look():
         ledger = SqliteLedger(path)
         try:
-            return await ledger.audit()
+            return await audit(ledger)
         finally:
             await ledger.close()
 

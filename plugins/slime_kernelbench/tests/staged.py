@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from actors import BROKEN, RIGHT, WRONG, Known, fenced
+from ledger_audit import audit
 from speakers import speaker
 
 from durability.cut_runs import CutRun
@@ -85,7 +86,7 @@ class Run(CutRun):
             ledger = SqliteLedger(self.path)
             counts, steps = dict(await ledger.counts()), [await ledger.composition(v) for v in (1, 2, 3)]
             samples = {s.id: s for step in steps for s in await ledger.samples(step)}
-            found = await ledger.audit()
+            found = await audit(ledger)
             await ledger.close()
             assert found == []
             return counts, steps, samples

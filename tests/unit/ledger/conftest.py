@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from books import recount
+from ledger_audit import audit
 
 from slime_core.ledger.ledger import SqliteLedger
 
@@ -18,7 +19,7 @@ def with_ledger(tmp_path):
             try:
                 answer = await body(ledger)
                 if sound:
-                    assert await ledger.audit() == []
+                    assert await audit(ledger) == []
                 return answer
             finally:
                 await ledger.close()

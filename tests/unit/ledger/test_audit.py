@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 
 import pytest
+from ledger_audit import audit
 
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
@@ -30,9 +31,9 @@ def full(tmp_path):
         await ledger.trained(1, "f1")
         await ledger.journal_step(2, "main", ["main/1-0", "main/1-1"])
         await ledger.drop([(groups[4].samples, Drop(reason="x"))])
-        assert await ledger.audit() == []
+        assert await audit(ledger) == []
         await ledger.rewind(0)
-        assert await ledger.audit() == []
+        assert await audit(ledger) == []
         await ledger.trained(1, "f1")
         await ledger.close()
 
@@ -40,11 +41,11 @@ def full(tmp_path):
     return tmp_path
 
 
-def audit(folder):
+def audited(folder):
     async def body():
         ledger = SqliteLedger(folder)
         try:
-            return await ledger.audit()
+            return await audit(ledger)
         finally:
             await ledger.close()
 
@@ -76,12 +77,12 @@ def audit(folder):
     ids=lambda value: value.replace(" ", "_")[:40],
 )
 def test_damage_is_told(full, damage, told):
-    assert audit(full) == []
+    assert audited(full) == []
     db = sqlite3.connect(full / "ledger.sqlite")
     db.execute(damage)
     db.commit()
     db.close()
-    found = audit(full)
+    found = audited(full)
     assert any(told in line for line in found), found
 
 
@@ -90,7 +91,7 @@ def test_a_payload_that_was_changed_is_told(full):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    assert any("cannot be read" in line for line in audit(full))
+    assert any("cannot be read" in line for line in audited(full))
 
 
 def test_counts_that_add_up_are_one_line():

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from ledger_audit import audit
 
 from slime_core.errors import StorageError
 from slime_core.ledger import commits as module
@@ -146,7 +147,7 @@ def test_a_call_that_breaks_the_whole_transaction_fails_alone(use, tmp_path):
         assert [type(a) for a in answers] == [type(None), type(None), StorageError, type(None)]
         assert answers[2].code == "STO109"
         assert (await ledger.counts())["issued"] == 6
-        assert await ledger.audit() == []
+        assert await audit(ledger) == []
 
     use(body)
 

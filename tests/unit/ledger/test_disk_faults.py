@@ -7,8 +7,10 @@ import resource
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
+from ledger_audit import audit
 
 from durability.ledger_contract import suspended_turns
 from slime_core import durable
@@ -104,10 +106,10 @@ def test_109_a_full_disk_keeps_what_was_committed_and_goes_on_when_there_is_spac
         await ledger.finish(big)
         await ledger.suspend(turns)
         await ledger.issue(many[:500])
-        assert await ledger.audit() == []
+        assert await audit(ledger) == []
         await ledger.close()
         again = SqliteLedger(folder / "run")
-        assert await again.audit() == []
+        assert await audit(again) == []
         assert (await again.counts())["issued"] == before["issued"] + 1000
         assert len((await again.samples(["main/10-1"]))[0].tokens) == len(big.samples[1].tokens)
         await again.close()
@@ -217,6 +219,7 @@ def test_120_no_more_files_is_told_and_passes(with_ledger, monkeypatch):
 LIMITED = """
 import asyncio, os, resource, sys
 from pathlib import Path
+from ledger_audit import audit
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.errors import StorageError
 from slime_core.testing.contracts import sample_group
@@ -241,7 +244,7 @@ async def main():
     for fd in held:
         os.close(fd)
     await ledger.finish(sample_group(3))
-    print(len(await ledger.samples(["main/0-0", "main/3-0"])), await ledger.audit())
+    print(len(await ledger.samples(["main/0-0", "main/3-0"])), await audit(ledger))
     await ledger.close()
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
@@ -250,7 +253,9 @@ asyncio.run(main())
 
 
 def test_120_a_process_at_its_limit_of_files_loses_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout == "STO120\n2 []\n", done.stderr
 
 

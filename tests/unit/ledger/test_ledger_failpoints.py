@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from ledger_audit import audit
 
 import slime_core.ledger
 from durability.ledger_contract import suspended_turns
@@ -74,7 +75,7 @@ def child(folder, failpoint):
 async def look(folder):
     ledger = SqliteLedger(folder)
     try:
-        return await ledger.audit(), dict(await ledger.counts())
+        return await audit(ledger), dict(await ledger.counts())
     finally:
         await ledger.close()
 

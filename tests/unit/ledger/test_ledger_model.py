@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from ledger_audit import audit
 
 from durability.ledger_contract import suspended_turns
 from durability.memory_ledger import MemoryLedger
@@ -43,7 +44,7 @@ class Twins(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "disk"):
-            assert self.run(self.disk.audit()) == []
+            assert self.run(audit(self.disk)) == []
             self.run(self.disk.close())
             self.runner.close()
             shutil.rmtree(self.folder)

@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+from ledger_audit import audit
 
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
@@ -46,7 +47,7 @@ async def look(run):
         known = await ledger.recall([f"main/{position}" for position in range(4)])
         states = [(known[name].state, len(known[name].samples)) for name in sorted(known)]
         suspended = await ledger.suspended([sample_group(2).samples[0].id], before=100)
-        return await ledger.audit(), dict(await ledger.counts()), states, suspended
+        return await audit(ledger), dict(await ledger.counts()), states, suspended
     finally:
         await ledger.close()
 

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 
 import pytest
+from ledger_audit import audit
 
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
@@ -47,7 +48,7 @@ def issued(folder, ledger_dir=""):
     async def body():
         ledger = SqliteLedger(folder, ledger_dir)
         try:
-            assert await ledger.audit() == []
+            assert await audit(ledger) == []
             return (await ledger.counts())["issued"]
         finally:
             await ledger.close()

@@ -1,4 +1,4 @@
-"""Everything that must hold in a ledger, looked at row by row; slow, for `slime doctor` and tests."""
+"""Everything that must hold in a ledger, looked at row by row and payload by payload."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 
 from slime_core.errors import StorageError
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.ledger.reads import conservation
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, TRAINED
 from slime_core.ledger.segments import Place, Segments
@@ -48,6 +49,16 @@ CHECKS = (
     ("finished, without a payload", f"SELECT id FROM samples WHERE state = {FINISHED} AND segment IS NULL"),
     ("dropped without a reason", f"SELECT id FROM samples WHERE (state = {DROPPED}) != (reason != 0)"),
 )
+
+
+async def audit(ledger: SqliteLedger) -> list[str]:
+    """Look at every row and every payload; what is wrong, in sentences. Empty where the ledger is sound."""
+    db = ledger.commits.db
+
+    def look() -> list[str]:
+        return [*audit_tables(db, ledger.reads.counts()), *audit_payloads(db, ledger.segments)]
+
+    return await ledger.commits.run(look)
 
 
 def audit_tables(db: sqlite3.Connection, counts: Mapping[str, int]) -> list[str]:
