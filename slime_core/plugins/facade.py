@@ -12,9 +12,9 @@ from slime_core.config.problems import Problem
 from slime_core.errors import PluginError
 from slime_core.plugins.answers import Twice, checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
+from slime_core.plugins.bridges import find_bridge
 from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
 from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
-from slime_core.plugins.megatron import MegatronHooks, find_bridge
 from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.router import INFRA, Functions, Router, Terms, made_elsewhere
@@ -42,7 +42,6 @@ class Plugins:
         self._loaded, self._core, self._functions, self._terms = dict(loaded), core, functions, terms
         self._threads = HookThreads()
         self._twice, self._processes = Twice(), Processes()
-        self.megatron = MegatronHooks(self._tell)
         self._router = Router(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -240,14 +239,15 @@ class Plugins:
 
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Tell every `slime_batch` of the step's columns."""
-        self._tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
+        self.tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
 
     def bridge(self, hf_config: Any) -> Any:
         """The bridge of a Hugging Face config (`slime_model_bridge`), as :func:`find_bridge` says."""
         return find_bridge(self._loaded.values(), hf_config)
 
-    def _tell(self, hook: str, about: str, ctx: Context, **given: Any) -> None:
+    def tell(self, hook: str, about: str, ctx: Context, **given: Any) -> None:
+        """Tell every implementation of a hook: `slime_batch`, `slime_step_done`, and those that a trainer calls."""
         for answer in self._router.listeners(hook, ctx.config):
             self._call_now(answer, ctx, about, **given)
 
@@ -261,7 +261,7 @@ class Plugins:
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
         """Tell every `slime_step_done` of a finished step."""
-        self._tell("slime_step_done", f"step {report.version}", ctx, report=report)
+        self.tell("slime_step_done", f"step {report.version}", ctx, report=report)
 
     @asynccontextmanager
     async def running(self, ctx: Context) -> AsyncIterator[None]:

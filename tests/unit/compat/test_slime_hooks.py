@@ -314,10 +314,10 @@ def test_functions_of_megatron_ranks_are_called_as_slime_calls_them(write, conne
     }
     plugins, ctx = connect(Config(train=train))
     plugins.resolve(ctx.config)
-    plugins.megatron.init("settings", ctx)
+    plugins.tell("slime_megatron_init", "a start", ctx, args="settings")
     for role in ("policy", "reference", "teacher", "values"):
-        plugins.megatron.before_log_prob(["model"], role, ctx)
-    plugins.megatron.before_train_step(["model"], "optimizer", 5, ctx)
+        plugins.tell("slime_megatron_before_log_prob", "log-probs", ctx, model=["model"], role=role)
+    plugins.tell("slime_megatron_before_train_step", "a step", ctx, model=["model"], optimizer="optimizer", step=5)
     (answer,) = plugins._functions.listeners("slime_megatron_init", ctx.config)
     seen = plugins._functions._locate(
         "train.custom_megatron_init_path", train["custom_megatron_init_path"]

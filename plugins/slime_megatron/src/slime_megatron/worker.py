@@ -53,7 +53,7 @@ class MegatronWorker(Worker):
         start(layout, self.config.seed)
         number = parallel_state.get_data_parallel_rank()
         self.seat = Seat(number=number, ranks=layout.dp, over=layout.cp, flops=Flops.of(self.folder.config))
-        self.plugins.megatron.init(self.settings, self.ctx)
+        self.plugins.tell("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
         self.actor: Learner = Learner(self.policy.stage)
         self.actor.wrap(build(self.settings))
@@ -87,7 +87,13 @@ class MegatronWorker(Worker):
 
     def columns(self, portion: Portion, model: Model, role: Role, count: int) -> NDArray[np.float32]:
         columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
-        self.plugins.megatron.before_log_prob([model.passes.wrapped], role, self.ctx)
+        self.plugins.tell(
+            "slime_megatron_before_log_prob",
+            f"log-probs of {role}",
+            self.ctx,
+            model=[model.passes.wrapped],
+            role=role,
+        )
         micros = list(chain(*self.packs(portion)))
         found = model.passes.scores(micros)
         if speaks():
@@ -113,7 +119,14 @@ class MegatronWorker(Worker):
 
     def _ready(self, learner: Learner) -> None:
         learner.ready()
-        self.plugins.megatron.before_train_step([learner.ddp], learner.optimizer, learner.steps, self.ctx)
+        self.plugins.tell(
+            "slime_megatron_before_train_step",
+            f"optimizer step {learner.steps}",
+            self.ctx,
+            model=[learner.ddp],
+            optimizer=learner.optimizer,
+            step=learner.steps,
+        )
 
     def finish(self, sums: Sums) -> tuple[dict[str, float], list[int]]:
         return totals(sums)

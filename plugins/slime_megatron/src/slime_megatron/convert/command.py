@@ -90,9 +90,9 @@ def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:
     Raises:
         PluginError: a named plugin does not load.
     """
+    from slime_core.plugins.bridges import find_bridge
     from slime_core.plugins.discover import available
     from slime_core.plugins.load import load_plugin
-    from slime_core.plugins.megatron import find_bridge
 
     loaded, broken = [], []
     for name in dict.fromkeys(names or (plugin.name for plugin in available())):
