@@ -7,7 +7,11 @@ compares a backend's name with a string.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,12 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.backends import Backend, ClusterBackend, EngineBackend, TrainerBackend
 from slime_core.config.problems import Problem, conflict
-from slime_core.errors import ConfigError, PluginError, SlimeError, install_line, nearest
+from slime_core.errors import ConfigError, PluginError, SlimeError, install_line, nearest, text_of
 from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins.load import Loaded
+    from slime_core.plugins.provider import Provider
 
 CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
 
@@ -53,6 +58,9 @@ KINDS: dict[str, type[Any]] = {
 }
 
 B = TypeVar("B", EngineBackend, TrainerBackend, ClusterBackend)
+
+ENTERED = frozenset({"start", "serve", "parts"})  # return async context managers
+LISTED = frozenset({"problems", "rules", "notices"})  # may be generators
 
 
 def engine_of(config: Config) -> EngineBackend:
@@ -225,7 +233,6 @@ def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
     Raises:
         PluginError: PLG56, PLG57 its hook fails or returns something else.
     """
-    from slime_core.plugins.backend_calls import guarded
     from slime_core.plugins.boundary import call_now, wrong
 
     declared = loaded.answers.get(hook)
@@ -235,7 +242,74 @@ def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
     if not isinstance(backends, (list, tuple)) or not all(isinstance(backend, kind) for backend in backends):
         fix = f"return a list of slime_core.backends.{kind.__name__}"
         raise wrong(declared, f"returned {backends!r}", "the run", code="PLG57", fix=fix)
-    return [guarded(backend, loaded.provider, KEYS[hook]) for backend in backends]
+    return [_guarded(backend, loaded.provider, KEYS[hook]) for backend in backends]
+
+
+def _guarded(backend: B, provider: Provider, key: str) -> B:
+    """The backend with functions that raise PLG56 in place of anything that is no SlimeError.
+
+    Example: guarded(EngineBackend(name="mine", start=start), provider, "rollout.rollout_engine")
+    """
+    changes: dict[str, Any] = {}
+    for field in fields(backend):
+        value = getattr(backend, field.name)
+        if callable(value) and not inspect.isclass(value):
+            border = _Border(backend.name, provider, key, field.name)
+            plain = border.listed if field.name in LISTED else border.called
+            changes[field.name] = border.entered(value) if field.name in ENTERED else plain(value)
+    return replace(backend, **changes)
+
+
+@dataclass(slots=True, frozen=True)
+class _Border:
+    """One function of a backend."""
+
+    backend: str
+    provider: Provider
+    key: str
+    function: str
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise PLG56 for what is raised inside."""
+        try:
+            yield
+        except SlimeError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            name = self.provider.name if "==" in self.provider.origin else self.provider.origin
+            raise PluginError(
+                f"{self.key} = {self.backend}: {self.provider.origin} failed in `{self.function}`: {text_of(error)}",
+                code="PLG56",
+                where=f"{self.key}, {frame.filename}:{frame.lineno}",
+                fix=f"slime plugins check {name}   or leave {self.key} out",
+            ) from error
+
+    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A plain function."""
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            with self.watched():
+                return function(*args, **keywords)
+
+        return call
+
+    def listed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that returns several things, perhaps one after another."""
+        return self.called(lambda *args, **keywords: tuple(function(*args, **keywords)))
+
+    def entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that returns an async context manager; what the block inside raises passes."""
+
+        @asynccontextmanager
+        async def enter(*args: Any, **keywords: Any) -> AsyncIterator[Any]:
+            async with AsyncExitStack() as stack:
+                with self.watched():
+                    value = await stack.enter_async_context(function(*args, **keywords))
+                yield value
+
+        return enter
 
 
 def brought_by(plugin: str) -> list[Backend]:

@@ -19,10 +19,17 @@ from typing import Any, TypeVar
 
 from slime_core.errors import PluginError, SlimeError, text_of
 from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, shown
-from slime_core.plugins.deadline import DEADLINE as DEADLINE, Deadline
 from slime_core.plugins.guard import GUARD, end_if_forked
 from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
-from slime_core.plugins.running import HOOK_LOOP as HOOK_LOOP, Carried, HookThreads as HookThreads, Late, Steps
+from slime_core.plugins.running import (
+    DEADLINE as DEADLINE,
+    HOOK_LOOP as HOOK_LOOP,
+    Carried,
+    Deadline,
+    HookThreads as HookThreads,
+    Late,
+    Steps,
+)
 
 T = TypeVar("T")
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)

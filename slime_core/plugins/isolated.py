@@ -26,9 +26,8 @@ from slime_core import errors
 from slime_core.errors import PluginError
 from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import too_late, wrong
-from slime_core.plugins.deadline import wait_for_future
 from slime_core.plugins.provider import Answer
-from slime_core.plugins.running import Carried, HookThreads, Late
+from slime_core.plugins.running import Carried, HookThreads, Late, wait_for_future
 from slime_core.types import Group, Reward, Sample
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from slime_core.errors import PluginError, SlimeError
 from slime_core.rollout.gate import Gate
 from slime_core.rollout.pending import pending_group
 from slime_core.rollout.score import PLUGIN, Scored, Streak, check_group, issued_ids, rolled_out, score_group
-from slime_core.rollout.staleness import RESTARTED, STALE, Ageing
+from slime_core.rollout.staleness import RESTARTED, STALE, Ageing, mask_older
 from slime_core.rollout.supply import Counts, Marks, Memory, Source, Tasks, stands, stored_group
-from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, mask_older, version_metrics
+from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, version_metrics
 from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:

@@ -112,6 +112,12 @@ def mask_stale(samples: Sequence[Sample], oldest: int) -> list[Sample]:
     return changed
 
 
+def mask_older(samples: Sequence[Sample]) -> None:
+    """Take a sample's tokens out of the loss that older weights made than those that finished it."""
+    for sample in samples:
+        mask_stale([sample], max(sample.weight_versions, default=-1))
+
+
 class Ageing:
     """One stage's groups, by position. ``restarts`` says what becomes of those that are too old.
 

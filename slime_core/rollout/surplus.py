@@ -133,18 +133,6 @@ def _sampled(sample: Sample) -> int:
     return sum(version >= 0 for version in sample.weight_versions)
 
 
-def mask_older(samples: Sequence[Sample]) -> None:
-    """Take a sample's tokens out of the loss that older weights made than those that finished it.
-
-    Tokens that no model made keep their mask; so do samples of one version.
-    """
-    for sample in samples:
-        newest = max(sample.weight_versions, default=-1)
-        if sample.loss_mask is not None:
-            mask = zip(sample.loss_mask, sample.weight_versions, strict=True)
-            sample.loss_mask = [0 if 0 <= version < newest else on for on, version in mask]
-
-
 def version_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """``rollout/continued_samples``, made by several weights, and the share of sampled tokens older than ``version``.
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from slime_core.plugins.facade import Plugins
 
 TORCH_FREE = "torch"
+PROMISES = ("options", "recipes", "checks", "command", "prompts", "generation", "rewards", "filter", "names", "state")
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 
@@ -114,16 +115,7 @@ class _Suite:
 
     def promises(self) -> Iterator[tuple[str, Callable[[], str | None]]]:
         """Names and tries, in the order of a run."""
-        yield "options", self.options
-        yield "recipes", self.recipes
-        yield "checks", self.checks
-        yield "command", self.command
-        yield "prompts", self.prompts
-        yield "generation", self.generation
-        yield "rewards", self.rewards
-        yield "filter", self.filter
-        yield "names", self.names
-        yield "state", self.state
+        return ((name, getattr(self, name)) for name in PROMISES)
 
     def options(self) -> str | None:
         """Options are a model whose defaults stand on their own."""
