@@ -194,7 +194,7 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0, ray
         async with AsyncExitStack() as stack:
             stack.push_async_callback(kept.close)
             if ranks:
-                given: dict[str, Any] = {"world": ranks, "device": "cpu", "cpu_threads": 1, "run_dir": folder / "run"}
+                given: dict[str, Any] = {"world": ranks, "run_dir": folder / "run"}
                 start = idle(await stack.enter_async_context(places(config, ray)))
                 trainer = Dealt(await stack.enter_async_context(RankTrainer(config, plugins, start=start, **given)))
             yield Parts(

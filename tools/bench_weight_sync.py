@@ -222,9 +222,10 @@ async def training(config: Config, folder: Path, thread: TorchThread, place: Pla
         model = ModelFolder.open(folder)
         yield await asyncio.to_thread(FsdpTrainer, config, plugins, model, thread=thread, device=device, epoch=1)
         return
-    settled = resolve_machine(config)
+    cluster = config.cluster.model_copy(update={"device": device, "cpu_threads": 4})
+    settled = resolve_machine(config.model_copy(update={"cluster": cluster}))
     run_dir.mkdir(parents=True, exist_ok=True)
-    more = {"world": world, "device": device, "cpu_threads": 4, "run_dir": run_dir, "epoch": 1}
+    more = {"world": world, "run_dir": run_dir, "epoch": 1}
     async with RankTrainer(settled, plugins, **more) as ranks:
         yield ranks
 

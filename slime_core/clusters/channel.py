@@ -1,36 +1,173 @@
 """A child process of a run, and the frames between it and the driver, wherever it runs.
 
-RankTrainer, EngineProcess --> Channel --+-- ProcessChannel: a socket pair to a child on this machine
-                                         `-- clusters.ray.channel: a host on another, which has such a socket
+    proxy.Proxy --> Channel --+-- ProcessChannel: a socket pair to a child on this machine
+                              `-- of another cluster: a host on another machine, which has such a socket
+
+A frame is a JSON header, then raw array bytes; no pickle.
+
+    4 bytes length of the header | header (JSON) | blob 0 | blob 1 | ...
+
+Values are JSON's own, tuples, sets of words, paths, a Config, numpy arrays, torch tensors (on arrival: CPU tensors),
+and the dataclasses of `slime_core` in `CROSSING`. Python's JSON writes a float so that the same float is read, so
+nothing is rounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime_core.clusters.looking import Look, look
-from slime_core.clusters.wire import Frame, decode, receive_frame, send_frame
+import numpy as np
 
-SILENT = "it wrote nothing into its log"  # why, in the error of a process that ended so
+from slime_core.clusters.hangs import Look, look, within
+from slime_core.config.schema import Config
+from slime_core.durable import FileMark
+from slime_core.trainers.portion import Portion, Seat
+from slime_core.types import (
+    ArrayRef,
+    Batch,
+    Completion,
+    GenerateRequest,
+    Held,
+    Piece,
+    SamplingParams,
+    WeightRoute,
+    WeightUpdate,
+)
+from slime_core.weights.flops import Flops
+
+CROSSING = (
+    *(ArrayRef, Batch, Portion, Seat, Flops, FileMark),
+    *(Completion, GenerateRequest, SamplingParams),
+    *(WeightUpdate, WeightRoute, Held, Piece),
+)
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
+BUILT: dict[str, Callable[[Any], Any]] = {
+    "!set": set,
+    "!frozenset": frozenset,
+    "!path": Path,
+    "!config": Config.model_validate_json,
+}
+HEADER = struct.Struct("<I")
+
 LOG_TAIL = 4000  # bytes of a dead process's log in an error
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One value as it crosses: the header behind its length, and raw arrays."""
+
+    head: bytes
+    blobs: Sequence[Any]  # bytes, or whatever else has a buffer
+    stored: Any = None  # where a channel has put it, for those that send it on
+
+
+def encode(value: Any) -> Frame:
+    """The frame of a value.
+
+    Raises:
+        TypeError: a type that does not cross.
+    """
+    blobs: list[bytes] = []
+    header = json.dumps({"value": _pack(value, blobs), "blobs": [len(blob) for blob in blobs]}).encode()
+    return Frame(HEADER.pack(len(header)) + header, blobs)
+
+
+def _pack(value: Any, blobs: list[bytes]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        blobs.append(np.ascontiguousarray(value).tobytes())
+        return {"!array": [len(blobs) - 1, value.dtype.str, list(value.shape)]}
+    if isinstance(value, list):
+        return [_pack(item, blobs) for item in value]
+    if isinstance(value, tuple):
+        return {"!tuple": [_pack(item, blobs) for item in value]}
+    if isinstance(value, (set, frozenset)):
+        return {f"!{type(value).__name__}": sorted(value)}
+    if isinstance(value, Path):
+        return {"!path": str(value)}
+    if isinstance(value, Config):
+        return {"!config": value.model_dump_json()}
+    if isinstance(value, dict):
+        return {"!dict": [[str(key), _pack(item, blobs)] for key, item in value.items()]}
+    if is_dataclass(value) and type(value).__name__ in KINDS:
+        parts = {item.name: _pack(getattr(value, item.name), blobs) for item in fields(value)}
+        return {"!kind": type(value).__name__, "fields": parts}
+    if type(value).__module__.startswith("torch"):
+        import torch
+
+        dtype = str(value.dtype).removeprefix("torch.")
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        blobs.append(flat.numpy().tobytes())
+        return {"!tensor": [len(blobs) - 1, dtype, list(value.shape)]}
+    raise TypeError(f"a {type(value).__name__} does not cross between processes")
+
+
+def decode(frame: Frame) -> Any:
+    """The value that :func:`encode` took."""
+    return _unpack(json.loads(frame.head[HEADER.size :])["value"], frame.blobs)
+
+
+def _unpack(value: Any, blobs: Sequence[Any]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for kind, build in BUILT.items():
+        if kind in value:
+            return build(value[kind])
+    if "!array" in value:
+        index, dtype, shape = value["!array"]
+        return np.frombuffer(bytearray(blobs[index]), dtype=dtype).reshape(shape)
+    if "!tensor" in value:
+        import torch
+
+        index, dtype, shape = value["!tensor"]
+        if not len(blobs[index]):
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.frombuffer(bytearray(blobs[index]), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+    if "!tuple" in value:
+        return tuple(_unpack(item, blobs) for item in value["!tuple"])
+    if "!dict" in value:
+        return {key: _unpack(item, blobs) for key, item in value["!dict"]}
+    return KINDS[value["!kind"]](**{name: _unpack(item, blobs) for name, item in value["fields"].items()})
+
+
+async def send_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    """Write one frame."""
+    writer.write(frame.head)
+    for blob in frame.blobs:
+        writer.write(blob)
+    await writer.drain()
+
+
+async def receive_frame(reader: asyncio.StreamReader) -> Frame:
+    """Read one frame; raises IncompleteReadError where the other side is gone."""
+    size = await reader.readexactly(HEADER.size)
+    head = await reader.readexactly(HEADER.unpack(size)[0])
+    return Frame(size + head, [await reader.readexactly(n) for n in json.loads(head)["blobs"]])
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Child:
     """What to start: ``python -m MODULE FD PARENT``, its output appended to ``log``.
 
-    Example: Child(module="slime_core.clusters.rank", log=run_dir / "log" / "rank-0.log")
+    Example: Child(module="slime_core.clusters.ranks", log=run_dir / "log" / "rank-0.log")
     """
 
     module: str
@@ -74,10 +211,6 @@ class Channel(Protocol):
         """The end of its log."""
         ...
 
-    async def note(self, text: str) -> None:
-        """Append to its log."""
-        ...
-
     async def look(self) -> Look:
         """What it does: its state, and where its threads are."""
         ...
@@ -89,13 +222,6 @@ class Channel(Protocol):
 
 Start = Callable[[int, Child], Awaitable[Channel]]
 """Starts the child of a number (a rank, an engine) in the place that it is meant for."""
-
-
-async def within(seconds: float, work: Awaitable[Any]) -> Any:
-    """Its answer; None where it fails or takes longer, as anything may whose machine does not answer."""
-    with suppress(Exception):
-        return await asyncio.wait_for(asyncio.ensure_future(work), seconds)
-    return None
 
 
 async def end(channel: Channel, farewell: Frame, grace: float) -> str:
@@ -180,11 +306,6 @@ class ProcessChannel:
     async def tail(self) -> str:
         """See `Channel`."""
         return self._path.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip()
-
-    async def note(self, text: str) -> None:
-        """See `Channel`."""
-        with self._path.open("a") as log:
-            log.write(text)
 
     async def look(self) -> Look:
         """See `Channel`."""

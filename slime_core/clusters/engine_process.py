@@ -1,96 +1,227 @@
-"""The embedded engine in a process of its own: it answers Engine calls, many at once, and does nothing else.
+"""The embedded engine in a process of its own, as a `protocols.Engine`: it generates while this process trains.
+
+    generate, abort, ... --`proxy.Proxy`--> EngineService
+    load --block of memory (`weights.shared_memory`)--> "
 
     python -m slime_core.clusters.engine_process CALLS [BLOCKS] PARENT
 
-CALLS and BLOCKS are descriptors of sockets to the process PARENT that started it: frames (`clusters.wire`) on the
-first, descriptors of weight blocks on the second; without BLOCKS they arrive in frames. The first frame tells config,
-threads and epoch; every later one is a block, or a call with a number, under which it is answered. The process ends
-when PARENT closes the socket, or ends.
+A process on this machine shares the block: its descriptor comes on the socket BLOCKS. One that was started elsewhere
+gets it in a frame. Requests that are in flight are lost with a process that dies. It needs no plugin.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
-import sys
-import traceback
-from contextlib import AsyncExitStack, suppress
+import time
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from slime_core.clusters.channel import die_with
-from slime_core.clusters.looking import show_stacks
-from slime_core.clusters.wire import receive, send
-from slime_core.errors import EngineError, SlimeError
+import numpy as np
+
+from slime_core.clusters.channel import Child, Frame, ProcessChannel, Start
+from slime_core.clusters.embedded import embedded_engine, open_folder
+from slime_core.clusters.hangs import Member
+from slime_core.clusters.proxy import Proxy, Service, forwarded, request, run
+from slime_core.errors import EngineError
+from slime_core.protocols import Ability, Engine, PauseMode
+from slime_core.threads import TorchThread
 from slime_core.types import WeightUpdate
+from slime_core.weights.shared_memory import Listing, MappedBlock, SharedBlock, checksums, tensors_in
 
 if TYPE_CHECKING:
-    from slime_core.engines.local import LocalEngine
-    from slime_core.weights.shared_memory import Listing, MappedBlock
+    from slime_core.config.schema import Config
+    from slime_core.types import WeightCheck, WeightRoute
+
+PROCESS = "slime_core.clusters.engine_process"
+LOST = "ENG84"
 
 
-class Answers:
-    """Calls in, answers out, in the order in which they are ready."""
+class Sender:
+    """Weights in a frame for engines elsewhere: made once an update, however many engines take it."""
 
-    def __init__(self, engine: LocalEngine, writer: asyncio.StreamWriter, blocks: socket.socket | None) -> None:
-        self._engine, self._writer, self._blocks = engine, writer, blocks
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, thread: TorchThread) -> None:
+        self._thread, self._block = thread, SharedBlock()
+        self._lock = asyncio.Lock()
+        self._made: tuple[WeightUpdate, Frame, Listing] | None = None
+
+    async def frame(self, update: WeightUpdate) -> tuple[Frame, Listing]:
+        """The frame of an update's tensors, and its listing."""
+        async with self._lock:
+            if self._made is None or self._made[0] is not update:
+                self._made = None
+                listing = await self._thread.run(self._block.fill, update.tensors)
+                memory = np.frombuffer(self._block.memory, dtype=np.uint8)
+                self._made = update, request(0, "block", memory), listing
+            return self._made[1:]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._made = None
+        self._block.close()
+
+
+class EngineProcess:
+    """Implements `protocols.Engine` over one process; enter it with ``async with``.
+
+    ``thread`` is the trainer's: weights are copied there, after the step that made them. With ``start`` the process is
+    wherever that starts it, and ``sender`` makes the frames of its weights.
+
+    Example:
+        async with EngineProcess(config, run_dir=path, epoch=1, thread=thread) as engine:
+            await engine.load(await trainer.publish(0))
+            done = await engine.generate(request)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        epoch: int,
+        thread: TorchThread,
+        number: int = 0,
+        start: Start | None = None,
+        sender: Sender | None = None,
+    ) -> None:
+        self.version, self.epoch = -1, epoch
+        self.abilities: frozenset[Ability] = frozenset()
+        self._config, self._thread, self.number = config, thread, number
+        self._start, self._sender = start, sender
+        self.log = run_dir / "log" / f"engine-{number}.log"
+        self._block = SharedBlock()
+        self._sent = 0  # number of the block that the process has
+        self._loading = asyncio.Lock()
+        self._paused = False  # requests wait because they were told to
+        self._proxy: Proxy | None = None
+        self._blocks: socket.socket | None = None  # to a process on this machine
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before it is started."""
+        return self._proxy.channel.pid if self._proxy is not None else 0
+
+    async def __aenter__(self) -> Self:
+        env = {"OMP_NUM_THREADS": str(self._config.cluster.cpu_threads)}
+        if self._start is not None:
+            channel = await self._start(self.number, Child(module=PROCESS, log=self.log, env=env))
+        else:
+            self._blocks, theirs = socket.socketpair()
+            with theirs:
+                child = Child(module=PROCESS, log=self.log, env={**env, **_visible(self._config, self.number)})
+                channel = await ProcessChannel.start(child, theirs.fileno())
+        self._proxy = Proxy(channel, f"the engine's process {channel.pid}", EngineError, LOST, self._note)
+        try:
+            await self.call("start", self._config, self.epoch)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._proxy is not None:
+            await self._proxy.close()
+        if self._blocks is not None:
+            self._blocks.close()
+        self._block.close()
+
+    def _note(self, state: tuple[int, frozenset[Ability]]) -> None:
+        self.version, self.abilities = state
+
+    def members(self) -> list[Member]:
+        """See `hangs.Watched`."""
+        if (proxy := self._proxy) is None:
+            return []
+        calls = proxy.waiting
+        doing = f"{calls} call{'s' * (calls != 1)}" if calls and not self._paused else ""
+        return [Member(name=f"engine {self.number}", channel=proxy.channel, doing=doing, since=proxy.heard)]
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """The process's answer."""
+        if self._proxy is None:
+            raise EngineError("the engine's process was not started", code=LOST)
+        return await self._proxy.call(method, *args)
+
+    generate, score, abort = forwarded(Engine.generate), forwarded(Engine.score), forwarded(Engine.abort)
+    fingerprints = forwarded(Engine.fingerprints)
+    release, reacquire = forwarded(Engine.release), forwarded(Engine.reacquire)
+
+    async def route(self, check: WeightCheck) -> WeightRoute | None:
+        """See `protocols.Engine`: weights cross in shared memory."""
+        return None
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `protocols.Engine`."""
+        await self.call("pause", mode)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See `protocols.Engine`; requests that waited have the time of new ones."""
+        self._paused = False
+        if self._proxy is not None:
+            self._proxy.heard = time.monotonic()
+        await self.call("resume")
+
+    async def load(self, update: WeightUpdate) -> None:
+        """See `protocols.Engine`; running requests go on, each token says its version.
+
+        Where the trainer sent no checksums, the float32 tensors' go into ``update.fingerprints`` if that is also the
+        dtype of compute: what the engine then serves must have them.
+
+        Raises:
+            EngineError: ENG83 tensors that did not arrive whole, ENG84 a dead process, ENG86 weights that do not fit.
+        """
+        async with self._loading:
+            if self._sender is not None and self._proxy is not None:
+                frame, listing = await self._sender.frame(update)
+                await self._proxy.send(frame)
+            else:
+                listing = await self._thread.run(self._block.fill, update.tensors)
+                if self._blocks is not None and self._sent != self._block.number:
+                    with suppress(OSError):  # where the process is gone, the call below says so
+                        socket.send_fds(self._blocks, [b"w"], [self._block.fd])
+                    self._sent = self._block.number
+            await self.call("load", update.version, update.epoch, listing)
+        if not update.fingerprints and self._config.train.dtype == "float32":
+            update.fingerprints = checksums(listing, "float32")
+
+
+class EngineService(Service):
+    """The engine in its process, as ``target``; on the socket of the descriptor ``blocks`` weight blocks come."""
+
+    fault = partial(EngineError, code=LOST)
+
+    def __init__(self, blocks: int = -1) -> None:
+        super().__init__()
+        self._blocks = socket.socket(fileno=blocks) if blocks >= 0 else None
         self._block: MappedBlock | None = None
         self._sent: Any = None  # bytes of the last block that came in a frame
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the driver says ``close`` or is gone."""
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while (call := await receive(reader))["method"] != "close":
-                if call["method"] == "cancel":
-                    if task := self._tasks.get(call["args"][0]):
-                        task.cancel()
-                    continue
-                if call["method"] == "block":
-                    self._sent = call["args"][1]
-                    continue
-                number = call["number"]
-                task = asyncio.create_task(self._answer(number, call["method"], call["args"]))
-                self._tasks[number] = task
-                task.add_done_callback(partial(self._forget, number))
-        for task in list(self._tasks.values()):
-            task.cancel()
+    @property
+    def state(self) -> tuple[int, frozenset[Ability]]:
+        """See `Service`: version and abilities."""
+        return (self.target.version, self.target.abilities) if self.target is not None else (-1, frozenset())
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[number]
+    async def start(self, config: Config, epoch: int) -> None:
+        """Make the engine."""
+        thread = TorchThread(config.cluster.cpu_threads)
+        self.stack.callback(thread.close)
+        folder = open_folder(config)
+        self.target = await self.stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
 
-    async def _answer(self, number: int, method: str, args: list[Any]) -> None:
-        try:
-            answer = {"value": await self._call(method, args)}
-        except SlimeError as error:
-            answer = failure(error)
-        except Exception as error:
-            answer = failure(EngineError(f"{type(error).__name__}: {error}", code="ENG84"))
-            traceback.print_exc()  # into the log
-        engine = self._engine
-        state = {"version": engine.version, "abilities": sorted(engine.abilities)}
-        with suppress(ConnectionError):
-            await send(self._writer, {"number": number, "state": state, **answer})
+    def block(self, memory: Any) -> None:
+        """Keep a block for the load that follows."""
+        self._sent = memory
 
-    async def _call(self, method: str, args: list[Any]) -> Any:
-        engine = self._engine
-        if method == "load":
-            return await self._load(*args)
-        if method in ("release", "reacquire"):
-            return await getattr(engine, method)(set(args[0]))
-        if method in ("generate", "score", "abort", "fingerprints", "pause", "resume"):
-            return await getattr(engine, method)(*args)
-        raise EngineError(f"no engine call is named {method!r}")
-
-    async def _load(self, version: int, epoch: int, listing: Listing) -> None:
+    async def load(self, version: int, epoch: int, listing: Listing) -> None:
+        """Load what lies in the block."""
         tensors = await asyncio.to_thread(self._arrived, listing)
-        await self._engine.load(WeightUpdate(version=version, epoch=epoch, transport="tensors", tensors=tensors))
+        await self.target.load(WeightUpdate(version=version, epoch=epoch, transport="tensors", tensors=tensors))
 
     def _arrived(self, listing: Listing) -> Any:
-        from slime_core.weights.shared_memory import MappedBlock, tensors_in
-
         if self._blocks is None:
             sent, self._sent = self._sent, None
             return tensors_in(sent, listing)
@@ -101,50 +232,20 @@ class Answers:
         return self._block.tensors(listing)
 
 
-def failure(error: SlimeError) -> dict[str, Any]:
-    """The parts of an error as they cross."""
-    return {"error": error.as_dict(), "kind": type(error).__name__}
+def _visible(config: Config, number: int) -> dict[str, str]:
+    """On a machine with more GPUs than the trainer uses, an engine sees one of those alone."""
+    if config.cluster.device != "cuda":
+        return {}
+    import torch
 
-
-async def serve(calls: socket.socket, blocks: socket.socket | None) -> None:
-    """Build the engine and answer calls."""
-    reader, writer = await asyncio.open_unix_connection(sock=calls)
-    hello = await receive(reader)
-    async with AsyncExitStack() as stack:
-        try:
-            engine = await _build(hello, stack)
-        except SlimeError as error:
-            await send(writer, failure(error))
-            return
-        answers = Answers(engine, writer, blocks)
-        await send(writer, {"value": None, "state": {"version": -1, "abilities": sorted(engine.abilities)}})
-        await answers.serve(reader)
-
-
-async def _build(hello: dict[str, Any], stack: AsyncExitStack) -> LocalEngine:
-    from slime_core.clusters.embedded import embedded_engine, open_folder
-    from slime_core.config.schema import Config
-    from slime_core.threads import TorchThread
-
-    config = Config.model_validate_json(hello["config"])
-    thread = TorchThread(hello["cpu_threads"])
-    stack.callback(thread.close)
-    folder = open_folder(config)
-    return await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=hello["epoch"]))
-
-
-def main() -> None:
-    """Serve until the driver is gone."""
-    calls, *more, parent = map(int, sys.argv[1:])
-    die_with(parent)
-    show_stacks()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to the log, as all output
-    logging.getLogger("slime_core").setLevel(logging.INFO)
-    try:
-        asyncio.run(serve(socket.socket(fileno=calls), socket.socket(fileno=more[0]) if more else None))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        os._exit(0)  # the driver was gone before it had said anything
+    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    more = torch.cuda.device_count() - ranks
+    if more <= 0:
+        return {}
+    place = ranks + number % more
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": visible[place] if visible else str(place)}
 
 
 if __name__ == "__main__":
-    main()
+    run(EngineService)

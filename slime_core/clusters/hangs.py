@@ -5,6 +5,9 @@
 
 A deadline is of progress: an answer of any request of an engine, each call of the trainer, each phase of a step. It
 does not run while this process itself stood still (SIGSTOP, a suspended machine).
+
+The kernel tells the state of a process. Its stacks it writes into its log when SIGUSR1 asks it (:func:`show_stacks`),
+whatever its threads do; one that is stopped cannot.
 """
 
 from __future__ import annotations
@@ -12,23 +15,22 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import re
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_core.clusters.channel import within
-from slime_core.clusters.looking import STOPPED, Look, collective, place, state_of
 from slime_core.errors import Hung
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slime_core.config.schema import Config
-    from slime_core.protocols import Ledger
+    from slime_core.protocols import Ledger, ServerProcess
     from slime_core.report import Report
 
 OFTEN = 5.0  # seconds between two looks, at most
@@ -36,6 +38,25 @@ ASKED = 12.0  # seconds in which a process, or its host, must say where it is
 KILLED = 5.0  # seconds in which it must be gone
 PHASES = frozenset({"score", "verify", "train", "sync"})
 """Phases of the driver with a deadline; rollouts and evaluations have those of their hooks."""
+STATES = {
+    "R": "running",
+    "S": "asleep",
+    "D": "waiting for a device",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+    "X": "dead",
+    "I": "idle",
+}
+STOPPED = ("T", "t")
+ANSWER = 3.0
+"""Seconds in which a process must have written its stacks."""
+SETTLED = 0.1
+"""Seconds without another line after which it has."""
+WAITING = ("threading.py", "selectors.py", "socket.py", "wire.py", "thread.py", "base_events.py", "queue.py")
+"""Files whose topmost frame says that a thread waits for work."""
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
 
 
 class Asked(Protocol):
@@ -79,44 +100,38 @@ class Watched(Protocol):
         ...
 
 
-class Server(Protocol):
-    """An SGLang server of ours; its own watch judges it by its tokens."""
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Of the process that leads its session; it changes when the server is restarted."""
-        ...
-
-
 class Servers:
-    """SGLang servers as lines of the page: nobody waits for them here, and the cluster's end ends them."""
+    """Servers of ours as lines of the page: their own watch judges them, nobody waits for them here."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self._servers = servers
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        self._servers = [server for server in servers if server.owned]
 
     def members(self) -> list[Member]:
         """See `Watched`."""
-        return [Member(name=server.title, channel=ServerLook(server.pid)) for server in self._servers]
+        return [Member(name=server.title, channel=ServerLook(server.host)) for server in self._servers]
 
 
 @dataclass(slots=True, frozen=True)
 class ServerLook:
-    """Implements `Asked` over the process of a server on this machine."""
+    """Implements `Asked` over the `host.Host` of a server."""
 
-    pid: int
-    node: str = field(default_factory=socket.gethostname)
+    host: Any
+
+    @property
+    def pid(self) -> int:
+        """See `Asked`; it changes when the server is restarted."""
+        return int(self.host.pid)
+
+    @property
+    def node(self) -> str:
+        """See `Asked`."""
+        return self.host.place or socket.gethostname()
 
     async def look(self) -> Look:
-        """Its state; what SIGUSR1 does there is its own affair."""
-        state = state_of(self.pid) if self.pid else ""
-        return Look(
-            pid=self.pid, state=state, why="its watch judges it by its tokens" if state else "it is not running"
-        )
+        """See `Asked`; what SIGUSR1 does there is the server's own affair."""
+        state: str = await self.host.state()
+        why = "its watch judges it by its tokens" if state else "it is not running"
+        return Look(pid=self.pid, state=state, why=why)
 
     async def kill(self) -> None:
         """The cluster's end does that in order."""
@@ -347,3 +362,116 @@ def own_stack() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode(errors="replace").strip()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Look:
+    """One process at one moment.
+
+    Example: Look(pid=123, state="S", waits_in="futex_wait_queue", stack='Thread 0x7f... File "x.py", line 3 in f')
+    """
+
+    pid: int
+    state: str  # the kernel's letter; empty: it is gone, or cannot be asked
+    waits_in: str = ""  # the kernel's function in which it waits
+    stack: str = ""
+    why: str = ""  # why there is no stack, or no state
+
+    @property
+    def told(self) -> str:
+        """Its state in words."""
+        return f"{self.state} {STATES.get(self.state, '')}".strip() if self.state else self.why or "gone"
+
+
+def show_stacks() -> None:
+    """Have this process write where each of its threads is to stderr, its log, whenever it gets SIGUSR1."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+async def look(pid: int, log: Path) -> Look:
+    """A process of this machine whose output goes to ``log``."""
+    state = state_of(pid)
+    waits_in = _read(f"/proc/{pid}/wchan").strip("0")
+    if not state or state in "ZX":
+        return Look(pid=pid, state=state, why="it is dead")
+    if state in STOPPED:
+        return Look(pid=pid, state=state, waits_in=waits_in, why="it is stopped and cannot say where it is")
+    if not _hears(pid):
+        return Look(pid=pid, state=state, waits_in=waits_in, why="it has not begun to listen for that question")
+    stack = await _ask(pid, log)
+    why = "" if stack else f"it did not say where it is within {ANSWER:g} s"
+    return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, why=why)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter; empty where there is no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1]
+
+
+def _hears(pid: int) -> bool:
+    """Whether SIGUSR1 would be answered; where it is not caught it would kill."""
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return bool(found and int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+async def _ask(pid: int, log: Path) -> str:
+    """The stacks that a process writes into its log; as much as is there when it has gone quiet, or the time is up."""
+    try:
+        begin = log.stat().st_size
+        os.kill(pid, signal.SIGUSR1)
+    except OSError:
+        return ""
+    text, end, changed = "", time.monotonic() + ANSWER, time.monotonic()
+    while time.monotonic() < end and not (text and time.monotonic() - changed > SETTLED):
+        await asyncio.sleep(0.01)
+        with log.open("rb") as file:
+            file.seek(begin)
+            found = file.read().decode(errors="replace")
+        if found != text:
+            text, changed = found, time.monotonic()
+    return text.strip()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def collective(stack: str) -> str:
+    """The collective in which one of the threads waits; empty where none does.
+
+    Example: "all_reduce"
+    """
+    for frames in threads(stack):
+        for file, _, name in frames:
+            if Path(file).name in COLLECTIVES and not name.startswith(("_", "wrapper")):
+                return name
+    return ""
+
+
+def place(stack: str) -> str:
+    """Where the first thread is that does not wait for work.
+
+    Example: "busy in loop.py:12"
+    """
+    for frames in threads(stack):
+        if frames and Path(frames[0][0]).name not in WAITING:
+            file, line, name = frames[0]
+            return f"{name} in {Path(file).name}:{line}"
+    return ""
+
+
+def threads(stack: str) -> list[list[tuple[str, str, str]]]:
+    """Frames of each thread, the innermost first: file, line, function."""
+    parts = re.split(r"^(?:Current thread|Thread) 0x.*$", stack, flags=re.MULTILINE)
+    found = [[(m["file"], m["line"], m["name"]) for m in _FRAME.finditer(part)] for part in parts[1:]]
+    return [frames for frames in found if frames]
+
+
+async def within(seconds: float, work: Awaitable[Any]) -> Any:
+    """Its answer; None where it fails or takes longer, as anything may whose machine does not answer."""
+    with suppress(Exception):
+        return await asyncio.wait_for(asyncio.ensure_future(work), seconds)
+    return None

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from slime_core.clusters import ports
+from slime_core.clusters.hangs import state_of
 from slime_core.service import is_loopback
 
 if TYPE_CHECKING:
@@ -127,6 +128,10 @@ class Host(Protocol):
 
     async def listener(self, port: int) -> Listener:
         """Who listens on ``port`` there."""
+        ...
+
+    async def state(self) -> str:
+        """The kernel's letter for the launcher; empty where none runs."""
         ...
 
 
@@ -250,6 +255,10 @@ class LocalHost:
         if not found:
             return "nobody"
         return "ours" if ports.holds(ports.members(self.pid), found) else "other"
+
+    async def state(self) -> str:
+        """See `Host`."""
+        return state_of(self.pid) if self.pid else ""
 
 
 def log_since(log: Path, begin: int) -> str:

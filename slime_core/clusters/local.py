@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from slime_core.backends import EngineStart
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
+from slime_core.clusters.engine_process import EngineProcess
 from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.hangs import Servers, Watch, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.remote_engine import EngineProcess
 from slime_core.clusters.turns import FreeTurns, QuietTurns, Resync, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
@@ -64,7 +64,7 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
             start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=epoch, note=report.note)
             served = await stack.enter_async_context(backend.start(start))
             engine, roles = served.engine, served.roles
-            watch.add(Servers([server for server in served.processes if server.owned]))
+            watch.add(Servers(served.processes))
             if gives_memory(config, engine):
                 await engine.pause("retract")
                 await engine.release({"kv", "weights"})
@@ -130,8 +130,6 @@ async def _trainer(
         config,
         plugins,
         world=world,
-        device=cluster.device,
-        cpu_threads=cluster.cpu_threads,
         run_dir=run_dir,
         epoch=epoch,
     )

@@ -85,10 +85,12 @@ def test_fsdp_trainer(check, device, dtype, tmp_path):
 
 def test_two_ranks_of_the_fsdp_trainer(tmp_path):
     path = tiny_model(tmp_path / "model")
-    config = _config(path, "--dtype", "float32", "--device", "cpu", "--actor-num-gpus-per-node", "2")
+    config = _config(
+        path, "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1", "--actor-num-gpus-per-node", "2"
+    )
 
     async def run():
-        ranks = RankTrainer(config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=tmp_path)
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path)
         async with ranks as trainer:
             for check in TRAINER_CHECKS:
                 await check(

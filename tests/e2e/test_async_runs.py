@@ -58,7 +58,7 @@ def reward(args, sample, **kw):
         os.kill(next(pid for pid, name in sorted(children().items()) if name == module), signal.SIGKILL)
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
 '''
-ENGINE, RANK = "slime_core.clusters.engine_process", "slime_core.clusters.rank"
+ENGINE, RANK = "slime_core.clusters.engine_process", "slime_core.clusters.ranks"
 STEPS, BATCH, SAMPLES = 5, 2, 3
 AHEAD = ("--no-colocate", "--max-staleness", "1")
 FREE = ("--no-colocate", "--max-staleness", "2", "--async-schedule", "free")

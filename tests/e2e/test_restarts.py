@@ -70,9 +70,9 @@ def reward(args, sample, **kw):
 
 
 def kill_a_rank(args, rollout_id, rollout_data):
-    os.kill(of_this_run("slime_core.clusters.rank"), signal.SIGKILL)
+    os.kill(of_this_run("slime_core.clusters.ranks"), signal.SIGKILL)
 '''
-RANK, ENGINE = "slime_core.clusters.rank", "slime_core.clusters.engine_process"
+RANK, ENGINE = "slime_core.clusters.ranks", "slime_core.clusters.engine_process"
 RANKS = ("--actor-num-gpus-per-node", 2)
 AHEAD = ("--no-colocate", "--max-staleness", 1, "--async-schedule", "lockstep")
 

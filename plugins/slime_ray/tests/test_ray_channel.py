@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
 from ray.exceptions import ActorDiedError
 
-from slime_core.clusters.wire import encode
+from slime_core.clusters.channel import encode
 from slime_ray.channel import RayChannel
 
 pytestmark = pytest.mark.unit

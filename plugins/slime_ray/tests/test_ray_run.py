@@ -207,7 +207,7 @@ def look(args, samples, **kw):
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        pytest.param("slime_core.clusters.rank", 6, ("TRN105", "trainer rank 0, process", "SIGKILL"), id="rank"),
+        pytest.param("slime_core.clusters.ranks", 6, ("TRN105", "trainer rank 0, process", "SIGKILL"), id="rank"),
         pytest.param("slime_core.clusters.engine_process", 5, ("ENG84", "SIGKILL"), id="engine"),
         pytest.param("ray::Host", 5, ("lost with its host",), id="host"),
     ],

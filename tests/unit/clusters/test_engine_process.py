@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from slime_core.clusters.embedded import embedded_engine
+from slime_core.clusters.engine_process import EngineProcess
 from slime_core.clusters.machine import resolve_machine
-from slime_core.clusters.remote_engine import EngineProcess
+from slime_core.clusters.proxy import Proxy
 from slime_core.config.load import load_config
 from slime_core.errors import DataError, EngineError
 from slime_core.testing import tiny_model
@@ -185,23 +186,39 @@ def test_a_killed_process_is_an_error_for_every_call_that_waits_and_for_every_la
 
 
 class Full:
-    """A channel that takes nothing any more."""
+    """A channel that takes nothing any more, to a process that dies when ``gone`` is set."""
+
+    pid, log = 1, "engine.log"
+
+    def __init__(self):
+        self.gone = asyncio.Event()
 
     async def write(self, frame):
         await asyncio.Event().wait()
 
+    async def read(self):
+        await self.gone.wait()
+        raise ConnectionResetError
 
-def test_calls_that_are_cancelled_while_they_are_sent_leave_no_words_when_the_process_dies(process, loop):
+    async def ended(self, seconds):
+        return "was killed"
+
+    async def tail(self):
+        return ""
+
+
+def test_calls_that_are_cancelled_while_they_are_sent_leave_no_words_when_the_process_dies(loop):
     """The first error of a group cancels the others: whoever still writes has been told of it and never looks."""
 
     async def lost():
-        said, engine = [], process()
+        said, channel = [], Full()
+        proxy = Proxy(channel, "the engine", EngineError, "ENG84")
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
-        engine._channel = Full()
-        calls = [asyncio.create_task(engine.generate(_request(f"c{i}"))) for i in range(3)]
+        calls = [asyncio.create_task(proxy.call("generate", _request(f"c{i}"))) for i in range(3)]
         await asyncio.sleep(0)
-        engine._lost = "it was killed"
-        engine._fail(EngineError(engine._lost, code="ENG84"))
+        channel.gone.set()
+        while proxy.lost is None:
+            await asyncio.sleep(0)
         for call in calls:
             call.cancel()
         kinds = {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)}
@@ -231,7 +248,7 @@ DRIVER = """
 import asyncio, sys
 from pathlib import Path
 from slime_core.clusters.machine import resolve_machine
-from slime_core.clusters.remote_engine import EngineProcess
+from slime_core.clusters.engine_process import EngineProcess
 from slime_core.config.load import load_config
 from slime_core.threads import TorchThread
 

@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from slime_core.clusters.channel import Child, ProcessChannel
-from slime_core.clusters.hangs import Member, Seen, Servers, cause, render, watching
-from slime_core.clusters.looking import Look, collective, look, place
+from slime_core.clusters.hangs import Look, Member, Seen, Servers, cause, collective, look, place, render, watching
+from slime_core.clusters.host import LocalHost
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import Hung, TrainerError
 from slime_core.report import Report, RunDir
@@ -96,7 +97,8 @@ def test_a_page_has_every_process_and_its_stack():
 
 SLEEPER = """
 import os, sys
-from slime_core.clusters.looking import show_stacks
+from slime_core.clusters.host import LocalHost
+from slime_core.clusters.hangs import show_stacks
 if sys.argv[1] == "hears":
     show_stacks()
 def waits_here():
@@ -181,7 +183,7 @@ def test_what_hangs_is_ended_and_the_block_with_it(report, tmp_path):
     report.on_hang = told.append
 
     async def run():
-        channel = await ProcessChannel.start(Child(module="slime_core.clusters.rank", log=tmp_path / "child.log"))
+        channel = await ProcessChannel.start(Child(module="slime_core.clusters.ranks", log=tmp_path / "child.log"))
         try:
             async with watching(config(0.5), report) as watch:
                 watch.add(Part(channel, asyncio.get_running_loop().time()))
@@ -208,10 +210,11 @@ def test_a_phase_of_the_driver_has_a_deadline_too(report):
 
 
 class Server:
-    title = "SGLang server 3"
+    title, owned = "SGLang server 3", True
 
     def __init__(self, pid):
-        self.pid = pid
+        self.host = LocalHost()
+        self.host._process = SimpleNamespace(pid=pid) if pid else None
 
 
 def test_servers_are_lines_of_the_page_and_are_left_to_their_own_watch(report):

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from slime_core.clusters.engine_process import EngineProcess
 from slime_core.clusters.local import local_cluster
 from slime_core.clusters.machine import engines_apart, resolve_machine
-from slime_core.clusters.remote_engine import EngineProcess
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
 from slime_core.engines.local import LocalEngine

@@ -25,10 +25,12 @@ class OtherView(RankTrainer):
 
 def test_a_rank_that_sees_another_folder_is_named(tmp_path):
     path = tiny_model(tmp_path / "model", weights=False)
-    config = load_config(None, ["--hf-checkpoint", str(path), "--init-weights", "random", "--device", "cpu"])
+    config = load_config(
+        None, ["--hf-checkpoint", str(path), "--init-weights", "random", "--device", "cpu", "--cpu-threads", "1"]
+    )
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     run_dir = tmp_path / "run"
-    ranks = OtherView(config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=run_dir)
+    ranks = OtherView(config, load_plugins(config), world=2, run_dir=run_dir)
     ranks.other = tmp_path / "other"
 
     async def run():
@@ -40,6 +42,6 @@ def test_a_rank_that_sees_another_folder_is_named(tmp_path):
     assert "rank 1" in caught.value.what
     assert str(tmp_path / "other") in caught.value.where
     assert [p for p in run_dir.iterdir() if p.name != "log"] == []
-    for pid in [rank.pid for rank in ranks._ranks]:
+    for pid in [rank.channel.pid for rank in ranks._ranks]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import trainer_bench as made
 
-from slime_core.clusters.channel import ProcessChannel
+from slime_core.clusters.channel import ProcessChannel, decode, encode
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.wire import decode, encode
 from slime_core.config.schema import Config
 from slime_core.errors import TrainerError
 from slime_core.plugins import load_plugins
@@ -57,10 +56,9 @@ async def trained(model, run_dir, plugins=(), megatron=None, **train):
         return channels[-1]
 
     given = {"rollout": {"hf_checkpoint": str(model)}, "train": {**TRAIN, **train}, "plugins": plugins, "seed": 3}
+    given["cluster"] = {"device": "cpu", "cpu_threads": 1}
     config = Config.model_validate(given | {"megatron": megatron or {}})
-    ranks = RankTrainer(
-        config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=run_dir, start=start
-    )
+    ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=run_dir, start=start)
     async with ranks:
         await ranks.begin(config)
         batch = batch_of()
@@ -87,7 +85,7 @@ def model(tmp_path_factory):
 def test_two_ranks_get_half_the_bytes_each_and_train_as_one(model, tmp_path):
     scored, metrics, channels, batch, (error, sample) = asyncio.run(trained(model, tmp_path))
     whole = size(encode({"method": "step", "args": [batch]}))
-    sent = [size(channel.of("step")) for channel in channels]
+    sent = [size(channel.of("step_portion")) for channel in channels]
     assert max(sent) < 0.65 * whole
     assert sum(sent) < 1.2 * whole
     assert (error.code, sample in error.what) == ("TOK44", True)
@@ -109,9 +107,9 @@ def test_ranks_that_hold_a_tensor_together_get_the_same_frame_put_once(model, tm
     flags = {"tensor_model_parallel_size": 2}
     found = asyncio.run(trained(model, tmp_path, ("models",), flags, train_backend="megatron"))
     scored, metrics, (first, second), batch, (error, _) = found
-    for method in ("score", "step"):
+    for method in ("score_portion", "step_portion"):
         assert first.of(method) is second.of(method)
-    assert decode(first.of("step"))["args"][0].places.tolist() == list(range(len(batch)))
+    assert decode(first.of("step_portion"))["args"][0].places.tolist() == list(range(len(batch)))
     assert error.code == "TOK44"
     assert metrics["optimizer_steps"] == 2
     assert scored["policy"].std() > 0

@@ -65,10 +65,10 @@ def failing(tmp_path, monkeypatch, install_plugin):
     def fail(backend, loss, method, *args):
         train = {"dtype": "float32", "loss_type": loss, "train_backend": "megatron" if BACKENDS[backend] else "fsdp"}
         given = {"rollout": {"hf_checkpoint": str(model)}, "train": train, "plugins": ("faults", "models")}
-        config = Config.model_validate(given | {"megatron": BACKENDS[backend]})
-        ranks = RankTrainer(
-            config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=tmp_path / "run"
+        config = Config.model_validate(
+            given | {"megatron": BACKENDS[backend], "cluster": {"device": "cpu", "cpu_threads": 1}}
         )
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run")
         return asyncio.run(_fail(ranks, config, method, *args))
 
     return fail
@@ -85,7 +85,7 @@ async def _fail(ranks, config, method, *args):
                 await ranks.fingerprint()
     assert second.value.code == "TRN105"
     assert second.value.what == "the trainer's ranks were ended, none can answer fingerprint"
-    for pid in [rank.pid for rank in ranks._ranks]:
+    for pid in [rank.channel.pid for rank in ranks._ranks]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     return first.value, second.value

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_core import durable
 from slime_core.clusters.ranks import RankTrainer
+from slime_core.config.schema import ClusterSection
 from slime_core.durable import Disk
 from slime_core.errors import StorageError, TrainerError
 from slime_core.plugins import load_plugins
@@ -276,10 +277,9 @@ def test_the_number_of_ranks_may_change_and_change_back(bench, tmp_path):
     want = one.call("fingerprint")
 
     async def two():
-        config = made.config_of(folder, **SETTINGS)
-        ranks = RankTrainer(
-            config, load_plugins(config), world=2, device="cpu", cpu_threads=1, run_dir=tmp_path / "run"
-        )
+        cluster = {"device": "cpu", "cpu_threads": 1}
+        config = made.config_of(folder, **SETTINGS).model_copy(update={"cluster": ClusterSection(**cluster)})
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run")
         async with ranks as trainer:
             await trainer.begin(config)
             await trainer.restore(tmp_path / "one")

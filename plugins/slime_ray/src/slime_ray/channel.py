@@ -19,10 +19,9 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from slime_core.clusters.channel import Child, ProcessChannel
+from slime_core.clusters.channel import Child, Frame, ProcessChannel, decode
+from slime_core.clusters.hangs import Look, state_of
 from slime_core.clusters.host import LocalHost, function_of
-from slime_core.clusters.looking import Look, state_of
-from slime_core.clusters.wire import Frame, decode
 
 LARGE = 64 << 10
 """Bytes of a frame from which on it goes through the object store."""
@@ -48,10 +47,6 @@ class Host:
     async def look(self) -> Look:
         """What this process does; it answers, so nothing keeps it."""
         return Look(pid=os.getpid(), state=state_of(os.getpid()), why="it answers")
-
-    async def state(self, pid: int) -> str:
-        """The kernel's letter for a process of this machine; empty where there is none."""
-        return state_of(pid) if pid else ""
 
     async def call(self, function: str, *args: Any) -> Any:
         """What ``package.module:function`` returns on this machine."""
@@ -83,7 +78,7 @@ class Host:
         return await self._children[number].frames()
 
     async def ask(self, number: int, method: str, *args: Any) -> Any:
-        """``ended``, ``kill``, ``tail``, ``note``, ``look`` or ``close`` of a child's `Channel`."""
+        """``ended``, ``kill``, ``tail``, ``look`` or ``close`` of a child's `Channel`."""
         return await getattr(self._children[number].channel, method)(*args)
 
 
@@ -178,10 +173,6 @@ class RayChannel:
         """See `Channel`; empty where the host is gone."""
         return await self._try("tail") or ""
 
-    async def note(self, text: str) -> None:
-        """See `Channel`."""
-        await self._try("note", text)
-
     async def look(self) -> Look:
         """See `Channel`."""
         found: Look = await self._ask(self._host.ask.remote(self._number, "look"))
@@ -198,9 +189,9 @@ class RayChannel:
             self._lost = gone(self._machine, error)
             raise ConnectionResetError(self._lost) from error
 
-    async def _try(self, method: str, *args: Any) -> Any:
+    async def _try(self, method: str) -> Any:
         try:
-            return await self._ask(self._host.ask.remote(self._number, method, *args))
+            return await self._ask(self._host.ask.remote(self._number, method))
         except ConnectionError:
             return None
 

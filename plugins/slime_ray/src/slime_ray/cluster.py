@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from slime_core.backends import EngineStart, Served
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import open_folder
+from slime_core.clusters.engine_process import EngineProcess, Sender
 from slime_core.clusters.engine_set import as_one, holding
-from slime_core.clusters.hangs import Watch, watching
+from slime_core.clusters.hangs import Servers, Watch, watching
 from slime_core.clusters.local import teacher_engine, teacher_of
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.remote_engine import EngineProcess, Sender
 from slime_core.clusters.turns import FreeTurns, Resync, gives_memory, server_turns
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins.backends import engine_of
@@ -29,7 +29,7 @@ from slime_core.threads import TorchThread
 from slime_ray.head import head_kept
 from slime_ray.joining import Hosts, head, hosts, joined
 from slime_ray.placement import Plan, plan
-from slime_ray.servers import RayServers, RaySites
+from slime_ray.servers import RaySites
 from slime_ray.travelling import check_travelling
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ async def _served(
         config=config, folder=folder, run_dir=run_dir.path, epoch=run_dir.epoch, note=report.note, sites=sites
     )
     async with start(begin) as served:
-        watch.add(RayServers(served.processes))
+        watch.add(Servers(served.processes))
         if gives_memory(config, served.engine):
             await served.engine.pause("retract")
             await served.engine.release({"kv", "weights"})
@@ -143,8 +143,6 @@ def _trainer(
         config,
         plugins,
         world=len(placed.ranks),
-        device=config.cluster.device,
-        cpu_threads=config.cluster.cpu_threads,
         run_dir=run_dir,
         epoch=epoch,
         start=lambda number, child: found.start(placed.ranks[number], child),

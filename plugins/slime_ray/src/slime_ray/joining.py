@@ -24,9 +24,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_core.clusters.channel import Channel, Child
-from slime_core.clusters.hangs import Member
+from slime_core.clusters.hangs import Look, Member
 from slime_core.clusters.host import NCCL_MEMORY
-from slime_core.clusters.looking import Look
 from slime_core.errors import ConfigError
 from slime_ray import LOCAL, address_of
 from slime_ray.channel import Host, RayChannel

@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from slime_core.clusters.channel import within
-from slime_core.clusters.hangs import Member
+from slime_core.clusters.hangs import within
 from slime_core.clusters.host import (
     CLEANING,
     LOOPBACK,
@@ -31,13 +29,11 @@ from slime_core.clusters.host import (
     StartedProcess,
     elsewhere,
 )
-from slime_core.clusters.looking import Look
 from slime_core.errors import EngineError, SlimeError
 from slime_ray.channel import gone
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import ServerProcess
     from slime_ray.joining import Hosts, Machine
     from slime_ray.placement import Plan, Seat
 
@@ -84,6 +80,11 @@ class RayHost:
             found: Listener = await self._call("listener", port)
         except ConnectionError:
             return "nobody"
+        return found
+
+    async def state(self) -> str:
+        """See `Host`."""
+        found: str = await self._call("state")
         return found
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -144,40 +145,3 @@ class RaySites:
             return LOOPBACK
         machine = self._hosts.machines[self._placed.ranks[0].bundle]
         return machine.address if elsewhere(urls) else self._hosts.reached(machine)
-
-
-@dataclass(slots=True, frozen=True)
-class Hosted:
-    """Implements `hangs.Asked` over the process of a server on a host's machine."""
-
-    machine: Machine
-    pid: int
-
-    @property
-    def node(self) -> str:
-        """See `hangs.Asked`."""
-        return self.machine.name
-
-    async def look(self) -> Look:
-        """Its state, as `hangs.ServerLook` has it."""
-        state = await self.machine.host.state.remote(self.pid)
-        why = "its watch judges it by its tokens" if state else "it is not running"
-        return Look(pid=self.pid, state=state, why=why)
-
-    async def kill(self) -> None:
-        """The cluster's end does that in order."""
-
-
-class RayServers:
-    """Servers on a cluster's machines as lines of the page of a hang."""
-
-    def __init__(self, servers: Sequence[ServerProcess]) -> None:
-        self._servers = servers
-
-    def members(self) -> list[Member]:
-        """See `hangs.Watched`."""
-        return [
-            Member(name=server.title, channel=Hosted(server.host.machine, server.host.pid))
-            for server in self._servers
-            if isinstance(server.host, RayHost)
-        ]
