@@ -1,4 +1,4 @@
-"""Valid TOML text in; the line of every key out, which `tomllib` does not tell.
+"""Find the line of every key of a TOML text, which `tomllib` does not tell.
 
 A position is found by the path of keys and array indices: ``("train", "lr")``, ``("stage", 0, "lr")``.
 """
@@ -6,12 +6,15 @@ A position is found by the path of keys and array indices: ``("train", "lr")``, 
 from __future__ import annotations
 
 import re
+import tomllib
 
 Path = tuple[str | int, ...]
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-_SCALAR = re.compile(r"[^\s,\]}#][^,\]}#\n]*")
-_ESCAPES = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", '"': '"', "\\": "\\"}
+_TOKEN = re.compile(
+    r'''#[^\n]*|(?P<token>"""(?:[^\\]|\\.)*?"""(?:"{0,2})|\'\'\'.*?\'\'\'(?:'{0,2})|"(?:[^"\\]|\\.)*"|'[^']*\''''
+    r"""|[\[\]{},=.\n]|[^\s\[\]{},=.#"']+)""",
+    re.DOTALL,
+)
 
 
 def key_lines(text: str) -> dict[Path, int]:
@@ -22,30 +25,34 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 class _Scanner:
+    """Tokens of a text (strings, words, punctuation, ends of lines), taken one after another."""
+
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
         self.lines: dict[Path, int] = {}
         self._counts: dict[Path, int] = {}  # elements of each array of tables so far
-        self._line, self._counted = 1, 0
+        self._tokens: list[tuple[str, int]] = []
+        line, place = 1, 0
+        for match in _TOKEN.finditer(text):
+            line, place = line + text.count("\n", place, match.start()), match.start()
+            if match["token"]:
+                self._tokens.append((match["token"], line))
+        self._tokens.append(("", line))
+        self._at = 0
 
     def document(self) -> None:
         table: Path = ()
-        while True:
-            self._blank()
-            if self.at >= len(self.text):
-                return
-            if self.text.startswith("[[", self.at):
-                table = self._header("[[", "]]", array=True)
-            elif self._peek() == "[":
-                table = self._header("[", "]", array=False)
+        while (token := self._past("\n")) != "":
+            if token == "[":
+                table = self._header()
             else:
                 self._pair(table)
 
-    def _header(self, opening: str, closing: str, *, array: bool) -> Path:
-        line = self._here()
-        self.at += len(opening)
+    def _header(self) -> Path:
+        line = self._tokens[self._at][1]
+        array = self._tokens[self._at + 1][0] == "["
+        self._at += 1 + array
         keys = self._keys()
-        self.at = self.text.index(closing, self.at) + len(closing)
+        self._at += 1 + array
         path: Path = ()
         for i, key in enumerate(keys):
             path = (*path, key)
@@ -57,119 +64,44 @@ class _Scanner:
             self.lines.setdefault(path, line)
         return path
 
-    def _pair(self, table: Path) -> None:
-        line = self._here()
-        path = table
+    def _pair(self, path: Path) -> None:
+        line = self._tokens[self._at][1]
         for key in self._keys():
             path = (*path, key)
             self.lines.setdefault(path, line)
-        self.at = self.text.index("=", self.at) + 1
-        self._spaces()
+        self._at += 1  # =
         self._value(path)
 
     def _keys(self) -> list[str]:
+        """The parts of a dotted key."""
         keys = []
         while True:
-            self._spaces()
-            if self._peek() in "\"'":
-                keys.append(self._string())
-            else:
-                found = _BARE.match(self.text, self.at)
-                if found is None:
-                    raise ValueError(f"no key at offset {self.at}")
-                keys.append(found[0])
-                self.at = found.end()
-            self._spaces()
-            if self._peek() != ".":
+            token = self._tokens[self._at][0]
+            keys.append(tomllib.loads(f"x = {token}")["x"] if token[0] in "\"'" else token)
+            self._at += 1
+            if self._tokens[self._at][0] != ".":
                 return keys
-            self.at += 1
+            self._at += 1
 
     def _value(self, path: Path) -> None:
-        char = self._peek()
-        if char in "\"'":
-            self._string()
-        elif char == "[":
-            self.at += 1
-            self._array(path)
-        elif char == "{":
-            self.at += 1
-            self._inline_table(path)
-        else:
-            found = _SCALAR.match(self.text, self.at)
-            if found is None:
-                raise ValueError(f"no value at offset {self.at}")
-            self.at = found.end()
-
-    def _array(self, path: Path) -> None:
+        kind = self._tokens[self._at][0]
+        if kind not in ("[", "{"):
+            while self._tokens[self._at][0] not in (",", "]", "}", "\n", ""):
+                self._at += 1
+            return
+        self._at += 1
         index = 0
-        while True:
-            self._blank()
-            if self._peek() == "]":
-                self.at += 1
-                return
-            self.lines.setdefault((*path, index), self._here())
+        while self._past("\n", ",") not in ("]", "}"):
+            if kind == "{":
+                self._pair(path)
+                continue
+            self.lines.setdefault((*path, index), self._tokens[self._at][1])
             self._value((*path, index))
             index += 1
-            self._blank()
-            if self._peek() == ",":
-                self.at += 1
+        self._at += 1
 
-    def _inline_table(self, path: Path) -> None:
-        while True:
-            self._blank()
-            if self._peek() == "}":
-                self.at += 1
-                return
-            self._pair(path)
-            self._blank()
-            if self._peek() == ",":
-                self.at += 1
-
-    def _string(self) -> str:
-        quote = self._peek()
-        if self.text.startswith(quote * 3, self.at):
-            self.at += 3
-            while not self.text.startswith(quote * 3, self.at):
-                self.at += 2 if quote == '"' and self._peek() == "\\" else 1
-            self.at += 3
-            while self._peek() == quote:  # up to two quotes may stand before the closing three
-                self.at += 1
-            return ""
-        self.at += 1
-        out = []
-        while (char := self.text[self.at]) != quote:
-            if char == "\\" and quote == '"':
-                out.append(self._escape())
-            else:
-                out.append(char)
-                self.at += 1
-        self.at += 1
-        return "".join(out)
-
-    def _escape(self) -> str:
-        kind = self.text[self.at + 1]
-        digits = {"u": 4, "U": 8}.get(kind, 0)
-        self.at += 2 + digits
-        return chr(int(self.text[self.at - digits : self.at], 16)) if digits else _ESCAPES[kind]
-
-    def _blank(self) -> None:
-        while self.at < len(self.text):
-            if self._peek() == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif self._peek() in " \t\n":
-                self.at += 1
-            else:
-                return
-
-    def _spaces(self) -> None:
-        while self._peek() in (" ", "\t"):
-            self.at += 1
-
-    def _peek(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _here(self) -> int:
-        self._line += self.text.count("\n", self._counted, self.at)
-        self._counted = self.at
-        return self._line
+    def _past(self, *skipped: str) -> str:
+        """The next token that is none of these."""
+        while self._tokens[self._at][0] in skipped:
+            self._at += 1
+        return self._tokens[self._at][0]
