@@ -24,7 +24,7 @@ from slime_core.config.load import stages
 from slime_core.context import Context
 from slime_core.evaluate import Evaluations
 from slime_core.failpoints import failpoint
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.report.metrics import batch_metrics
 from slime_core.report.verification import write_verification
 from slime_core.resume import Progress, Stop, begin, positions, publish_folder
@@ -88,17 +88,17 @@ async def run(
         SlimeError: bad data, a plugin, engine or trainer that failed; the ledger then holds everything up to there.
     """
     config = resolve_machine(config)
-    NOTICES.to(report.note)
     ended = plugins.running(Context(config=config, run_dir=report.run_dir.path))
-    async with cluster(config, plugins, report) as parts, ended:
-        progress = await begin(config, plugins, report, parts, found=found, stop=stop or Stop(), exact=exact)
-        for index, stage in list(enumerate(stages(config)))[progress.stage :]:
-            await run_stage(stage, index, parts, plugins, report, progress, verify_step)
-        await progress.checkpoints.settle()
-        if config.report.export_final and not config.rollout.debug_rollout_only:
-            await export(parts, report)
-        report.note(await progress.conserve())
-        report.settle()
+    with notices_to(report.note):
+        async with cluster(config, plugins, report) as parts, ended:
+            progress = await begin(config, plugins, report, parts, found=found, stop=stop or Stop(), exact=exact)
+            for index, stage in list(enumerate(stages(config)))[progress.stage :]:
+                await run_stage(stage, index, parts, plugins, report, progress, verify_step)
+            await progress.checkpoints.settle()
+            if config.report.export_final and not config.rollout.debug_rollout_only:
+                await export(parts, report)
+            report.note(await progress.conserve())
+            report.settle()
     return progress.version
 
 

@@ -1,45 +1,51 @@
-"""Sentences for people about a run's plugins and data: never an error, each said once. The run says where they go."""
+"""Sentences for people about a run's plugins and data: never an error, each said once in a run.
+
+They are warnings of the logger ``slime``; a run passes them to its notes.
+"""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 
 log = logging.getLogger("slime")
 
 
-class Notices:
-    """Says each thing once.
+def notice(key: Hashable, text: str) -> None:
+    """Say ``text``, unless something with this key was said before in this run. From any thread; never raises.
 
     Example:
-        NOTICES.to(report.note)
-        NOTICES.say(("chdir", "geo"), "geo.slime_reward changed the working folder; it was changed back")
+        notice(("chdir", "geo"), "geo.slime_reward changed the working folder; it was changed back")
     """
+    log.warning("%s", text, extra={"once": key})
 
-    def __init__(self) -> None:
-        self._sink: Callable[[str], None] | None = None
+
+@contextmanager
+def notices_to(note: Callable[[str], None]) -> Iterator[None]:
+    """Pass notices to ``note`` inside the block, each key once; outside they go where warnings go."""
+    handler = _Once(note)
+    propagate, log.propagate = log.propagate, False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+
+
+class _Once(logging.Handler):
+    """Calls ``note`` with the first record of each key."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
         self._said: set[Hashable] = set()
-        self._lock = threading.Lock()
 
-    def to(self, sink: Callable[[str], None] | None) -> None:
-        """Where sentences go from now on, and all may be said again; None is the log ``slime``."""
-        self._sink = sink
-        self._said.clear()
-
-    def say(self, key: Hashable, text: str) -> None:
-        """Say ``text``, unless something with this key was said before. From any thread; never raises."""
-        with self._lock:
-            if key in self._said:
-                return
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass the record on."""
+        key = getattr(record, "once", record.getMessage())
+        if key not in self._said:
             self._said.add(key)
-        if self._sink is None:
-            log.warning(text)
-            return
-        with suppress(Exception):
-            self._sink(text)
-
-
-NOTICES = Notices()
-"""Of this process."""
+            with suppress(Exception):
+                self._note(record.getMessage())

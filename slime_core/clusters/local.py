@@ -27,7 +27,7 @@ from slime_core.clusters.turns import FreeTurns, QuietTurns, Resync, gives_memor
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.plugins.backends import engine_of, trainer_of
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
@@ -49,8 +49,8 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
     run_dir, epoch = report.run_dir.path, report.run_dir.epoch
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     folder = open_folder(config)
-    for notice in folder.notices:
-        report.note(notice)
+    for text in folder.notices:
+        report.note(text)
     cluster, dtype = config.cluster, config.train.dtype
     report.note(f"{cluster.device}, {dtype}, {cluster.cpu_threads} threads, {world} trainer rank(s)")
     async with watching(config, report) as watch, AsyncExitStack() as stack:
@@ -170,7 +170,7 @@ def serving_start(config: Config, folder: ModelFolder, run_dir: Path) -> EngineS
         folder=folder,
         run_dir=run_dir,
         epoch=0,
-        note=lambda text: NOTICES.say(text, text),
+        note=lambda text: notice(text, text),
         fixed=folder.init_weights != "random",
     )
 

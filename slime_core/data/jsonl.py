@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from slime_core.data.strict import HINT, converted, parse_line
 from slime_core.errors import DataError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 
 BLOCK = 4 << 20
 STEP = 1 << 14  # read at once to find a line
@@ -293,7 +293,7 @@ class Pin:
         if not same_file or found.st_size == self.size:
             self._compare("was changed" if same_file else "was replaced", found.st_size)
         if found.st_size > self.size:
-            NOTICES.say(
+            notice(
                 ("appended", str(self.path)),
                 f"{self.path}: {found.st_size - self.size} bytes were appended since it was opened; "
                 f"this run reads the first {self.size} bytes only",

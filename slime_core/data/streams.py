@@ -19,7 +19,7 @@ from slime_core.data.prompts import Encoder, Keys, Parsed
 from slime_core.data.rows import Rows
 from slime_core.data.same import Hashes, check_columns, duplicate_ids, equal_pairs, hash_of, parse_of
 from slime_core.errors import DataError, PluginError, SlimeError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.protocols import PromptSource
 from slime_core.types import Prompt
 
@@ -357,7 +357,7 @@ def changed(task: str, why: str) -> DataError:
 
 def say_grown(where: str, mark: Mapping[str, Any], size: int) -> None:
     """Tell that a file has more bytes than when the run was saved."""
-    NOTICES.say(
+    notice(
         ("grown", where),
         f"{where}: the file grew from {mark['bytes']} to {size} bytes since the run was saved; "
         f"the {mark['rows']} rows that it had then are used",

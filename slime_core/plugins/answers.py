@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.plugins.boundary import wrong
 from slime_core.plugins.provider import Answer
 from slime_core.seeds import seed_of
@@ -259,7 +259,7 @@ class Twice:
         self._unstable += len(differ)
         if differ:
             name, a, b = differ[0]
-            NOTICES.say(
+            notice(
                 ("twice", group.id),
                 f"{answer.provider.name}.{answer.hook} judged {', '.join(name for name, _, _ in differ)} twice and "
                 f"did not say the same: {name} had {a.value:g}, then {b.value:g}; such a run does not repeat",

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from slime_core.errors import END_NOW
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.plugins.provider import Answer
 from slime_core.pulse import NONE, PULSE, Work
 
@@ -181,7 +181,7 @@ class Watch:
         )
         place = f"{at.filename}:{at.lineno} in {at.name}" if at else "an unknown place"
         who = str(call) if alone else f"{call.answer.provider.name}.{call.answer.hook}"
-        NOTICES.say(
+        notice(
             ("lag", call.answer.provider.name, call.answer.hook, place),
             f"{who} holds the event loop for {held:.0f} s at {place}: nothing else runs meanwhile; "
             "await there, or write the hook with def, which gives it a thread",
@@ -223,7 +223,7 @@ def _end_process(error: Exception) -> None:
         faulthandler.dump_traceback(2)
 
     def last_words() -> None:
-        NOTICES.say(("end", text), text)
+        notice(("end", text), text)
         sys.stdout.flush()
 
     talker = threading.Thread(target=last_words, daemon=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import END_NOW
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.plugins.calls import WATCH, Call
 
 SIGNALS = tuple(
@@ -138,7 +138,7 @@ def _put_limits_back(before: State, now: State, calls: Sequence[Call]) -> None:
 def _say(what: str, calls: Sequence[Call], fix: str) -> None:
     names = list(dict.fromkeys(f"{call.answer.provider.name}.{call.answer.hook}" for call in calls))
     who = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-    NOTICES.say((who, what), f"{who} {what} ({calls[0].about}); {fix}")
+    notice((who, what), f"{who} {what} ({calls[0].about}); {fix}")
 
 
 def _generators() -> dict[str, Any]:

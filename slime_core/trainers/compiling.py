@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Compiled:
         self.plain = plain
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there
         self._made: Callable[..., Any] | None = torch.compile(plain, **options)
+        self._called = False
 
     @property
     def works(self) -> bool:
@@ -56,7 +57,9 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._made is None:
             return self.plain(*args, **kwargs)
-        NOTICES.say("compile", COMPILING)
+        if not self._called:
+            self._called = True
+            notice("compile", COMPILING)
         try:
             return self._made(*args, **kwargs)
         except TorchDynamoException as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.errors import EngineError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_core.weights.canary import compare
 from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, drawn, probe
 
@@ -66,7 +66,7 @@ class Canary:
         if not route.checks:
             off = self.config.rollout.check_weights == "off"
             why = "check_weights is off" if off else "they give no checksums of their tensors"
-            return NOTICES.say("canary", f"weights of the servers are not compared byte by byte: {why}")
+            return notice("canary", f"weights of the servers are not compared byte by byte: {why}")
         served = await engine.fingerprints()
         count = compare(route.checks, update.fingerprints, served, update.version, self._served)
         self._served = served
@@ -75,9 +75,9 @@ class Canary:
     async def ask_trainer(self, trainer: Trainer, engine: Engine, route: WeightRoute) -> None:
         """Take the trainer's log-probs of the run's text, where the engine can be asked for its own."""
         if self.config.rollout.debug_rollout_only:
-            return NOTICES.say("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
+            return notice("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
         if "score" not in engine.abilities:
-            return NOTICES.say("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
+            return notice("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
         if self._plain is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
             text = self.text(PROMPTS * LENGTH) or drawn(self.config.seed, self.vocab_size).tolist()
@@ -97,7 +97,7 @@ class Canary:
             return
         with _Clock(self.metrics):
             self.metrics |= await self._plain.compare(engine, engine.version)
-        NOTICES.say(
+        notice(
             "canary figures",
             f"canary at version {engine.version}: {self.metrics.get('canary/tensors', 0):.0f} tensors are the "
             f"trainer's, log-probs differ by {self.metrics['canary/logprob_diff_mean']:.2g} on average "

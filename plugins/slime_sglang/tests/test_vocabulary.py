@@ -8,7 +8,7 @@ from faulty import VOCAB, draw
 from serving import PATIENCE, request, serving, update
 
 from slime_core.errors import EngineError
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.types import SamplingParams
 from slime_sglang.bodies import seed
 from slime_sglang.health import Watch
@@ -103,16 +103,13 @@ def test_a_server_that_comes_back_with_another_model_is_not_let_in(tmp_path):
 
 def test_what_a_server_does_not_tell_is_said_and_does_not_end_the_run(tmp_path):
     notes = []
-    NOTICES.to(notes.append)
 
     def silent(fake):
         fake.ids = None
         fake.encode = lambda text: None
 
-    try:
+    with notices_to(notes.append):
         opened(tmp_path, silent, Letters())
-    finally:
-        NOTICES.to(None)
     assert [note.partition(" of the SGLang")[0] for note in notes] == [
         "the size of its vocabulary",
         "the tokenizer",

@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 
 from slime_core.errors import DataError
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 
 pytestmark = pytest.mark.unit
 
@@ -44,9 +44,8 @@ def touched(path, seconds=1):
 def said():
     """What was said to people."""
     lines = []
-    NOTICES.to(lines.append)
-    yield lines
-    NOTICES.to(None)
+    with notices_to(lines.append):
+        yield lines
 
 
 @pytest.fixture(params=KINDS)

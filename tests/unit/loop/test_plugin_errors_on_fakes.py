@@ -13,7 +13,6 @@ from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.notices import NOTICES
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
@@ -107,7 +106,6 @@ def run(tmp_path, install_plugin, hook, *flags):
         report.start()
         counts, _ = asyncio.run(asyncio.wait_for(work(), 60))
         report.finish()
-        NOTICES.to(None)
         plugins.close()
         with sqlite3.connect(ledger.path) as db:
             rows = db.execute(

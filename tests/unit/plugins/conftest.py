@@ -6,7 +6,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.plugins import load_plugins
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Group, Prompt, Sample, SamplingParams
@@ -67,9 +67,8 @@ def _fields(ctx):
 def said():
     """What was said to people."""
     lines = []
-    NOTICES.to(lines.append)
-    yield lines
-    NOTICES.to(None)
+    with notices_to(lines.append):
+        yield lines
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.plugins import calls
 from slime_core.plugins.boundary import Stuck
 from slime_core.plugins.calls import Watch
@@ -42,9 +42,8 @@ def watch(monkeypatch):
 @pytest.fixture
 def said():
     lines = []
-    NOTICES.to(lines.append)
-    yield lines
-    NOTICES.to(None)
+    with notices_to(lines.append):
+        yield lines
 
 
 def late(ask, plugins, seconds=0.3):
@@ -112,8 +111,8 @@ def test_68_a_blocking_call_in_an_async_hook_is_named_with_its_line(load, ask, w
     blocks = "async def blocks():\n    told.wait(60)\n"
     body = blocks + ("import asyncio\nawait asyncio.create_task(blocks())" if task else "await blocks()")
     plugins, module = loaded(load, body + "\nreturn [1.0, 1.0]", kind="async def")
-    NOTICES.to(lambda text: (said.append(text), module.told.set()))
-    found = ask(plugins, "reward", plugins=("geo",))
+    with notices_to(lambda text: module.told.set()):
+        found = ask(plugins, "reward", plugins=("geo",))
     assert [reward.value for reward in found] == [1.0, 1.0]
     assert len(said) == 1
     assert said[0].startswith("geo.slime_reward")
@@ -136,13 +135,14 @@ def test_68_work_on_other_threads_and_hooks_that_wait_are_no_lag(load, ask, watc
 PROGRAM = """
 import asyncio, sys, threading
 from pathlib import Path
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.plugins import calls
 from slime_core.plugins.boundary import HookThreads, call
 from slime_core.plugins.provider import Answer, Provider
 
 calls.WATCH.lag = 1.0
-NOTICES.to(lambda text: print("notice", text, flush=True))
+printed = notices_to(lambda text: print("notice", text, flush=True))
+printed.__enter__()
 provider = Provider(name="geo", origin="dist-geo==1.0", source="plugin", home=Path("<string>"))
 
 def ask(fn, deadline):

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.trainers.compiling import COMPILING, LARGE, Compiled, pays
 
 pytestmark = pytest.mark.unit
@@ -46,13 +46,10 @@ def test_that_the_first_call_waits_for_the_compiler_is_said_once_before_it_does(
         said.append("compiles")
         return graph.forward
 
-    NOTICES.to(said.append)
-    try:
+    with notices_to(said.append):
         for function in (torch.sin, torch.cos):
             one = Compiled(lambda x, function=function: function(x) + 1, backend=backend)
             assert float(one(torch.tensor(0.0))) == float(function(torch.tensor(0.0))) + 1
-    finally:
-        NOTICES.to(None)
     assert said == [COMPILING, "compiles", "compiles"]
 
 

@@ -10,7 +10,7 @@ from small_engine import VOCAB, SmallEngine, SmallTrainer, small_config
 from durability.fake_trainer import FakeTrainer
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
-from slime_core.notices import NOTICES
+from slime_core.notices import notices_to
 from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Held, WeightRoute
 from slime_core.weights import plain
@@ -89,12 +89,9 @@ def test_that_nothing_is_compared_is_said(how, said):
     notes = []
     run = Run(**{"rollout.check_weights": how})
     run.engine.choice = type("Nothing", (), {"take": lambda self, check: ()})()
-    NOTICES.to(notes.append)
-    try:
+    with notices_to(notes.append):
         run.sync()
         run.sync()
-    finally:
-        NOTICES.to(None)
     assert [note for note in notes if said in note] == [
         f"weights of the servers are not compared byte by byte: {said}" + (" of their tensors" if how == "all" else "")
     ]

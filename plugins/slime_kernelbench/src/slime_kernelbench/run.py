@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core import ConfigError, Context, Group, Reward, Sample
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.dialogue.extract import extract
 from slime_kernelbench.dialogue.feedback import tell
@@ -101,7 +101,7 @@ class Run:
             except OSError as error:
                 self._records.pop(run_dir, None)
                 told = f"turns are not written to {run_dir / FILE}: {error.strerror}"
-                NOTICES.say(("kernelbench", "records"), told)
+                notice(("kernelbench", "records"), told)
 
     async def _judge_foreign(self, sample: Sample, group: Group, ctx: Context) -> None:
         """Judge what another generate function made, as a dialogue of one turn."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 from slime_core.errors import SandboxError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_sandbox.cgroups import Groups
 from slime_sandbox.child import Child, Ended
 from slime_sandbox.keeper import BOOT
@@ -186,7 +186,7 @@ class Sandbox:
                 else:
                     if refused:
                         self.missing = refused[0]
-                        NOTICES.say(("sandbox", level), f"the sandbox is at level {level}: {refused[0].what}")
+                        notice(("sandbox", level), f"the sandbox is at level {level}: {refused[0].what}")
                     return
         raise refused[-1] if asked == "auto" else refused[0]
 

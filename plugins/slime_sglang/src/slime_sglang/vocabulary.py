@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_core.notices import NOTICES
+from slime_core.notices import notice
 from slime_sglang.bodies import NO_TOKENIZER
 
 if TYPE_CHECKING:
@@ -120,4 +120,4 @@ def _named(facts: Mapping[str, Any], key: str) -> str:
 
 def _say(client: Client, what: str, why: str) -> None:
     text = f"the {what} of the SGLang server at {client.address.url} is not compared with the trainer's: {why}"
-    NOTICES.say(("vocabulary", what, client.address.url), text)
+    notice(("vocabulary", what, client.address.url), text)
