@@ -242,7 +242,7 @@ def test_a_sync_generate_function_runs_beside_the_loop(by, connect, make_group):
 @pytest.fixture
 def alone(monkeypatch):
     """Nothing but the core is installed."""
-    monkeypatch.setattr("slime_core.plugins.discover.available", list)
+    monkeypatch.setattr("slime_core.plugins.backends.available", list)
 
 
 INSTALL = "pip install -e plugins/slime_compat"
