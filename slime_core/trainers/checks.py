@@ -100,51 +100,22 @@ def check_columns(batch: Batch, loss: Loss) -> None:
         )
 
 
-def parts_of(batch: Batch) -> dict[str, int]:
-    """A checksum (crc32) of each part of a batch that all ranks must have alike."""
-    names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
-    arrays = {name: getattr(batch, name) for name in ("tokens", "offsets", "response_offsets", "loss_mask", "rollout")}
-    arrays["temperature"] = batch.temperature if batch.temperature is not None else np.zeros(0, np.float32)
-    sums = {"samples": zlib.crc32(names.encode())}
-    sums |= {name: zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data) for name, values in arrays.items()}
-    columns = 0
-    for name in sorted(batch.columns):
-        columns = zlib.crc32(np.ascontiguousarray(batch.columns[name]).view(np.uint8).data, columns)
-    return sums | {"columns": columns}
+def stamp_of(batch: Batch) -> int:
+    """A checksum (crc32) of what all ranks must have alike."""
+    stamp = zlib.crc32(json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)]).encode())
+    temperature = batch.temperature if batch.temperature is not None else np.zeros(0, np.float32)
+    arrays = [batch.tokens, batch.offsets, batch.response_offsets, batch.loss_mask, batch.rollout, temperature]
+    for values in [*arrays, *(batch.columns[name] for name in sorted(batch.columns))]:
+        stamp = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, stamp)
+    return stamp
 
 
-def compare_ranks(batch: Batch, rank: int, world: int) -> None:
-    """Refuse a batch that is not the same on every rank, on all of them; a collective of a few numbers.
-
-    Raises:
-        TrainerError: TRN106 with the ranks that differ from most, and in what.
-    """
-    if world == 1:
-        return
-    parts = parts_of(batch)
-    mine = torch.tensor(list(parts.values()), dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine)
-    seen = [tuple(row.tolist()) for row in rows]
-    usual = max(seen, key=lambda row: (seen.count(row), -seen.index(row)))
-    odd = [number for number, row in enumerate(seen) if row != usual]
-    if odd:
-        differ = [name for i, name in enumerate(parts) if any(seen[number][i] != usual[i] for number in odd)]
-        raise TrainerError(
-            f"ranks {odd} of {world} were given another batch than the others",
-            code="TRN106",
-            where=f"step {batch.version}, rank {rank}",
-            why=f"they differ in {', '.join(differ)}",
-            fix="a function given by path (slime_batch, an advantage) must not depend on the process it runs in",
-        )
-
-
-def agreed(check: Callable[[], None], stamp: int, rank: int, world: int) -> None:
+def agreed(check: Callable[[], None], stamp: int, version: int, rank: int, world: int) -> None:
     """Make a check of what this rank was given; where it fails on one rank, it fails on all; a collective.
 
     Raises:
         SlimeError: the check's, of the first rank that has one.
-        TrainerError: TRN106 ranks that were given portions of different batches: their stamps differ.
+        TrainerError: TRN106 ranks whose stamps differ from those of most, with their numbers.
     """
     error: SlimeError | None = None
     try:
@@ -163,9 +134,13 @@ def agreed(check: Callable[[], None], stamp: int, rank: int, world: int) -> None
         errors: list[SlimeError | None] = [None] * world
         dist.all_gather_object(errors, error)
         raise next(one for one in errors if one is not None)
-    if len(set(stamps)) > 1:
+    usual = max(stamps, key=lambda one: (stamps.count(one), -stamps.index(one)))
+    if odd := [number for number, one in enumerate(stamps) if one != usual]:
         raise TrainerError(
-            "ranks were given portions of different batches", code="TRN106", where=f"rank {rank}, stamps {stamps}"
+            f"ranks {odd} of {world} were given another batch than the others",
+            code="TRN106",
+            where=f"step {version}, rank {rank}",
+            fix="a function given by path (slime_batch, an advantage) must not depend on the process it runs in",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 
 from slime_core.config.algorithms import settle
-from slime_core.errors import TrainerError
-from slime_core.memory import trim
+from slime_core.errors import SlimeError, TrainerError
+from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers import checks, critic
 from slime_core.trainers.dealing import Dealer
 from slime_core.trainers.meeting import meet
-from slime_core.trainers.micro import pack
+from slime_core.trainers.pack import pack
 from slime_core.trainers.parking import Parking
 from slime_core.trainers.portion import Portion, Seat
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Guard, Outcome, Sums, summary
-from slime_core.trainers.short import Passes, told_of_memory
 from slime_core.trainers.staging import Staging
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
@@ -37,7 +36,7 @@ from slime_core.weights.transports.buckets import Source, stream
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -128,20 +127,21 @@ class Worker(ABC):
     def _critic_only_steps(self) -> int:
         return int(self.train.num_critic_only_steps) if self.critic is not None else 0
 
-    def dealer(self, given: Batch | Portion | None = None) -> Dealer:
-        """Who deals the stage's batches; a whole one is the same on every rank.
+    def dealer(self) -> Dealer:
+        """Who deals the stage's batches.
 
         Raises:
-            TrainerError: no stage has begun; TRN106 a batch that differs between ranks.
+            TrainerError: no stage has begun.
         """
         if self.stage is None:
             raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        if isinstance(given, Batch):
-            checks.compare_ranks(given, self.rank, self.world)
         return Dealer(self.stage, self.loss, self.seat)
 
-    def _check_portion(self, portion: Portion, roles: frozenset[Role] = frozenset()) -> None:
+    def _check_portion(self, portion: Portion, whole: Batch | Portion, roles: frozenset[Role] = frozenset()) -> None:
         """Refuse tokens that a model has no row for; where that is so on one rank, on all of them.
+
+        Args:
+            whole: the batch that the portion was dealt from here, which must be the same on every rank
 
         Raises:
             TrainerError: TOK44 with the sample; others as `checks.agreed`.
@@ -152,15 +152,16 @@ class Worker(ABC):
             if "teacher" in roles and self.frozen.teacher is not None:
                 self.frozen.check_teacher(portion.batch)
 
-        checks.agreed(check, portion.stamp, self.rank, self.world)
+        stamp = checks.stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else portion.stamp
+        checks.agreed(check, stamp, portion.batch.version, self.rank, self.world)
 
     @torch.no_grad()
     def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
         """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
-        dealer = self.dealer(given)
+        dealer = self.dealer()
         portion = given if isinstance(given, Portion) else dealer.portions(given)[self.seat.number]
-        self._check_portion(portion, roles)
-        with told_of_memory(self._passes(), portion, "scoring"):
+        self._check_portion(portion, given, roles)
+        with self._told_of_memory(portion, "scoring"):
             columns = {role: self._score(portion, role) for role in sorted(roles)}
         found: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
         return found if isinstance(given, Portion) else dealer.gathered(given, found)
@@ -185,10 +186,10 @@ class Worker(ABC):
 
     def step(self, given: Batch | Portion) -> dict[str, float]:
         """Train on a portion; or on a whole batch, of which every rank takes its portion."""
-        dealer = self.dealer(given)
+        dealer = self.dealer()
         portion = given if isinstance(given, Portion) else dealer.step(given)[self.seat.number]
-        self._check_portion(portion)
-        with told_of_memory(self._passes(), portion, "training on"):
+        self._check_portion(portion, given)
+        with self._told_of_memory(portion, "training on"):
             try:
                 return self._step(portion)
             finally:
@@ -275,23 +276,68 @@ class Worker(ABC):
         most = self.train.max_tokens_per_gpu * self.seat.over
         return pack(portion, max_tokens=most, alone=not (model or self.policy).packs)
 
-    def _passes(self) -> Passes:
-        assert self.stage is not None
-        return Passes(
-            stage=self.stage,
-            where=f"rank {self.rank}, {self.device}",
-            drop=self.forget if self.world > 1 else lambda: self.release(set()),
-            pack=self.packs,
-            share=self.seat.over,
-            keys=self.smaller(),
+    @contextmanager
+    def _told_of_memory(self, portion: Portion, what: str) -> Iterator[None]:
+        """Turn an allocation that fails inside the block, a plugin's too, into TRN96; gradients are dropped.
+
+        Raises:
+            TrainerError: TRN96 with the tokens of this rank's portion, the largest micro-batch, and the keys to lower.
+        """
+        try:
+            yield
+        except SlimeError as error:  # of a plugin's loss or hook, say: its words name the plugin
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            said = error.what.splitlines()[0]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        else:
+            return
+        if self.world > 1:  # a collective may wait for ranks that wait for this one, whose error would never be told
+            self.forget()  # outside of the handler: the trace that holds the pass's tensors is gone
+        else:
+            self.release(set())
+        raise self._short(portion, what, said)
+
+    def _short(self, portion: Portion, what: str, said: str) -> TrainerError:
+        train, batch = self.train, portion.batch
+        longest = int(batch.lengths.max())
+        try:
+            sizes = [len(micro.tokens) for step in self.packs(portion) for micro in step]
+        except MemoryError:  # not even for this
+            sizes = [min(max(longest, train.max_tokens_per_gpu * self.seat.over), len(batch.tokens))]
+        tokens = max(sizes)
+        fixes = []
+        if tokens > longest:
+            lower = -(-max(longest, tokens // 2) // self.seat.over)
+            fixes.append(f"train.max_tokens_per_gpu={lower}   (it is {train.max_tokens_per_gpu})")
+        else:
+            fixes.append(
+                "the longest sample alone is that large: lower rollout.rollout_max_response_len for a new run"
+            )
+        chunk = train.logprob_chunk_tokens
+        fixes.append(
+            f"train.logprob_chunk_tokens={max(1, chunk // 2) if chunk else 256}   (it is {chunk or 'automatic'})"
+        )
+        fixes += self.smaller()
+        return TrainerError(
+            f"memory ran out while {what} step {batch.version}: {len(batch.tokens)} tokens of {len(batch)} samples in "
+            f"{len(sizes)} micro-batches, the largest of {tokens} tokens",
+            code="TRN96",
+            where=f"step {batch.version}, rank {self.rank}, {self.device}",
+            why=f"{said}; no weight was changed by this optimizer step, and the batch stays in the ledger, not "
+            "trained",
+            fix="go on with smaller passes: slime run --resume RUN_DIR, with one or more of\n" + "\n".join(fixes),
         )
 
     def verify(self, batch: Batch) -> dict[str, float]:
         """Errors of one step's loss and gradients; a collective, the same answer on every rank. No critic's."""
-        dealer = self.dealer(batch)
+        dealer = self.dealer()
         batch = dealer.ready(batch)
         portion = dealer.portions(batch)[self.seat.number]
-        self._check_portion(portion)
+        self._check_portion(portion, batch)
         self.settle()
         return compared(batch, self.packs(portion), partial(self.gradients, portion), self.slow_way())
 

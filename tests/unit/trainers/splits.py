@@ -53,7 +53,7 @@ def reordered(batch, order):
 
 def portion_of(worker, batch):
     """What a rank trains on of a whole batch, whose columns are not checked."""
-    return worker.dealer(batch).portions(batch)[worker.seat.number]
+    return worker.dealer().portions(batch)[worker.seat.number]
 
 
 def step_of(worker, batch, loss=None):

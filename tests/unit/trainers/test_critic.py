@@ -71,7 +71,7 @@ def critic_gradient(one, batch):
         from slime_core.trainers.share import Sums
 
         worker = one.worker
-        (portion,) = worker.dealer(batch).portions(batch)
+        (portion,) = worker.dealer().portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         worker.critic.backward(worker.packs(portion)[0], sums)
         grads = {n: local(p.grad).clone() for n, p in worker.critic.learner.parameters().items() if p.grad is not None}

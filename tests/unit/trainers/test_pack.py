@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slime_core.trainers import micro as packing
+from slime_core.trainers import pack as packing
 from slime_core.trainers.pack import split_rollouts
 from slime_core.trainers.portion import Split, rows_of
 from slime_core.types import Batch

@@ -101,4 +101,3 @@ def test_a_rank_with_another_batch_is_named_by_all(together):
     assert world > 1
     for error in errors:
         assert error.startswith(f"TRN106 ranks [{world - 1}] of {world}")
-        assert "tokens" in error

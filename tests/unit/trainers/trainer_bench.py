@@ -99,7 +99,7 @@ class Bench:
         from slime_core.trainers.fsdp.sharding import local
         from slime_core.trainers.share import Sums
 
-        (portion,) = self.worker.dealer(batch).portions(batch)
+        (portion,) = self.worker.dealer().portions(batch)
         sums = Sums(portion, torch.device("cpu"))
         for micro in self.worker.packs(portion)[step]:
             backward(
