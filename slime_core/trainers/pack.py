@@ -10,15 +10,11 @@ with fewer packs than the others repeats a sequence, with no response row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.types import Batch, MicroBatch
-
-if TYPE_CHECKING:
-    from slime_core.trainers.portion import Portion
 
 Ints = NDArray[np.int64]
 
@@ -150,21 +146,3 @@ def _shared(prompts: Ints) -> tuple[Ints, Ints]:
     number = np.full(len(count), -1, dtype=np.int64)
     number[np.flatnonzero(shared)[order]] = np.arange(len(order))
     return first[shared][order], number[inverse]
-
-
-def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
-    """Optimizer steps of micro-batches, as many in each as every rank has.
-
-    Args:
-        max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
-        alone: one sequence a micro-batch, for models that cannot be packed
-    """
-    batch, weights, steps = portion.batch, portion.weights, []
-    prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
-    for step, count in enumerate(portion.longest if alone else portion.rounds):
-        samples = np.flatnonzero(portion.step_of == step)
-        packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
-        shortest = samples[[np.argmin(batch.lengths[samples])]]
-        given = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
-        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in given])
-    return steps

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.algo.aggregate import sample_weights
-from slime_core.trainers.pack import fewest_packs, prompts_of, split_rollouts
-from slime_core.types import Batch, Columns
+from slime_core.trainers.pack import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts
+from slime_core.types import Batch, Columns, MicroBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -217,6 +217,24 @@ def take(batch: Batch, places: Ints) -> Batch:
         routed_experts=chosen(batch.routed_experts),
         train_metadata=chosen(batch.train_metadata),
     )
+
+
+def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
+    """Optimizer steps of micro-batches, as many in each as every rank has.
+
+    Args:
+        max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
+        alone: one sequence a micro-batch, for models that cannot be packed
+    """
+    batch, weights, steps = portion.batch, portion.weights, []
+    prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
+    for step, count in enumerate(portion.longest if alone else portion.rounds):
+        samples = np.flatnonzero(portion.step_of == step)
+        packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
+        shortest = samples[[np.argmin(batch.lengths[samples])]]
+        given = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
+        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in given])
+    return steps
 
 
 def by_number(ranks: int, answers: Sequence[tuple[int, dict[Any, Columns]]]) -> list[dict[Any, Columns]]:

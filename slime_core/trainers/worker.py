@@ -23,9 +23,8 @@ from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers import checks, critic
 from slime_core.trainers.dealing import Dealer
 from slime_core.trainers.meeting import meet
-from slime_core.trainers.pack import pack
 from slime_core.trainers.parking import Parking
-from slime_core.trainers.portion import Portion, Seat
+from slime_core.trainers.portion import Portion, Seat, pack
 from slime_core.trainers.schedule import Schedule, optimizer_steps
 from slime_core.trainers.share import Guard, Outcome, Sums, summary
 from slime_core.trainers.staging import Staging
