@@ -9,7 +9,6 @@ tensors are written from where they are, and `before_change` copies what is not 
 
 from __future__ import annotations
 
-import json
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +21,11 @@ import torch
 
 from slime_core import durable
 from slime_core.durable import FileMark, storage_error
-from slime_core.weights.shards import TORCH_NAMES
+from slime_core.weights.shards import header
 
 BLOCK = 64 << 20  # bytes of host memory asked for at once: a power of two, which torch's allocator does not round up
 PIECE = 16 << 20  # bytes hashed and written at once
 IN_FLIGHT = 512 << 20  # bytes of gathered tensors that wait for their copy
-DTYPES = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
 
 
 @dataclass(slots=True)
@@ -53,19 +51,8 @@ class Layout:
 
     def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
         """The file; ``read`` gives host memory from one place to another in pieces. Another format is a subclass."""
-        yield self.header()
+        yield header((name, dtype, shape) for name, (shape, dtype) in self.tensors.items())
         yield from read(self.begin, self.begin + self.size)
-
-    def header(self) -> bytes:
-        """What a safetensors file begins with."""
-        entries, place = {}, 0
-        for name, (shape, dtype) in self.tensors.items():
-            end = place + shape.numel() * dtype.itemsize
-            entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [place, end]}
-            place = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
 
 class Staging:

@@ -13,9 +13,8 @@ import torch
 from slime_core import durable
 from slime_core.weights.job import File
 from slime_core.weights.rows import Rows, blocks, nbytes
-from slime_core.weights.shards import INDEX, SINGLE, TORCH_NAMES
+from slime_core.weights.shards import INDEX, file_names, header
 
-SHORT = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
 SHARD = 2 << 30
 
@@ -43,9 +42,7 @@ class HfWriting:
             if groups[-1] and sum(map(nbytes, groups[-1])) + nbytes(rows) > shard:
                 groups.append([])
             groups[-1].append(rows)
-        count = len(groups)
-        names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        self._held = dict(zip(names, groups))
+        self._held = dict(zip(file_names(len(groups)), groups))
         self.dtype = _dtype(tensors)
         self.files = [
             File(name=name, size=len(_header(group)) + sum(map(nbytes, group)), parts=partial(_parts, group))
@@ -86,15 +83,7 @@ def _dtype(tensors: Sequence[Rows]) -> str:
 
 
 def _header(group: Sequence[Rows]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for rows in group:
-        end = place + nbytes(rows)
-        entries[rows.name] = {"dtype": SHORT[rows.dtype], "shape": list(rows.shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header(((rows.name, rows.dtype, rows.shape) for rows in group), {"format": "pt"})
 
 
 def _parts(group: Sequence[Rows]) -> Iterator[bytes | memoryview]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,29 @@ class Shards(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self.infos)
+
+
+def header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What a file of these tensors (name, dtype, shape) begins with; their bytes follow, in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    short, place = {name: dtype for dtype, name in TORCH_NAMES.items()}, 0
+    for name, dtype, shape in tensors:
+        end = place + math.prod(shape) * dtype.itemsize
+        kind = short[str(dtype).removeprefix("torch.")]
+        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_names(count: int) -> list[str]:
+    """Of the shards of a folder."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.durable import storage_error
-from slime_core.weights.shards import INDEX, SINGLE, TORCH_NAMES
+from slime_core.weights.shards import INDEX, file_names, header
 from slime_core.weights.transports.buckets import Bucket, Part, Slot, Stream, Tally, lay_out
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ SHARD = 4 << 30  # bytes of tensors in one file
 PIECE = 32 << 20  # bytes written at once
 WRITERS = 4  # threads: one copies into the page cache at 1 to 3 GB/s, and a write lets go of the interpreter's lock
 BUFFERS = 6  # pieces of locked host memory, on a GPU
-SHORT = {name: short for short, name in TORCH_NAMES.items()}
 
 
 class DiskSender:
@@ -113,7 +112,7 @@ class DiskSender:
             for name, shard in zip(names, shards, strict=True):
                 fd = os.open(aside / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 files.append(fd)
-                head = header(shard)
+                head = header(((slot.name, slot.dtype, slot.shape) for slot in shard.slots), {"format": "pt"})
                 _write_all(fd, memoryview(head), 0)
                 places |= {slot.name: (fd, len(head), slot) for slot in shard.slots}
             for cut, whole in tensors:
@@ -174,24 +173,6 @@ class DiskSender:
             texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
         for name, text in texts.items():
             (aside / name).write_text(text)
-
-
-def file_names(count: int) -> list[str]:
-    """Of the shards."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
-def header(shard: Bucket) -> bytes:
-    """What a safetensors file of these slots begins with."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for slot in shard.slots:
-        short = SHORT[str(slot.dtype).removeprefix("torch.")]
-        entries[slot.name] = {"dtype": short, "shape": list(slot.shape), "data_offsets": [slot.begin, slot.end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_all(fd: int, data: memoryview, place: int) -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from slime_core.trainers import portion as dealt
 from slime_core.trainers.pack import split_rollouts
-from slime_core.trainers.portion import Split, pack, rows_of
+from slime_core.trainers.portion import Split, rows_of
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
 
@@ -41,7 +42,7 @@ def pack(batch, *, max_tokens, rank=0, world=1, alone=False, **settings):
     """A rank's micro-batches, ``response`` and ``samples`` as places in the whole batch."""
     split = Split(flops=Flops(token=1.0, pair=0.01), ranks=world, max_tokens=max_tokens, **settings)
     portion = split.portions(batch)[rank]
-    steps = pack(portion, max_tokens=max_tokens, alone=alone)
+    steps = dealt.pack(portion, max_tokens=max_tokens, alone=alone)
     rows = rows_of(batch.response_offsets, portion.places)
     for micro in (micro for step in steps for micro in step):
         micro.samples, micro.response = portion.places[micro.samples], rows[micro.response]
