@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SFT_LOSS = "sft_loss"
 OVER, BATCH = "rollout.over_sampling_batch_size", "rollout.rollout_batch_size"
+DYNAMIC = "rollout.dynamic_sampling"
 SAVE, LOAD = "rollout.save_debug_rollout_data", "rollout.load_debug_rollout_data"
 ROLLOUT, TRAIN = "rollout.debug_rollout_only", "rollout.debug_train_only"
 KEY = "eval.eval_async"
@@ -34,6 +35,12 @@ def conflicts(config: Config) -> list[Problem]:
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     return [*_notices_of_sampling(config), *_notices_of_debugging(config), *_notices_of_evaluation(config)]
+
+
+def _either(one: str, other: str, *, why: str) -> Problem:
+    """Two keys of which one must go."""
+    what = f"{one.partition('.')[2]} with {other.partition('.')[2]}"
+    return conflict(what, [one, other], why=why, fix="remove one of them")
 
 
 def _conflicts_of_sampling(config: Config) -> Iterator[Problem]:
@@ -78,12 +85,8 @@ def _over_sampling(config: Config) -> Iterator[Problem]:
             fix="--max-staleness 0   or   --over-sampling-batch-size 0",
         )
     if rollout.rollout_function_path:
-        yield conflict(
-            "over_sampling_batch_size with rollout_function_path",
-            [OVER, "rollout.rollout_function_path"],
-            why="a function that makes the whole rollout decides itself how many prompts it tries",
-            fix="remove one of them",
-        )
+        why = "a function that makes the whole rollout decides itself how many prompts it tries"
+        yield _either(OVER, "rollout.rollout_function_path", why=why)
 
 
 def _partial(config: Config) -> Iterator[Problem]:
@@ -108,22 +111,17 @@ def _dynamic(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
     if rollout.dynamic_sampling == "off":
         return
-    keys = ["rollout.dynamic_sampling"]
     sizes = [task.n_samples_per_prompt or rollout.n_samples_per_prompt for task in config.data.tasks]
     if 1 in (sizes or [rollout.n_samples_per_prompt]):
         yield conflict(
             "dynamic_sampling = equal_rewards with n_samples_per_prompt = 1",
-            [*keys, "rollout.n_samples_per_prompt"],
+            [DYNAMIC, "rollout.n_samples_per_prompt"],
             why="the rewards of a group of one are all equal, so every group would be dropped",
             fix="set n_samples_per_prompt to 2 or more, or dynamic_sampling to off",
         )
     if rollout.rollout_function_path:
-        yield conflict(
-            "dynamic_sampling with rollout_function_path",
-            [*keys, "rollout.rollout_function_path"],
-            why="a function that makes the whole rollout judges and filters its own groups",
-            fix="remove one of them",
-        )
+        why = "a function that makes the whole rollout judges and filters its own groups"
+        yield _either(DYNAMIC, "rollout.rollout_function_path", why=why)
 
 
 def _rewards(config: Config) -> Iterator[Problem]:
@@ -162,26 +160,11 @@ def _conflicts_of_debugging(config: Config) -> Iterator[Problem]:
             fix="name a dump: --load-debug-rollout-data DIR   (a run writes one with --save-debug-rollout-data DIR)",
         )
     if rollout.debug_rollout_only and rollout.load_debug_rollout_data:
-        yield conflict(
-            "debug_rollout_only with load_debug_rollout_data",
-            [ROLLOUT, LOAD],
-            why="nothing would be rolled out and nothing trained",
-            fix="remove one of them",
-        )
+        yield _either(ROLLOUT, LOAD, why="nothing would be rolled out and nothing trained")
     if rollout.save_debug_rollout_data and rollout.load_debug_rollout_data:
-        yield conflict(
-            "save_debug_rollout_data with load_debug_rollout_data",
-            [SAVE, LOAD],
-            why="what would be written is what was read",
-            fix="remove one of them",
-        )
+        yield _either(SAVE, LOAD, why="what would be written is what was read")
     if rollout.load_debug_rollout_data and rollout.rollout_buffer_url:
-        yield conflict(
-            "load_debug_rollout_data with rollout_buffer_url",
-            [LOAD, "rollout.rollout_buffer_url"],
-            why="each says where rollouts come from",
-            fix="remove one of them",
-        )
+        yield _either(LOAD, "rollout.rollout_buffer_url", why="each says where rollouts come from")
     for key, value in ((SAVE, rollout.save_debug_rollout_data), (LOAD, rollout.load_debug_rollout_data)):
         if "{" in value or value.endswith((".pt", ".pkl")):
             yield conflict(

@@ -20,7 +20,6 @@ from slime_core.data.order import pick
 from slime_core.data.prompts import Encoder, Keys
 from slime_core.data.rows import Rows, open_rows, split_slice
 from slime_core.data.streams import (
-    BAD,
     BadRows,
     FileSupply,
     PluginSupply,
@@ -364,6 +363,3 @@ def _model_context(folder: str) -> int:
         return int(value)
     except (OSError, ValueError, AttributeError, TypeError):
         return 0
-
-
-__all__ = ["BAD", "REJECTED", "DataSource", "EvalSet", "encoder_of", "eval_sets", "kept_sources", "open_source"]
