@@ -1,10 +1,12 @@
-"""Where engines and trainers live."""
+"""Where engines and trainers live; core's own backends: the embedded engine, the FSDP2 trainer, and this machine."""
 
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
+from slime_core.backends import ClusterBackend, EngineBackend, TrainerBackend
+from slime_core.hookspecs import hookimpl
 from slime_core.plugins.backends import cluster_of
 
 if TYPE_CHECKING:
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts, Serving
     from slime_core.report import Report
+    from slime_core.trainers.fsdp import FsdpTrainer
 
 
 def build_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
@@ -24,3 +27,33 @@ def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:
     from slime_core.clusters.local import local_serving
 
     return local_serving(config)
+
+
+@hookimpl(trylast=True)
+def slime_engine() -> list[EngineBackend]:
+    """The embedded engine: it lives in the trainer's process, or in processes that the cluster starts."""
+    return [EngineBackend(name="local", transports=frozenset({"tensors"}))]
+
+
+@hookimpl(trylast=True)
+def slime_trainer() -> list[TrainerBackend]:
+    """FSDP2."""
+    return [TrainerBackend(name="fsdp", trainer=_fsdp)]
+
+
+@hookimpl(trylast=True)
+def slime_cluster() -> list[ClusterBackend]:
+    """This machine."""
+    return [ClusterBackend(name="local", parts=_local)]
+
+
+def _fsdp() -> type[FsdpTrainer]:
+    from slime_core.trainers.fsdp import FsdpTrainer
+
+    return FsdpTrainer
+
+
+def _local(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+    from slime_core.clusters.local import local_cluster
+
+    return local_cluster(config, plugins, report)

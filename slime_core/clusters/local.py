@@ -1,26 +1,30 @@
-"""This machine as a cluster: an engine and an FSDP2 trainer, in this process or in processes of their own.
+"""A run's parts, wherever a cluster has places for them; and this machine as a cluster.
 
-On-policy the embedded engine shares the trainer's process and takes turns with it. Where a stage runs ahead
-(``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of them, and
-generates while the trainer trains. Servers are started
-before the trainer, which then finds the memory that they leave.
+    Places --assembled--> servers -> ranks and engines, side by side -> turns, teacher, ledger: `protocols.Parts`
+
+On this machine, on-policy, the embedded engine shares the trainer's process and takes turns with it. Where a stage
+runs ahead (``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of
+them, and generates while the trainer trains. Servers are started before the trainer, which then finds the memory that
+they leave.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import EngineStart
+from slime_core.backends import EngineStart, Served
+from slime_core.clusters.channel import Start, start_here
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
-from slime_core.clusters.engine_process import EngineProcess
+from slime_core.clusters.engine_process import EngineProcess, Sender
 from slime_core.clusters.engine_set import as_one, holding
-from slime_core.clusters.hangs import Servers, Watch, watching
+from slime_core.clusters.hangs import Servers, Watched, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.clusters.turns import FreeTurns, QuietTurns, Resync, gives_memory, server_turns
@@ -28,13 +32,14 @@ from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.notices import notice
-from slime_core.plugins.backends import engine_of, trainer_of
+from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.checks import open_model
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
+    from slime_core.clusters.host import ServerSites
     from slime_core.config.schema import Config
     from slime_core.engines.local import LocalEngine
     from slime_core.plugins import Plugins
@@ -43,50 +48,97 @@ if TYPE_CHECKING:
     from slime_core.weights.folder import ModelFolder
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Places:
+    """Where a cluster has room for a run's parts, those of this machine by default.
+
+    Example: Places(ranks=4, engines=2, start_rank=start, start_engine=start, meeting="10.0.0.5", sites=sites)
+    """
+
+    ranks: int = 0  # processes; 0: the trainer lives in this one
+    engines: int = 0  # processes of embedded engines; 0: one lives in this process
+    start_rank: Start = start_here
+    start_engine: Start | None = None  # None: on this machine, with weights in shared memory
+    meeting: str = ""  # address of rank 0, where ranks are on several machines
+    sites: ServerSites | None = None  # of servers
+    watched: Sequence[Watched] = ()  # what may hang beside ranks, engines and servers
+
+
 @asynccontextmanager
-async def local_cluster(config: Config, plugins: Plugins, report: Report) -> AsyncIterator[Parts]:
-    """Start everything on this machine; take it down at the end, whatever happened."""
-    run_dir, epoch = report.run_dir.path, report.run_dir.epoch
-    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+async def assembled(
+    config: Config, plugins: Plugins, report: Report, place: Callable[[AsyncExitStack], Awaitable[Places]]
+) -> AsyncIterator[Parts]:
+    """Start everything at the places that ``place`` finds; take it down at the end, whatever happened.
+
+    Raises:
+        EngineError, TrainerError: a process that does not come up, with the end of its log.
+    """
+    run_dir, epoch, cluster = report.run_dir.path, report.run_dir.epoch, config.cluster
+    absent, start = config.rollout.debug_train_only, engine_of(config).start
     folder = open_folder(config)
     for text in folder.notices:
         report.note(text)
-    cluster, dtype = config.cluster, config.train.dtype
-    report.note(f"{cluster.device}, {dtype}, {cluster.cpu_threads} threads, {world} trainer rank(s)")
     async with watching(config, report) as watch, AsyncExitStack() as stack:
-        thread = TorchThread(config.cluster.cpu_threads)
+        places = await place(stack)
+        thread = TorchThread(cluster.cpu_threads)
         stack.callback(thread.close)
-        engine: Any = None
-        roles: dict[str, Engine] = {}
-        absent = config.rollout.debug_train_only
-        backend = engine_of(config)
-        if backend.start is not None and not absent:
-            start = EngineStart(config=config, folder=folder, run_dir=run_dir, epoch=epoch, note=report.note)
-            served = await stack.enter_async_context(backend.start(start))
-            engine, roles = served.engine, served.roles
+        ranks = [
+            RankTrainer(
+                config,
+                plugins,
+                world=places.ranks,
+                run_dir=run_dir,
+                epoch=epoch,
+                start=places.start_rank,
+                address=places.meeting,
+            )
+        ] * bool(places.ranks)
+        sender = None
+        if places.start_engine is not None:
+            sender = Sender(thread)
+            stack.callback(sender.close)
+        made = [
+            EngineProcess(
+                config,
+                run_dir=run_dir,
+                epoch=epoch,
+                thread=thread,
+                number=number,
+                start=places.start_engine,
+                sender=sender,
+            )
+            for number in range(0 if absent or start is not None else places.engines)
+        ]
+        processes: list[RankTrainer | EngineProcess] = [*ranks, *made]
+        for part in (*places.watched, *processes):
+            watch.add(part)
+        served: Served | None = None
+        if start is not None and not absent:
+            served = await stack.enter_async_context(_servers(config, start, folder, report, places))
             watch.add(Servers(served.processes))
-            if gives_memory(config, engine):
-                await engine.pause("retract")
-                await engine.release({"kv", "weights"})
-        trainer = await _trainer(config, plugins, report, folder, thread, stack, watch)
-        turns: Any
-        if engine is not None:
+        await _enter(stack, processes)
+        trainer: Trainer = ranks[0] if ranks else _trainer(config, plugins, report, folder, thread)
+        engine: Any
+        turns: Any = FreeTurns()
+        if absent:
+            engine = AbsentEngine()
+        elif served is not None:
+            engine = served.engine
             turns = Resync(server_turns(config, engine, trainer), trainer, engine)
             served.resync(turns.source)
-        elif absent:
-            engine, turns = AbsentEngine(), FreeTurns()
-        elif count := engines_apart(config):
-            made = [EngineProcess(config, run_dir=run_dir, epoch=epoch, thread=thread, number=i) for i in range(count)]
-            for apart in made:
-                watch.add(apart)
-                await stack.enter_async_context(apart)
-                report.note(
-                    f"engine {apart.number} has a process of its own, {apart.pid}: it generates beside training"
-                )
-            engine, turns = as_one(made), FreeTurns()
+        elif made:
+            engine = as_one(made)
+            if cluster_of(config).remote:
+                turns = server_turns(config, engine, trainer)
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
+        if places.start_engine is None:
+            for apart in made:
+                report.note(
+                    f"engine {apart.number} has a process of its own, {apart.pid}: it generates beside training"
+                )
+        roles: dict[str, Engine] = served.roles if served is not None else {}
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
@@ -104,37 +156,70 @@ async def local_cluster(config: Config, plugins: Plugins, report: Report) -> Asy
         )
 
 
-async def _trainer(
+@asynccontextmanager
+async def _servers(
     config: Config,
-    plugins: Plugins,
-    report: Report,
+    start: Callable[[EngineStart], AbstractAsyncContextManager[Served]],
     folder: ModelFolder,
-    thread: TorchThread,
-    stack: AsyncExitStack,
-    watch: Watch,
-) -> Trainer:
-    """In this process where there is one rank, else ranks in processes of their own."""
-    run_dir, epoch = report.run_dir.path, report.run_dir.epoch
+    report: Report,
+    places: Places,
+) -> AsyncIterator[Served]:
+    """Servers; those that share the trainer's GPUs have given their memory back."""
+    run_dir, rollout = report.run_dir, config.rollout
+    if places.sites is not None and not places.ranks and rollout.update_weight_transport == "auto":
+        rollout = rollout.model_copy(update={"update_weight_transport": "disk"})  # the driver sends, without a GPU
+        config = config.model_copy(update={"rollout": rollout})
+    begin = EngineStart(
+        config=config,
+        folder=folder,
+        run_dir=run_dir.path,
+        epoch=run_dir.epoch,
+        note=report.note,
+        sites=places.sites,
+    )
+    async with start(begin) as served:
+        if gives_memory(config, served.engine):
+            await served.engine.pause("retract")
+            await served.engine.release({"kv", "weights"})
+        yield served
+
+
+async def _enter(stack: AsyncExitStack, parts: Sequence[RankTrainer | EngineProcess]) -> None:
+    """Start them side by side; the first that fails ends the start of the others."""
+    starts = [asyncio.ensure_future(stack.enter_async_context(part)) for part in parts]
+    try:
+        await asyncio.gather(*starts)
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        raise
+
+
+def _trainer(config: Config, plugins: Plugins, report: Report, folder: ModelFolder, thread: TorchThread) -> Trainer:
+    """In this process."""
+    epoch, remote = report.run_dir.epoch, cluster_of(config).remote
+    device = "cpu" if remote else config.cluster.device  # its GPUs are other machines'
+    if config.rollout.debug_rollout_only:
+        return IdleTrainer(config, folder, thread, device=device, epoch=epoch)
+    errors = report.run_dir.path / "errors"
+    kind = trainer_of(config).trainer()
+    trainer: Trainer = kind(config, plugins, folder, thread=thread, device=device, errors=errors, epoch=epoch)
+    return trainer
+
+
+def local_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+    """Start everything on this machine; take it down at the end, whatever happened."""
     cluster = config.cluster
     world = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    if config.rollout.debug_rollout_only:
-        return IdleTrainer(config, folder, thread, device=cluster.device, epoch=epoch)
-    if world == 1:
-        errors = run_dir / "errors"
-        kind = trainer_of(config).trainer()
-        trainer: Trainer = kind(
-            config, plugins, folder, thread=thread, device=cluster.device, errors=errors, epoch=epoch
-        )
-        return trainer
-    ranks = RankTrainer(
-        config,
-        plugins,
-        world=world,
-        run_dir=run_dir,
-        epoch=epoch,
-    )
-    watch.add(ranks)
-    return await stack.enter_async_context(ranks)
+
+    async def place(_: AsyncExitStack) -> Places:
+        threads = f"{cluster.cpu_threads} threads, {world} trainer rank(s)"
+        report.note(f"{cluster.device}, {config.train.dtype}, {threads}")
+        here = world == 1 or config.rollout.debug_rollout_only
+        return Places(ranks=0 if here else world, engines=engines_apart(config))
+
+    return assembled(config, plugins, report, place)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime_core.plugins.load import Loaded
     from slime_core.plugins.provider import Provider
 
-CORE = "slime_core.clusters.builtin"  # of a higher layer, loaded by name like every plugin
+CORE = "slime_core.clusters"  # of a higher layer, loaded by name like every plugin
 
 BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
 

@@ -20,6 +20,7 @@ from watching import QUICK, Engine
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
 from slime_core.clusters import ports
+from slime_core.clusters.hangs import Servers
 from slime_core.clusters.host import NCCL_MEMORY
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
@@ -27,7 +28,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_ray import device, servers as ray_servers
 from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
-from slime_ray.servers import RayServers, RaySites
+from slime_ray.servers import RaySites
 from slime_sglang.gateway import Process
 from slime_sglang.health import Watch
 from slime_sglang.ports import server_launch
@@ -104,7 +105,7 @@ def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_i
             for pid in [*ports.members(session), *nodes.pids()]:
                 assert token not in seen(f"/proc/{pid}/cmdline") + seen(f"/proc/{pid}/environ")
             assert server.where == f"{machine.name}:{server.log}"
-            (member,) = RayServers([server]).members()
+            (member,) = Servers([server]).members()
             look = await member.channel.look()
             assert (member.name, look.pid, look.state != "") == ("SGLang server 0", session, True)
             scheduler = int(seen(server.log).split("scheduler ")[1].split()[0])
