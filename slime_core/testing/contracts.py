@@ -1,4 +1,4 @@
-"""What every Engine and Trainer must do, as checks that run against any implementation.
+"""What every Engine, Trainer and cluster must do, as checks that run against any implementation.
 
     @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
     def test_my_engine_keeps_the_contract(check):
@@ -10,7 +10,10 @@ A check raises AssertionError and says which promise was broken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,8 @@ from numpy.typing import NDArray
 
 from slime_core.config.schema import Config
 from slime_core.durable import sha256_of
-from slime_core.errors import EngineError
-from slime_core.protocols import Engine, Role, Trainer
+from slime_core.errors import EngineError, SlimeError
+from slime_core.protocols import Engine, Parts, Role, Trainer
 from slime_core.types import (
     ArrayRef,
     Batch,
@@ -89,8 +92,18 @@ def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
     return Group(prompt=prompt, samples=samples, rollouts=rollouts)
 
 
+@dataclass(slots=True, kw_only=True)
+class ClusterCase:
+    """A way to start a cluster's parts, again and again, their stage, and the ids of its living processes."""
+
+    start: Callable[[], AbstractAsyncContextManager[Parts]]
+    stage: Config
+    alive: Callable[[], Sequence[int]]
+
+
 EngineCheck = Callable[[EngineCase], Awaitable[None]]
 TrainerCheck = Callable[[TrainerCase], Awaitable[None]]
+ClusterCheck = Callable[[ClusterCase], Awaitable[None]]
 
 
 async def engine_refuses_to_generate_before_its_first_load(case: EngineCase) -> None:
@@ -320,6 +333,46 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
     return {n: np.array(t.detach().float().cpu().numpy() if hasattr(t, "detach") else t) for n, t in tensors.items()}
 
 
+async def cluster_serves_the_weights_of_its_trainer(case: ClusterCase) -> None:
+    """Its parts belong together: what the trainer publishes its engines take, in their turn."""
+    async with case.start() as parts:
+        async with parts.turns.training():
+            await parts.trainer.begin(case.stage)
+        async with parts.turns.syncing():
+            route = await parts.engines.route("all")
+            await parts.engines.load(await parts.trainer.publish(3, route))
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        done = await parts.engines.generate(GenerateRequest(id="a", tokens=[1, 2], params=params, seed=7))
+        assert done.versions == [3] * 4, f"tokens of versions {done.versions} under 3"
+        assert max(done.tokens) < parts.vocab_size, f"token {max(done.tokens)} of a vocabulary of {parts.vocab_size}"
+
+
+async def cluster_takes_everything_down_and_starts_again(case: ClusterCase) -> None:
+    """An error inside the block stays itself, and leaves nothing that a later start would meet."""
+    try:
+        async with case.start():
+            raise ArithmeticError("of the block")
+    except ArithmeticError:
+        pass
+    assert not (left := case.alive()), f"processes {left} are left"
+    async with case.start() as parts:
+        await parts.ledger.counts()
+
+
+async def cluster_says_that_a_process_is_gone(case: ClusterCase) -> None:
+    """Calls of killed processes raise slime's own errors, which say that they were lost."""
+    async with case.start() as parts:
+        if not (pids := case.alive()):
+            return  # all of it lives in this process
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for call in (parts.trainer.begin(case.stage), parts.engines.resume()):
+            (answer,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), PATIENCE)
+            assert isinstance(answer, SlimeError), f"a call of a killed process ended with {answer!r}"
+            assert answer.lost, f"{answer} does not say that it was lost"
+    assert not (left := case.alive()), f"processes {left} are left"
+
+
 ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     engine_refuses_to_generate_before_its_first_load,
     engine_stamps_the_version_it_serves,
@@ -339,4 +392,9 @@ TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_verifies_a_step_and_changes_nothing,
     trainer_restores_what_it_saved,
     trainer_saves_one_state_after_another,
+)
+CLUSTER_CHECKS: tuple[ClusterCheck, ...] = (
+    cluster_serves_the_weights_of_its_trainer,
+    cluster_takes_everything_down_and_starts_again,
+    cluster_says_that_a_process_is_gone,
 )

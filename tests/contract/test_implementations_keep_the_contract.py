@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cluster_case import keeps
 
 from durability.ledger_contract import LEDGER_CHECKS
 from slime_core.clusters.ranks import RankTrainer
@@ -12,7 +13,14 @@ from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.testing.contracts import ENGINE_CHECKS, TRAINER_CHECKS, EngineCase, TrainerCase, sample_group
+from slime_core.testing.contracts import (
+    CLUSTER_CHECKS,
+    ENGINE_CHECKS,
+    TRAINER_CHECKS,
+    EngineCase,
+    TrainerCase,
+    sample_group,
+)
 from slime_core.threads import TorchThread
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.fsdp import FsdpTrainer
@@ -110,3 +118,12 @@ def test_sqlite_ledger(check, tmp_path):
             await ledger.close()
 
     asyncio.run(run())
+
+
+APART = ("--max-staleness", "1", "--no-colocate", "--actor-num-gpus-per-node", "2")
+
+
+@pytest.mark.parametrize("flags", [(), APART], ids=["one process", "ranks and an engine apart"])
+@pytest.mark.parametrize("check", CLUSTER_CHECKS, ids=by_name)
+def test_local_cluster(check, flags, tmp_path):
+    asyncio.run(keeps(check, tmp_path, *flags))
