@@ -212,16 +212,8 @@ class Turn:
             finish=finish,
             versions=[v for piece in pieces for v in piece.versions],
             epoch=pieces[-1].epoch if pieces else 0,
-            text=self._decoded(tokenizer, tokens, finish),
+            text=self.request.text(tokenizer, tokens, finish),
         )
-
-    def _decoded(self, tokenizer: Any, tokens: list[int], finish: str) -> str:
-        """Cut before the first stop string where one ended the response, as an engine does."""
-        if not tokens or tokenizer is None:
-            return ""
-        text, stops = str(tokenizer.decode(tokens, skip_special_tokens=True)), self.request.params.stop
-        ends = [text.find(stop) for stop in stops if stop in text]
-        return text[: min(ends)] if ends and finish == "stop" else text
 
 
 @dataclass(slots=True, kw_only=True)

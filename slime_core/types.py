@@ -280,9 +280,17 @@ class GenerateRequest:
     id: str
     tokens: list[int]
     params: SamplingParams
-    seed: int  # 64 bits, from (run seed, sample id, attempt): slime_core.rollout.seeds
+    seed: int  # 64 bits, from (run seed, sample id, attempt): slime_core.seeds
     session_id: str = ""
     kept: int = 0  # of tokens, at their end: this response's from an aborted try; stop strings look back over them
+
+    def text(self, tokenizer: Any, tokens: Sequence[int], finish: str) -> str:
+        """``tokens`` decoded, cut before the first stop string where one ended the response; "" with no tokenizer."""
+        if not tokens or tokenizer is None:
+            return ""
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        ends = [text.find(stop) for stop in self.params.stop if stop in text]
+        return text[: min(ends)] if ends and finish == "stop" else text
 
 
 @dataclass(slots=True, kw_only=True)
