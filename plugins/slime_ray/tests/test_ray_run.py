@@ -42,8 +42,11 @@ def of_the_cluster(words):
 def reward(args, sample, **kw):
     order = HERE / "kill"
     calls.append(sample.index)
-    if order.exists() and len(calls) == int(order.read_text().split()[0]):
-        words = order.read_text().split(maxsplit=1)[1]
+    try:
+        count, words = order.read_text().split(maxsplit=1)
+    except FileNotFoundError:  # nothing is to be killed, or another call did it
+        count = 0
+    if len(calls) == int(count):
         order.unlink()
         os.kill(of_the_cluster(words), signal.SIGKILL)
     return sum(char.isdigit() for char in sample.response) / (1 + len(sample.response))
