@@ -24,6 +24,12 @@ def train(zygote, tmp_path_factory) -> Callable[..., Path]:
     return run
 
 
+@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
+def length(request) -> str:
+    """How long a recipe runs: ``short`` witnesses its parts, ``whole`` is the recipe as it stands, nightly."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def scores() -> Callable[..., list[float]]:
     """``scores(run, name)`` is the mean reward of every evaluation of the set ``name``, in order of versions."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 FOLDER = click.Path(path_type=Path)
 CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
-
 """Words of `slime convert` that trainers of slime's own repository bring."""
 
 
@@ -42,12 +41,12 @@ class Size(click.ParamType):
         number = text.rstrip("kKmMgGiIbB").strip()
         unit = text[len(number) :].strip().upper()
         try:
-            found = int(float(number) * UNITS[unit])
+            size = int(float(number) * UNITS[unit])
         except (ValueError, KeyError, OverflowError):
             self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
-        if found < 1:
+        if size < 1:
             self.fail(f"{value!r} is no size above 0", param, ctx)
-        return found
+        return size
 
 
 def with_flags(word: str, command: click.Command) -> click.Command:

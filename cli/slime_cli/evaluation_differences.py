@@ -109,17 +109,17 @@ def sign_flip(differences: Sequence[float]) -> float:
     data = np.asarray([value for value in differences if value], dtype=np.float64)
     if not len(data):
         return 1.0
-    seen = abs(math.fsum(data)) * (1 - 1e-12)  # sums that are equal but for rounding count as equal
+    observed = abs(math.fsum(data)) * (1 - 1e-12)  # sums that are equal but for rounding count as equal
     if len(data) <= EXACT:
         sums = np.zeros(1)
         for value in data:
             sums = np.concatenate([sums + value, sums - value])
-        return float((np.abs(sums) >= seen).mean())
+        return float((np.abs(sums) >= observed).mean())
     rng = np.random.Generator(np.random.Philox(key=0))
     hits, rows = 0, max(1, CHUNK // len(data))
     for start in range(0, FLIPS, rows):
         signs = 2.0 * rng.integers(0, 2, size=(min(rows, FLIPS - start), len(data))) - 1
-        hits += int((np.abs(signs @ data) >= seen).sum())
+        hits += int((np.abs(signs @ data) >= observed).sum())
     return (1 + hits) / (1 + FLIPS)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the FSDP trainer in, a model folder out: parameters by rows, no model with weights is built.
+"""Write a model folder from a checkpoint of the FSDP trainer, by rows: no model with weights is built.
 
 checkpoints/step-N/trainer/parameters*.safetensors (float32, whole tensors, of any number of ranks)
     -> names and shapes compared with the model's -> experts' stacks cut -> shards, index, config, tokenizer

@@ -67,11 +67,6 @@ def steps_of(run):
     return asyncio.run(read())
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
-def length(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def run(train, length, tmp_path_factory):
     """The run's folder, its metrics of GRPO's steps, their samples, and what the engine has seen of them."""
@@ -81,11 +76,11 @@ def run(train, length, tmp_path_factory):
     task |= {"generate": f"{folder / 'witness.py'}:generate", "reward": f"{HERE / 'agents.py'}:reward"}
     tasks = ", ".join(f"{name} = {json.dumps(value)}" for name, value in task.items())
     seen = {"AGENTS": str(HERE / "agents.py"), "SEEN": str(folder / "seen.jsonl")}
-    made = train(HERE / "recipe.toml", f"data.tasks=[{{{tasks}}}]", *(SHORT if length == "short" else ()), **seen)
-    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    run_dir = train(HERE / "recipe.toml", f"data.tasks=[{{{tasks}}}]", *(SHORT if length == "short" else ()), **seen)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = {row["version"]: row["metrics"] for row in rows if row["kind"] == "step" and row["stage"] == "grpo"}
-    samples = [sample for version, step in enumerate(steps_of(made), 1) if version in steps for sample in step]
-    return made, steps, samples, [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+    samples = [sample for version, step in enumerate(steps_of(run_dir), 1) if version in steps for sample in step]
+    return run_dir, steps, samples, [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.system

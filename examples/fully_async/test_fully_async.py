@@ -18,9 +18,9 @@ LENGTHS = {
 SAMPLES, BOUND = 32 * 8, 2  # of a step; versions
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
-def lengths(request):
-    return LENGTHS[request.param]
+@pytest.fixture(scope="module")
+def lengths(length):
+    return LENGTHS[length]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def metrics(run):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("lengths", ["whole"], indirect=True)
+@pytest.mark.parametrize("length", ["whole"], indirect=True)
 def test_it_learns(run, scores):
     found = scores(run, HELDOUT)
     assert found[0] <= IMITATED

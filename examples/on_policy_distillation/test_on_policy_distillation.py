@@ -13,11 +13,6 @@ SHORT = {
 }
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("whole", marks=pytest.mark.nightly)])
-def length(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def teacher(train, length):
     """The teacher's run."""

@@ -1,4 +1,4 @@
-"""Counts and scores in; estimates and intervals out. Pure functions, and the same answer every time.
+"""Estimates and their intervals from counts and scores: pure functions, and the same answer every time.
 
     pass@k     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1
     maj@k      the mean over all k of a question's n samples, as pass@k is, of "the most frequent answer is right"

@@ -360,11 +360,11 @@ class Worker(ABC):
     @torch.no_grad()
     def whole(self) -> Tensors:
         """Every tensor by its name in the model folder on rank 0; nothing on the others; a collective."""
-        found: Tensors = {}
+        tensors: Tensors = {}
         for parts, tensor in stream(self.sources()):
             if self.rank == 0:
-                found |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
-        return found
+                tensors |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
+        return tensors
 
     def restore(self, path: Path) -> None:
         self.need_stage("restore")

@@ -41,11 +41,11 @@ def gradients(worker: MegatronWorker, portion: Portion, micros: list[MicroBatch]
     worker.actor.gather_gradients()
     parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
-    found = _everywhere(tensors.like(grads), worker)
+    whole = _everywhere(tensors.like(grads), worker)
     worker.actor.forget()
     for name, kept in buffers.items():  # a bias of experts follows their load
         tensors.held[name].tensor.copy_(kept)
-    return loss, {name: grad.double().cpu() for name, grad in found.items()}
+    return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
 
 def log_probs_in(worker: MegatronWorker, portion: Portion, dtype: torch.dtype) -> Columns:
@@ -91,7 +91,7 @@ def named(slow: Slow) -> Slow:
     """The same with gradients named as in model folders: some families keep experts apart there."""
 
     def rename(tensors: Tensors) -> Tensors:
-        found: Tensors = revert_weight_conversion(slow.model, dict(tensors))
-        return found
+        reverted: Tensors = revert_weight_conversion(slow.model, dict(tensors))
+        return reverted
 
     return replace(slow, rename=rename)

@@ -84,8 +84,8 @@ class RayHost:
 
     async def state(self) -> str:
         """See `Host`."""
-        found: str = await self._call("state")
-        return found
+        state: str = await self._call("state")
+        return state
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:

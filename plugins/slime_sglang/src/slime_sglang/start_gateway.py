@@ -16,7 +16,7 @@ from slime_core.clusters.host import Site
 from slime_core.errors import EngineError
 from slime_sglang import ports
 from slime_sglang.gateway import KINDS, LOG, Gateway
-from slime_sglang.installation import Installation, environment_of, find_python, read_installation
+from slime_sglang.installation import Installation, read_here
 from slime_sglang.router_options import router_arguments, wanted
 from slime_sglang.server import Server
 from slime_sglang.topology import POLICY
@@ -84,11 +84,7 @@ async def gateway(
     if not wanted(config, servers=len(servers) if installation is not None else 0, installed=there, paired=paired):
         return None
     if installation is None:
-        python, env = (
-            find_python(config.table("sglang")),
-            environment_of(config.table("sglang"), config.cluster.device),
-        )
-        installation = await asyncio.to_thread(read_installation, python, env)
+        installation = await asyncio.to_thread(read_here, config.table("sglang"), config.cluster.device)
     words = router_arguments(config, installation, paired=paired)
     log = run_dir / "log" / (LOG if role == POLICY else f"gateway-{role}.log")
     policy = ports.option(words, "--policy", "cache_aware")
