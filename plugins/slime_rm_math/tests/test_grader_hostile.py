@@ -93,8 +93,12 @@ def test_whole_responses_of_blanks_and_signs_are_read_in_linear_time():
     async def all_of_them():
         for sign in (" ", "\n", ".", "[", "*", "<", "(", "{", "\\", "answer ", "A ", r"\boxed{", "\n \n", "$", '"'):
             for name in ("math", "dapo", "deepscaler", "gpqa", "f1", "ifeval", "ifbench"):
-                short = await spent(sign, 20_000, name)  # ten times as long: 10 times the time, not 100
-                assert await spent(sign, 200_000, name) < 40 * short + 0.1, (sign, name)
+                short = await spent(sign, 6_000, name)  # ten times as long: 10 times the time, not 100
+                for _ in range(5):  # a garbage collection may come once
+                    if (longer := await spent(sign, 60_000, name)) < 40 * short + 0.1:
+                        break
+                else:
+                    raise AssertionError(f"{name} on {sign!r}: {longer:.2f} s, {short:.4f} s for a tenth of it")
 
     asyncio.run(all_of_them())
     graders.close()
