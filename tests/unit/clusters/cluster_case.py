@@ -28,8 +28,8 @@ def processes(mark):
     return found
 
 
-async def keeps(check, folder, *flags):
-    """Run a check on the cluster that the flags choose."""
+async def keeps(check, folder, *flags, alive=None):
+    """Run a check on the cluster that the flags choose; ``alive`` finds its processes where they bear another mark."""
     os.environ[MARK] = str(folder)
     words = ["--hf-checkpoint", str(tiny_model(folder / "model", hidden=32)), "--device", "cpu", "--cpu-threads", "1"]
     config = resolve_machine(load_config(None, [*words, *flags]))
@@ -38,4 +38,4 @@ async def keeps(check, folder, *flags):
         (run_dir.path / "config.toml").touch()
         report = Report(run_dir, config)
         start = lambda: build_cluster(config, plugins, report)  # noqa: E731
-        await check(ClusterCase(start=start, stage=config, alive=lambda: processes(folder)))
+        await check(ClusterCase(start=start, stage=config, alive=alive or (lambda: processes(folder))))
