@@ -38,7 +38,7 @@ LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room
 CONFINED = {
     "megatron": ("plugins/slime_megatron/", "plugins/slime_models/"),
     "ray": ("plugins/slime_ray/",),
-    "wandb": ("slime_core/report/sinks.py",),
+    "wandb": ("cli/slime_cli/wandb_sink.py",),
     "sglang": ("plugins/slime_sglang/src/slime_sglang/launcher.py",),
 }
 ELSEWHERE = ("plugins/slime_sglang/src/slime_sglang/launcher.py", "plugins/slime_sglang/src/slime_sglang/probe.py")

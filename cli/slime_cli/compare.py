@@ -27,8 +27,8 @@ def command(
     questions.
     """
     from slime_cli.evaluation_differences import compare
+    from slime_cli.evaluation_records import find_records
     from slime_cli.evaluation_tables import difference_tables, to_markdown
-    from slime_core.evaluation.record import find_records
 
     found = compare(find_records(first, version_a), find_records(second, version_b))
     if as_json:

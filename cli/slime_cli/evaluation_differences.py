@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from slime_cli.evaluation_records import by_name
 from slime_core.errors import DataError
 from slime_core.evaluation.questions import Question
-from slime_core.evaluation.record import Evaluation, by_name
+from slime_core.evaluation.record import Evaluation
 from slime_core.evaluation.statistics import CHUNK, bootstrap_interval, passed
 
 LEVEL = 0.05

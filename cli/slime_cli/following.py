@@ -241,7 +241,7 @@ class Steps:
         """What is said of a row; empty for one that says nothing, or was cut."""
         import json
 
-        from slime_core.report import live
+        from slime_cli import live
         from slime_core.types import StepReport
 
         try:
@@ -262,7 +262,7 @@ class Steps:
         return f"{live.place(report)}  {figures}  eta {live.duration(self._pace.eta)}"
 
     def _total(self) -> int:
+        from slime_cli.live import total_steps
         from slime_core.config.load import read
-        from slime_core.report.live import total_steps
 
         return total_steps(read(self._run_dir.config, check=False).config)

@@ -27,7 +27,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     from slime_core.clusters.embedded import context_len, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
-    from slime_core.report.rundir import check_free, check_writable, next_path
+    from slime_core.report.rundir import check_free, next_path
 
     config = resolve_machine(settings.config)
     if run_dir is not None:
@@ -167,3 +167,22 @@ def print_plan(plan: dict[str, Any]) -> None:
 def _excerpt(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a run directory that could not be made; a folder is made beside it, and removed at once.
+
+    Raises:
+        StorageError: STO110.
+    """
+    import tempfile
+
+    from slime_core.report.rundir import unwritable
+
+    path = path.expanduser().absolute()
+    above = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slime-", dir=above):
+            return
+    except OSError as error:
+        raise unwritable(error, path) from error

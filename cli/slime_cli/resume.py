@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import Session
+from slime_cli.live import total_steps
 from slime_core.config.dump import REDACTED, texts_in
 from slime_core.config.load import Words, stages
 from slime_core.config.tokens import Word
@@ -321,11 +322,6 @@ def say_machine(run_dir: RunDir, found: Found | None, config: Config) -> None:
         say(f"notice: another machine than before ({'; '.join(lines)}): recorded steps may get other bits")
 
 
-def total_steps(config: Config) -> int:
-    """Steps of all stages."""
-    return sum(stage.rollout.num_rollout for stage in stages(config))
-
-
 def _from_environment(saved: Any) -> dict[str, str]:
     """Values of the references in ``run.json`` whose variables are set."""
     from slime_core.config.problems import Origins
@@ -372,4 +368,4 @@ def _refuse_redacted(data: Any, path: Path) -> None:
         )
 
 
-__all__ = ["AUTO", "Going", "Words", "already_finished", "choose", "kind_of", "references", "reopen", "total_steps"]
+__all__ = ["AUTO", "Going", "Words", "already_finished", "choose", "kind_of", "references", "reopen"]

@@ -306,11 +306,11 @@ def reporting(
     clock: StopAfter | None = None,
 ) -> Iterator[tuple[Report, Seen]]:
     """A started report, which is finished however the block ends; ``run.json`` says how it ended."""
+    from slime_cli.live import make_live
     from slime_cli.resume import kind_of
+    from slime_cli.wandb_sink import WandbSink
     from slime_core.context import Context
     from slime_core.report import Report
-    from slime_core.report.live import make_live
-    from slime_core.report.sinks import WandbSink
 
     seen = Seen()
     sinks: list[Any] = [seen, *([clock] if clock else [])]

@@ -39,7 +39,7 @@ class Seen:
 
 def say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Path | None) -> None:
     """Steps, time, and how the reward went."""
-    from slime_core.report.live import duration
+    from slime_cli.live import duration
 
     line = f"done: {version} steps in {duration(seconds)}"
     if seen.first is not None and seen.last is not None and "reward/mean" in seen.last.metrics:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime_cli.evaluation_records import trim_records
 from slime_core.durable import replace_file, storage_error
-from slime_core.evaluation.record import trim_records
 from slime_core.failpoints import failpoint
 
 if TYPE_CHECKING:

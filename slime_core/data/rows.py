@@ -33,27 +33,21 @@ class Rows(Protocol):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Read one row; raises DataError where it cannot be read, IndexError outside the range."""
-        ...
 
     def where(self, row: int) -> str:
         """``file:line`` or ``set[row]``, for messages and as the identity of a row without an id."""
-        ...
 
     def raw(self, row: int) -> bytes:
         """The row's own bytes where it has some, for rejected.jsonl."""
-        ...
 
     def fingerprint(self) -> str:
         """What is equal only for equal rows."""
-        ...
 
     def mark(self) -> dict[str, Any] | None:
         """``bytes rows sha256`` of the file that was opened, whole; None where there is no one file."""
-        ...
 
     def close(self) -> None:
         """Close files."""
-        ...
 
 
 class SlicedRows:

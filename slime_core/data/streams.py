@@ -67,23 +67,18 @@ class Supply(Protocol):
 
     def count(self) -> int | None:
         """How many there are; None for an endless source."""
-        ...
 
     def make(self, index: int, *, id: str, position: int) -> Prompt | str:
         """The prompt of an index, or the reason why there is none; IndexError past an endless source's end."""
-        ...
 
     def fingerprint(self) -> str:
         """Equal only for the same prompts."""
-        ...
 
     def mark(self) -> dict[str, Any] | None:
         """``bytes rows sha256`` of the file that was opened; None where there is no one file."""
-        ...
 
     def shorten(self, mark: Mapping[str, Any]) -> None:
         """Read a file only as far as it reached when it had this mark; other rows than then stay as they are."""
-        ...
 
 
 class FileSupply:

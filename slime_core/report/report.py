@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os.path import samestat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.config.dump import redacted, to_toml
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
 from slime_core.report.alarms import Alarms
-from slime_core.report.live import Live, PlainLines
 from slime_core.report.samples import SampleLog
 from slime_core.report.sinks import JsonlSink, evaluation_report
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slime_core.config.schema import Config
     from slime_core.errors import SlimeError
     from slime_core.protocols import Sink
@@ -34,8 +35,30 @@ if TYPE_CHECKING:
 OTHER = "other"  # seconds of a step between its parts; not of a stage's first step, nor of evaluations
 
 
+class Live(Protocol):
+    """A display; every method may be called from the loop at any time."""
+
+    def start(self, config: Config, run_dir: Path) -> None:
+        """Training is about to begin."""
+
+    def starting(self, text: str) -> None:
+        """What the start is busy with, until the first step is done."""
+
+    def step(self, report: StepReport, wall: float) -> None:
+        """A step took ``wall`` seconds."""
+
+    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation set has its figures."""
+
+    def note(self, text: str) -> None:
+        """A sentence."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
 class Report:
-    """Everything a run tells.
+    """Everything a run tells; ``live`` is None where nobody watches.
 
     Example:
         report = Report(run_dir, config, sinks=[], live=make_live(sys.stderr))
@@ -56,7 +79,7 @@ class Report:
         self.run_dir = run_dir
         self.config = config
         self.secrets = frozenset(secrets)  # values that nothing that is written may hold
-        self._live: Live = live if live is not None else PlainLines()
+        self._live = live
         self._jsonl = JsonlSink()
         self._sinks: list[Sink] = [self._jsonl, *sinks]
         self._samples = SampleLog(run_dir.samples, config.report.save_samples)
@@ -90,14 +113,14 @@ class Report:
         self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
         self._each(lambda sink: sink.start(self.run_dir.path, plain))
-        self._guard("live", lambda: self._live.start(self.config, self.run_dir.path))
+        self._show(lambda live: live.start(self.config, self.run_dir.path))
         self._mark = time.monotonic()
 
     def starting(self, text: str) -> None:
         """What the run is busy with before its first step: to the live line and to ``log/run.log``."""
         if self._last is None:
             self.log(f"start: {text}")
-            self._guard("live", lambda: self._live.starting(text))
+            self._show(lambda live: live.starting(text))
 
     def step(self, report: StepReport) -> None:
         """One finished step; sinks see under `OTHER` what of its time is in no part."""
@@ -109,7 +132,7 @@ class Report:
             report = replace(report, seconds={**report.seconds, OTHER: max(0.0, wall - parts)})
         self._mark, self._last = now, report
         self._each(lambda sink: sink.write(report))
-        self._guard("live", lambda: self._live.step(report, wall))
+        self._show(lambda live: live.step(report, wall))
         for line in self._alarms.see(report):
             self.note(line)
 
@@ -123,7 +146,7 @@ class Report:
         for sink in list(self._sinks):
             if sink is not self._jsonl:
                 self._one(sink, lambda sink=sink: sink.write(as_step))  # type: ignore[misc]
-        self._guard("live", lambda: self._live.evaluation(name, version, metrics))
+        self._show(lambda live: live.evaluation(name, version, metrics))
         if not beside:
             self._mark = time.monotonic()
 
@@ -134,7 +157,7 @@ class Report:
     def note(self, text: str) -> None:
         """A sentence for people: to the terminal and to ``log/run.log``."""
         self.log(text)
-        self._guard("live", lambda: self._live.note(text))
+        self._show(lambda live: live.note(text))
 
     def log(self, text: str) -> None:
         """A sentence for ``log/run.log`` alone."""
@@ -187,7 +210,7 @@ class Report:
     def finish(self) -> None:
         """Flush and close everything."""
         self._each(lambda sink: sink.close())
-        self._guard("live", self._live.close)
+        self._show(lambda live: live.close())
         if self._folder is not None:
             folder, self._folder = self._folder, None
             os.close(folder)
@@ -200,6 +223,10 @@ class Report:
         if not self._guard(type(sink).__name__, call) and sink is not self._jsonl:
             self._sinks.remove(sink)
 
+    def _show(self, call: Callable[[Live], None]) -> None:
+        if (live := self._live) is not None:
+            self._guard("live", lambda: call(live))
+
     def _guard(self, name: str, call: Callable[[], Any]) -> bool:
         try:
             call()
@@ -207,6 +234,6 @@ class Report:
             text = f"warning: {name} failed and training goes on: {type(error).__name__}: {error}"
             self.log(text)
             if name != "live":
-                self._guard("live", lambda: self._live.note(text))
+                self._show(lambda live: live.note(text))
             return False
         return True

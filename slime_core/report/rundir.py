@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +40,16 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.toml"  # the resolved config, secrets redacted
+        self.info = path / "run.json"  # who started the run, with what, and the routing table
+        self.metrics = path / "metrics.jsonl"  # one JSON object a step and an evaluation
+        self.samples = path / "samples.jsonl"  # best and worst samples of each step
+        self.ledger = path / "ledger.sqlite"  # states of all samples
+        self.segments = path / "segments"  # payloads of samples
+        self.log = path / "log"  # of the driver and of every process that it starts
+        self.errors = path / "errors"  # tracebacks
+        self.checkpoints = path / "checkpoints"  # one folder a checkpoint
+        self.final = path / "final"  # the trained model, a Hugging Face folder, when the run has ended
         self.epoch = 1  # of the process that holds the run: 1 at creation, one more at each reopening
         self._lock: IO[str] | None = None
 
@@ -59,7 +68,7 @@ class RunDir:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise _unwritable(error, Path(error.filename or at or root or Path.cwd())) from error
+            raise unwritable(error, Path(error.filename or at or root or Path.cwd())) from error
         run_dir = cls(path)
         run_dir.lock()
         run_dir.write_info({"epoch": run_dir.epoch})
@@ -111,56 +120,6 @@ class RunDir:
                 fix="name a run directory, such as runs/NAME-0",
             )
         return cls(resolved)
-
-    @property
-    def config(self) -> Path:
-        """The resolved config, secrets redacted."""
-        return self.path / "config.toml"
-
-    @property
-    def info(self) -> Path:
-        """Who started the run, with what, and the routing table (JSON)."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step and an evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Best and worst samples of each step."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """States of all samples (SQLite)."""
-        return self.path / "ledger.sqlite"
-
-    @property
-    def segments(self) -> Path:
-        """Payloads of samples."""
-        return self.path / "segments"
-
-    @property
-    def log(self) -> Path:
-        """Logs of the driver and of every process it starts."""
-        return self.path / "log"
-
-    @property
-    def errors(self) -> Path:
-        """Tracebacks."""
-        return self.path / "errors"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        """The trained model, a Hugging Face folder; exists when the run has ended."""
-        return self.path / "final"
 
     def lock(self) -> None:
         """Hold the run for this process; the kernel lets go when the process ends, however it ends.
@@ -320,22 +279,8 @@ def check_free(path: Path) -> None:
     )
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a run directory that could not be made; a folder is made beside it, and removed at once.
-
-    Raises:
-        StorageError: STO110.
-    """
-    path = path.expanduser().absolute()
-    above = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".slime-", dir=above):
-            return
-    except OSError as error:
-        raise _unwritable(error, path) from error
-
-
-def _unwritable(error: OSError, where: Path) -> StorageError:
+def unwritable(error: OSError, where: Path) -> StorageError:
+    """STO110: a run directory that cannot be made."""
     return StorageError(
         f"the run directory cannot be made: {error.strerror or error}",
         code="STO110",

@@ -23,15 +23,12 @@ class Source(Protocol):
 
     def next(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer only where the source has ended for good."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Where it stands, JSON-ready; ``position`` is the next prompt's."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`."""
-        ...
 
 
 class Supply(AbstractAsyncContextManager["Supply"], Protocol):
@@ -39,23 +36,18 @@ class Supply(AbstractAsyncContextManager["Supply"], Protocol):
 
     async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
         """The next step's groups; waits for them."""
-        ...
 
     async def drain(self) -> bool:
         """Wait until nothing is in flight under the old weights."""
-        ...
 
     def admit(self, version: int) -> None:
         """Say that the taken groups are trained and ``version`` is being served."""
-        ...
 
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        ...
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from slime_core.report.metrics import rollout_metrics
 from slime_core.report.rundir import RunDir
 from slime_core.rollout.staleness import Ageing
 from slime_core.seeds import set_generators
-from slime_core.types import Group, StepReport
+from slime_core.types import Group
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -142,7 +142,7 @@ async def replay(
         alone = config.rollout.model_copy(update={"debug_train_only": True, "save_debug_rollout_data": ""})
         local = config.report.model_copy(update={"ledger_dir": ""})
         quiet = config.model_copy(update={"rollout": alone, "report": local})
-        async with build_cluster(quiet, plugins, Report(copy, quiet, live=Unheard())) as parts:
+        async with build_cluster(quiet, plugins, Report(copy, quiet)) as parts:
             await _Making(recorded, steps, quiet, plugins, parts, copy.path, note, verify).run(answer, found)
         _compare_metrics(run_dir, answer)
     return answer
@@ -271,28 +271,6 @@ def nearest(folder: Path, version: int, note: Note) -> Found | None:
             except StorageError as error:
                 note(f"checkpoint {path.name} is left out: {error.what}")
     return None
-
-
-class Unheard:
-    """A display that shows nothing (`report.live.Live`)."""
-
-    def start(self, config: Config, run_dir: Path) -> None:
-        """Nothing."""
-
-    def starting(self, text: str) -> None:
-        """Nothing."""
-
-    def step(self, report: StepReport, wall: float) -> None:
-        """Nothing."""
-
-    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _require_step(run_dir: RunDir, step: int, steps: Mapping[int, Step]) -> None:

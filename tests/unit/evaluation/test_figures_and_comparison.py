@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from slime_cli.evaluation_differences import compare, mcnemar
+from slime_cli.evaluation_records import find_records, read_record, trim_records
 from slime_cli.evaluation_tables import difference_tables, figure_tables, to_markdown
 from slime_core.errors import DataError
 from slime_core.evaluation.questions import Question, answer_of, final_answer, key_of, questions_of
-from slime_core.evaluation.record import Evaluation, find_records, read_record, trim_records, write_record
+from slime_core.evaluation.record import Evaluation, write_record
 from slime_core.evaluation.statistics import figures_of, wilson
 from slime_core.types import Group, Prompt, Sample
 

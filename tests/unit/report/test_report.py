@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from slime_cli.libraries import warnings_noted
+from slime_cli.live import PlainLines, RichLine, duration, figures, make_live
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
-from slime_core.report.live import PlainLines, RichLine, duration, figures, make_live
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit
@@ -357,8 +357,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
-from slime_core.report.live import PlainLines
-from slime_core.report.sinks import WandbSink
+from slime_cli.live import PlainLines
+from slime_cli.wandb_sink import WandbSink
 from slime_core.types import StepReport
 
 stream = io.StringIO()

@@ -7,46 +7,20 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from slime_core.config.load import stages
 from slime_core.report.text import safe_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from slime_core.config.schema import Config
+    from slime_core.report.report import Live
     from slime_core.types import StepReport
 
 DYNAMICS = {"entropy": "entropy", "grad": "grad_norm"}
 """Labels of the live line, and the metrics of training that they show."""
-
-
-class Live(Protocol):
-    """A display; every method may be called from the loop at any time."""
-
-    def start(self, config: Config, run_dir: Path) -> None:
-        """Training is about to begin."""
-        ...
-
-    def starting(self, text: str) -> None:
-        """What the start is busy with, until the first step is done."""
-        ...
-
-    def step(self, report: StepReport, wall: float) -> None:
-        """A step took ``wall`` seconds."""
-        ...
-
-    def evaluation(self, name: str, version: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation set has its figures."""
-        ...
-
-    def note(self, text: str) -> None:
-        """A sentence."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        ...
 
 
 class Pace:
@@ -193,8 +167,6 @@ def make_live(stream: TextIO) -> Live:
 
 def total_steps(config: Config) -> int:
     """Steps of all stages."""
-    from slime_core.config.load import stages
-
     return sum(stage.rollout.num_rollout for stage in stages(config))
 
 
