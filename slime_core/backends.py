@@ -125,7 +125,7 @@ class TrainerBackend(Backend):
     """What `train_backend` names: ``trainer()`` imports and returns the class of its ranks (`protocols.RankTrainer`).
 
     ``converters()`` returns words of `slime convert` with their commands, for checkpoints in a format of its own. A
-    command's function returns ``work(how) -> Done`` (`slime_core.weights.folder_writing`), or does it all itself; the
+    command's function returns ``work(how) -> Done`` (`slime_convert.folder_writing`), or does it all itself; the
     flags and the progress that words share come from `slime convert`.
 
     Example:

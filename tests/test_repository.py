@@ -29,7 +29,7 @@ MARKDOWN = (
     *("plugins/*/README.md", "examples/*/README.md"),
 )
 PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
-PLUGIN_COMMANDS = {"buffer", "kernelbench", "models"}
+PLUGIN_COMMANDS = {"buffer", "convert", "kernelbench", "models"}
 RECIPES = sorted(
     path
     for pattern in ("plugins/*/src/*/recipes/*.toml", "examples/**/*.toml", "recipes/**/*.toml")

@@ -166,8 +166,8 @@ def child(words: list[str], workers: int) -> int:
     """What that process does."""
     import torch
 
+    from slime_convert.folder_writing import How
     from slime_core.weights.folder import read_config
-    from slime_core.weights.folder_writing import How
     from slime_megatron.convert.command import finder
     from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 

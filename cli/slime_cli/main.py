@@ -29,7 +29,6 @@ COMMANDS = {
     "diff": "compare two runs, step by step",
     "replay": "make a recorded step again and compare",
     "config": "show, list and check keys",
-    "convert": "convert checkpoints: model folders, torch_dist, the FSDP trainer's",
     "data": "check data sets",
     "plugins": "list, show, check and make plugins",
     "doctor": "check this machine and installation",

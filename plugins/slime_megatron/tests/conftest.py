@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.weights import rows
+from slime_convert import rows
 from slime_megatron.convert import dist_writing
 
 

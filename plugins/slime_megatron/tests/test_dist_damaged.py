@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from converting import back, bridge_of, same, tensors_of, to_dist, write_folder
 
+from slime_convert.folder_writing import How
 from slime_core.errors import DataError
-from slime_core.weights.folder_writing import How
 from slime_megatron.convert.conversion import dist_to_hf
 from slime_megatron.convert.dist import DistFolder
 

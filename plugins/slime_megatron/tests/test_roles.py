@@ -77,7 +77,7 @@ def folders(tmp_path_factory):
 
 def to_dist(folder):
     """A Megatron checkpoint of a model folder, as `slime convert` makes it."""
-    from slime_core.weights.folder_writing import How
+    from slime_convert.folder_writing import How
     from slime_megatron.convert.conversion import hf_to_dist
     from slime_models.families import BRIDGES
 

@@ -12,10 +12,10 @@ import torch
 from family_models import mixture
 from safetensors.torch import load_file
 
+from slime_convert.folder_writing import How
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.folder_writing import How
 from slime_megatron.convert.conversion import dist_to_hf
 
 pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")

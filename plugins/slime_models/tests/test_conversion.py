@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.weights.folder_writing import How
+from slime_convert.folder_writing import How
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 

@@ -7,8 +7,8 @@ import torch
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
-from slime_cli.fsdp_to_hf import fsdp_to_hf
-from slime_core.weights.folder_writing import How
+from slime_convert.folder_writing import How
+from slime_convert.fsdp_to_hf import fsdp_to_hf
 from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.unit

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from slime_convert.rows import read_at
 from slime_core.trainers.staging import Layout
-from slime_core.weights.rows import read_at
 from slime_megatron.convert.archive import archive, frame
 from slime_megatron.convert.dist import BACKEND, COMMON, FORMAT, DistFolder
 

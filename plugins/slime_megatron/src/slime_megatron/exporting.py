@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from slime_convert.hf_writing import HfWriting
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.weights.hf_writing import HfWriting
 from slime_core.weights.transports.buckets import Part, stream
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from slime_convert.rows import read_at
 from slime_core.errors import DataError
-from slime_core.weights.rows import read_at
 from slime_megatron.convert.unpickle import STORAGES, Record, read_record
 
 ALIGNED = 64

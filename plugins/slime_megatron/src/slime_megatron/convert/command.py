@@ -13,8 +13,8 @@ from slime_core.report.text import say
 from slime_core.weights.folder import resolve
 
 if TYPE_CHECKING:
+    from slime_convert.folder_writing import Done, How
     from slime_core.weights.bridge import Bridge
-    from slime_core.weights.folder_writing import Done, How
 
 FOLDER = click.Path(path_type=Path)
 PLUGINS = click.option(
@@ -71,7 +71,7 @@ def dist_to_hf_command(
     source: Path, target: Path, origin: str | None, trusted: bool, plugins: Sequence[str]
 ) -> Callable[[How], Done]:
     """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST."""
-    from slime_core.checkpoint.source import origin_of, step_of
+    from slime_convert.source import origin_of, step_of
     from slime_megatron.convert.conversion import dist_to_hf
     from slime_megatron.convert.dist import find as folder_with_tensors
 

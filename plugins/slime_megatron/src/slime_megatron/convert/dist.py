@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from slime_core.checkpoint.source import newest_step
+from slime_convert.rows import read_at
+from slime_convert.source import newest_step
 from slime_core.errors import DataError
-from slime_core.weights.rows import read_at
 from slime_megatron.convert.archive import locate
 from slime_megatron.convert.unpickle import read_metadata
 

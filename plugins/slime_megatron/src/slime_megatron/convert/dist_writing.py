@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from slime_convert.job import File, Mark
+from slime_convert.rows import Rows, blocks, nbytes, row_bytes
 from slime_core import durable
 from slime_core.errors import DataError
-from slime_core.weights.job import File, Mark
-from slime_core.weights.rows import Rows, blocks, nbytes, row_bytes
 from slime_megatron.convert.archive import archive, frame
 from slime_megatron.convert.dist import BACKEND, MANIFEST, METADATA, TRACKER
 from slime_megatron.convert.dist_keys import Place, extra_states

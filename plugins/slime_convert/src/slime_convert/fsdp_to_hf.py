@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from slime_convert.folder_writing import Done, How, to_hf
+from slime_convert.rows import Moved, Rows, Stored, cast, moves_of
+from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
-from slime_core.checkpoint.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import files
 from slime_core.trainers.fsdp.publishing import parts_of
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
-from slime_core.weights.folder_writing import Done, How, to_hf
-from slime_core.weights.rows import Moved, Rows, Stored, cast, moves_of
 from slime_core.weights.shards import Shards, TensorInfo
 
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"

@@ -20,7 +20,7 @@ from slime_core.plugins import available, backends
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_core.weights.folder_writing import Done, How
+    from slime_convert.folder_writing import Done, How
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 FOLDER = click.Path(path_type=Path)
@@ -141,7 +141,7 @@ def command() -> None:
 )
 def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Callable[[How], Done]:
     """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST."""
-    from slime_cli.fsdp_to_hf import fsdp_to_hf
+    from slime_convert.fsdp_to_hf import fsdp_to_hf
     from slime_core.weights.folder import resolve
 
     return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
@@ -151,7 +151,7 @@ def convert(given: dict[str, Any], work: Callable[[How], Done]) -> None:
     """Do ``work`` as the shared flags say, with one torch thread and a progress bar; print the result."""
     import torch
 
-    from slime_core.weights.folder_writing import How
+    from slime_convert.folder_writing import How
 
     quiet, as_json = given.pop("quiet", False), given.pop("as_json", False)
     torch.set_num_threads(1)  # files are what is made in parallel

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from slime_convert.job import File, Job
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
-from slime_core.weights.job import File, Job
 
 pytestmark = pytest.mark.unit
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from slime_core.weights import rows as module
+from slime_convert import rows as module
+from slime_convert.rows import Cast, Move, Moved, blocks, cast, joined, moves_of, parted
 from slime_core.weights.bridge import Entry, Sizes, join, part
-from slime_core.weights.rows import Cast, Move, Moved, blocks, cast, joined, moves_of, parted
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from slime_convert.job import File
+from slime_convert.rows import Rows, blocks, nbytes
 from slime_core import durable
-from slime_core.weights.job import File
-from slime_core.weights.rows import Rows, blocks, nbytes
 from slime_core.weights.shards import INDEX, file_names, header
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 
+from slime_convert.hf_writing import SHARD, HfWriting
+from slime_convert.job import File, Job
+from slime_convert.rows import Rows, Stored, first_difference
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
-from slime_core.weights.hf_writing import SHARD, HfWriting
-from slime_core.weights.job import File, Job
-from slime_core.weights.rows import Rows, Stored, first_difference
 from slime_core.weights.shards import Shards
 
 DType = Literal["keep", "bfloat16", "float32", "float16"]
