@@ -294,7 +294,7 @@ def slime_batch(batch: Batch, ctx: Context) -> None:
 
 @hookspec
 def slime_model_bridge(hf_config: Any) -> Any:
-    """Return a `slime_core.weights.bridge.Bridge` for a Hugging Face config, or None to decline.
+    """Return a `slime_convert.bridge.Bridge` for a Hugging Face config, or None to decline.
 
     @slime_core.hookimpl
     def slime_model_bridge(hf_config):

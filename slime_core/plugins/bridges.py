@@ -14,7 +14,7 @@ PARTS = ("entries", "megatron", "sizes")
 
 
 def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
-    """The `slime_core.weights.bridge.Bridge` of a config, from the plugins in turn.
+    """The `slime_convert.bridge.Bridge` of a config, from the plugins in turn.
 
     Example:
         find_bridge([load_plugin("models")], AutoConfig.from_pretrained(folder))
@@ -31,7 +31,7 @@ def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
         if bridge is None:
             continue
         if not all(callable(getattr(bridge, name, None)) for name in PARTS):
-            fix = "return a slime_core.weights.bridge.Bridge, or None to decline"
+            fix = "return a slime_convert.bridge.Bridge, or None to decline"
             raise wrong(answer, f"returned a {type(bridge).__name__}", about, code="PLG57", fix=fix)
         return bridge
     raise _none(asked, hf_config, family)

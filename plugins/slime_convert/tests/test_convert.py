@@ -14,7 +14,7 @@ from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[3] / "tools"
 ECHO = """
 import click
 from slime_core import hookimpl

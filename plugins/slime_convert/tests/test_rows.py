@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from slime_convert import rows as module
+from slime_convert.bridge import Entry, Sizes, join, part
 from slime_convert.rows import Cast, Move, Moved, blocks, cast, joined, moves_of, parted
-from slime_core.weights.bridge import Entry, Sizes, join, part
 
 pytestmark = pytest.mark.unit
 

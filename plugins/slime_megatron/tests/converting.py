@@ -5,8 +5,8 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_convert.bridge import Bridge, Given, Row
 from slime_convert.folder_writing import How
-from slime_core.weights.bridge import Bridge, Given, Row
 from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 
 LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"

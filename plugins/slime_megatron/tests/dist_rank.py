@@ -62,7 +62,7 @@ def wholes(case):
     """Every whole tensor of the model, as the bridge's `join` made it, with its entry."""
     from safetensors.torch import load_file
 
-    from slime_core.weights.bridge import Entry
+    from slime_convert.bridge import Entry
 
     kinds = json.loads(Path(case["wholes"]).with_suffix(".json").read_text())
     whole = {name: (Entry(name, (), kinds[name]), tensor) for name, tensor in load_file(case["wholes"]).items()}
@@ -75,7 +75,7 @@ def mine(model, case):
     """This rank's parameters with what each must hold: (name, parameter, the shard of the whole tensor)."""
     from megatron.core import parallel_state as state
 
-    from slime_core.weights.bridge import shard
+    from slime_convert.bridge import shard
 
     known, layout = wholes(case), case["layout"]
     tensor = state.get_tensor_model_parallel_rank(), layout.get("tp", 1)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from converting import BRIDGE, back, same, tensors_of, to_dist, write_folder
 
+from slime_convert.bridge import join
 from slime_convert.folder_writing import How
 from slime_core import durable
 from slime_core.errors import DataError, PluginError, StorageError
-from slime_core.weights.bridge import join
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.conversion import hf_to_dist

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime_convert.bridge import Given, join
 from slime_convert.folder_writing import How
-from slime_core.weights.bridge import Given, join
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
+from slime_convert.bridge import Sizes
 from slime_core.errors import ConfigError
-from slime_core.weights.bridge import Sizes
 from slime_megatron.layout import (
     ALONE,
     FLAGS,

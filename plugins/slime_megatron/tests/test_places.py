@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime_convert.bridge import Entry, Sizes, join, shard
 from slime_core.errors import PluginError
 from slime_core.trainers.fingerprint import sums_at
-from slime_core.weights.bridge import Entry, Sizes, join, shard
 from slime_megatron.places import BITS, Piece, check_shapes, share
 
 pytestmark = pytest.mark.unit

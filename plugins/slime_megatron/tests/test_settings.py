@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime_convert.bridge import Bridge, Given
 from slime_core.config.load import load_config
 from slime_core.config.problems import Origins
 from slime_core.errors import ConfigError
-from slime_core.weights.bridge import Bridge, Given
 from slime_megatron.others import Run, settings_of
 from slime_megatron.settings import build, settings
 from slime_megatron.smaller import smaller

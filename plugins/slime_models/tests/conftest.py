@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_core.weights.bridge import Bridge, Entry, Sizes
+from slime_convert.bridge import Bridge, Entry, Sizes
 from slime_core.weights.shards import Shards
 from slime_models.families import BRIDGES
 

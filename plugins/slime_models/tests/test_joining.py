@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.weights.bridge import Entry, Sizes, join, part, shard, unshard, whole_shape
+from slime_convert.bridge import Entry, Sizes, join, part, shard, unshard, whole_shape
 
 pytestmark = pytest.mark.unit
 

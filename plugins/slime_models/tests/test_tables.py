@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from slime_convert.bridge import check_tensors, join, part, shard, unshard, whole_shape
 from slime_core import DataError
-from slime_core.weights.bridge import check_tensors, join, part, shard, unshard, whole_shape
 
 pytestmark = pytest.mark.unit
 

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import torch
 
+from slime_convert.bridge import Entry, Kind, Sizes, join
 from slime_core.errors import DataError
-from slime_core.weights.bridge import Entry, Kind, Sizes, join
 from slime_core.weights.shards import TORCH_NAMES, TensorInfo
 
 BLOCK = 1 << 20  # bytes that are read, cast, hashed and written at once: they stay in the processor's cache

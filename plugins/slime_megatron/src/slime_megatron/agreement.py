@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slime_convert.bridge import Given
 from slime_core.config.problems import Problem
 from slime_core.config.values import show
-from slime_core.weights.bridge import Given
 from slime_megatron.flags import Flag, flags
 
 if TYPE_CHECKING:
-    from slime_core.weights.bridge import Bridge, Sizes
+    from slime_convert.bridge import Bridge, Sizes
 
 DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",

@@ -22,7 +22,7 @@ from slime_megatron.places import BITS, Piece, share
 from slime_megatron.saving import Learned, learned, piece_of
 
 if TYPE_CHECKING:
-    from slime_core.weights.bridge import Entry, Sizes
+    from slime_convert.bridge import Entry, Sizes
     from slime_megatron.tensors import Held, Tensors
     from slime_megatron.worker import MegatronWorker
 

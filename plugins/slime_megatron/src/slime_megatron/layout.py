@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slime_convert.bridge import Sizes
     from slime_core.config.problems import Origins
-    from slime_core.weights.bridge import Sizes
 
 FLAGS = {
     "tp": "tensor_model_parallel_size",

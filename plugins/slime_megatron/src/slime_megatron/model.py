@@ -32,7 +32,7 @@ from slime_megatron.vocabulary import Slice, log_probs
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from slime_core.weights.bridge import Bridge
+    from slime_convert.bridge import Bridge
     from slime_core.weights.folder import ModelFolder
     from slime_megatron.packing import Pack
 

@@ -15,8 +15,8 @@ from slime_megatron.flags import flags
 from slime_megatron.settings import Settings, settings
 
 if TYPE_CHECKING:
+    from slime_convert.bridge import Bridge
     from slime_core.config.schema import TrainSection
-    from slime_core.weights.bridge import Bridge
     from slime_core.weights.folder import ModelFolder
 
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")

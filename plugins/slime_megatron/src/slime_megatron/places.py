@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from slime_convert.bridge import Entry, Sizes, join, shard
 from slime_core.errors import PluginError
-from slime_core.weights.bridge import Entry, Sizes, join, shard
 
 BITS = 40  # of a row number beside the number of its tensor
 MOST = 256 << 20  # elements of a box, at most

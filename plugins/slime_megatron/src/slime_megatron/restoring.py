@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from slime_convert.bridge import Entry, whole_shape
 from slime_core.durable import storage_error
 from slime_core.errors import DataError, SlimeError, StorageError, TrainerError
 from slime_core.seeds import set_generators
-from slime_core.weights.bridge import Entry, whole_shape
 from slime_megatron.convert.dist import METADATA, DistFolder
 from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, Place, places
 from slime_megatron.dist_files import read_box

@@ -23,10 +23,10 @@ from slime_megatron.layout import Layout
 from slime_megatron.missing import IMPLIED, OFFLOAD, installed, missing, unused
 
 if TYPE_CHECKING:
+    from slime_convert.bridge import Bridge, Sizes
     from slime_core.config.problems import Origins
     from slime_core.config.schema import TrainSection
     from slime_core.trainers.compiling import Choice
-    from slime_core.weights.bridge import Bridge, Sizes
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of make_vocab_size_divisible_by."""

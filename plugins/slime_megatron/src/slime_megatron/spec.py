@@ -22,7 +22,7 @@ from slime_megatron.norms import Norm, wide_add
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from slime_core.weights.bridge import Bridge
+    from slime_convert.bridge import Bridge
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
 

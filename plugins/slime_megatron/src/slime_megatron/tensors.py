@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from slime_convert.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
 from slime_core.errors import TrainerError
-from slime_core.weights.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import Part, Source
 from slime_megatron.convert.dist_keys import apart

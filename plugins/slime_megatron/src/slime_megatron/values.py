@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
+from slime_convert.bridge import Entry, check_tensors
 from slime_core.trainers.critic import open_critic
-from slime_core.weights.bridge import Entry, check_tensors
 from slime_megatron.model import Model, PackedGPT
 from slime_megatron.others import settings_of
 from slime_megatron.settings import Settings, build
@@ -25,7 +25,7 @@ from slime_megatron.tensors import Tensors, stored
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slime_core.weights.bridge import Bridge
+    from slime_convert.bridge import Bridge
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.shards import Shards
     from slime_megatron.others import Run

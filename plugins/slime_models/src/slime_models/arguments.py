@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from slime_core.weights.bridge import Bridge
+from slime_convert.bridge import Bridge
 
 ALWAYS = object()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime_core.weights.bridge import Bridge, Given, Kind, Row, refused
+from slime_convert.bridge import Bridge, Given, Kind, Row, refused
 from slime_models.fields import DECODER, ONLY, rope
 from slime_models.routing import DEEPSEEK_EXPERTS
 from slime_models.rows import ENDS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO

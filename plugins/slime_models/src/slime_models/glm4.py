@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime_core.weights.bridge import Bridge, Given, Row
+from slime_convert.bridge import Bridge, Given, Row
 from slime_models.fields import DECODER, ONLY, no_scaling, rope
 from slime_models.rows import ATTENTION, ENDS, NORMS, OF, QKV_BIAS, TO
 

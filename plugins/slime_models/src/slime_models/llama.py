@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_core.weights.bridge import Bridge
+from slime_convert.bridge import Bridge
 from slime_models.fields import DECODER, ONLY, llama3_factor, llama3_scaling
 from slime_models.rows import ATTENTION, ENDS, MLP, NORMS
 

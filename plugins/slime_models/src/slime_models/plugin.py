@@ -10,7 +10,7 @@ from slime_models.families import BRIDGES
 if TYPE_CHECKING:
     import click
 
-    from slime_core.weights.bridge import Bridge
+    from slime_convert.bridge import Bridge
 
 slime_api = 1
 slime_families = tuple(BRIDGES)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime_core.weights.bridge import Bridge
+from slime_convert.bridge import Bridge
 
 FILE = Path(__file__).with_name("presets.toml")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_core.weights.bridge import Bridge, Given
+from slime_convert.bridge import Bridge, Given
 from slime_models.fields import DECODER, ONLY, no_scaling
 from slime_models.routing import QWEN3_EXPERTS
 from slime_models.rows import ATTENTION, ENDS, EXPERTS, MLP, NORMS, QK_NORMS, QKV_BIAS, ROUTER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_core.weights.bridge import Given, refused
+from slime_convert.bridge import Given, refused
 from slime_models.fields import Fields
 
 

@@ -2,12 +2,12 @@
 
     Row(Megatron's name, (Hugging Face's names,), kind, shape of each Hugging Face tensor)
 
-`slime_core.weights.bridge` says what the kinds and the words of a shape mean.
+`slime_convert.bridge` says what the kinds and the words of a shape mean.
 """
 
 from __future__ import annotations
 
-from slime_core.weights.bridge import Row
+from slime_convert.bridge import Row
 
 TO = "decoder.layers.{layer}"  # Megatron's layer
 OF = "model.layers.{layer}"  # Hugging Face's

@@ -13,8 +13,8 @@ from slime_core.report.text import say
 from slime_core.weights.folder import resolve
 
 if TYPE_CHECKING:
+    from slime_convert.bridge import Bridge
     from slime_convert.folder_writing import Done, How
-    from slime_core.weights.bridge import Bridge
 
 FOLDER = click.Path(path_type=Path)
 PLUGINS = click.option(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from slime_convert.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_convert.folder_writing import Done, How, check_apart, to_hf, write_folder
 from slime_convert.job import Job
 from slime_convert.rows import Move, Moved, Rows, Stored, cast, first_difference, joined, parted, read_whole
 from slime_core.errors import DataError, PluginError
-from slime_core.weights.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime_core.weights.bridge import Entry, Sizes
+from slime_convert.bridge import Entry, Sizes
 
 LAYERS = "decoder.layers."
 LOCAL_EXPERTS = re.compile(r"mlp\.experts\.local_experts\.\d+\.")
