@@ -1,4 +1,4 @@
-"""Which server a request goes to: load, sessions, groups, data-parallel ranks, and who has to wait."""
+"""Which server a request goes to: load, sessions, data-parallel ranks, and who has to wait."""
 
 import asyncio
 from types import SimpleNamespace
@@ -47,17 +47,6 @@ def test_requests_of_many_groups_fill_servers_evenly():
         for place in places:
             router.leave(place)
         assert [one.in_flight for one in router.lanes] == [0, 0, 0]
-
-    asyncio.run(run())
-
-
-def test_samples_of_a_group_stay_together_where_that_costs_no_balance():
-    async def run():
-        router = routed(lane(0, room=512), lane(1, room=512))
-        for one in router.lanes:
-            one.in_flight = 200
-        places = [await router.pick(request(f"grpo/7-{k}")) for k in range(8)]
-        assert len(set(numbers(places))) == 1
 
     asyncio.run(run())
 

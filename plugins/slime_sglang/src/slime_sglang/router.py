@@ -1,17 +1,16 @@
-"""Which server a request goes to: the least loaded, or the one that holds its prefix where that costs no balance.
+"""Which server a request goes to where SGLang's router does not choose: the least loaded.
 
     request -> middleware ... -> Router.pick (waits for room) -> Place: a server's client and a data-parallel rank
 
-A request prefers the server that had its session (or its own earlier turns) unless that one is much fuller, and with
-less weight the one that had its prompt's group, whose members share a prefix. Fenced servers are never picked; while
-all are full, paused or fenced, requests wait in order.
+A session, or a sample of several turns, stays on its server unless that one is much fuller. Fenced servers are never
+picked; while all are full, paused or fenced, requests wait in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from slime_core.errors import EngineError
     from slime_sglang.client import Client
 
-REMEMBERED = 1 << 16  # sessions and groups whose last server is known
+REMEMBERED = 1 << 16  # sessions whose last server is known
 SESSION_SLACK = 8  # requests that the server of a session may have more than twice what the least loaded has
-GROUP_SLACK = 1 / 16  # share (and one request) that the server of a group may have more than the least loaded
 
 Next = Callable[[GenerateRequest], Awaitable[Completion]]
 Middleware = Callable[[GenerateRequest, Next], Awaitable[Completion]]
@@ -81,12 +79,10 @@ class Lane:
         """Whether one more request would be one too many."""
         return self.in_flight >= self.room
 
-    def rank(self, wish: int) -> int:
+    def rank(self, wish: int | None) -> int:
         """The least loaded data-parallel rank; ``wish`` where it is as good up to one request."""
         least = min(self.by_rank)
-        if 0 <= wish < self.ranks and self.by_rank[wish] <= least + 1:
-            return wish
-        return self.by_rank.index(least)
+        return wish if wish is not None and self.by_rank[wish] <= least + 1 else self.by_rank.index(least)
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,7 +118,7 @@ class Router:
         self._held = False
         self._lost: EngineError | None = None
         self._waiters: deque[_Waiter] = deque()
-        self._last: OrderedDict[Hashable, tuple[LaneKey, int]] = OrderedDict()
+        self._last: OrderedDict[str, tuple[LaneKey, int | None]] = OrderedDict()  # session -> server and rank
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -248,44 +244,20 @@ class Router:
         lanes = [lane for lane in lanes if not lane.full]
         if not lanes:
             return None
-        session, group = _session(request), _group(request)
-        lane, wish = self._wanted(lanes, session, group)
-        rank = lane.rank(wish) if lane.ranks > 1 else None
+        session = request.session_id or request.id
+        lane = min(lanes, key=lambda lane: (lane.in_flight, lane.number))
+        last, wish = self._last.pop(session, (None, None))
+        before = next((one for one in lanes if one.key == last), None)
+        if before is not None and before.in_flight <= 2 * lane.in_flight + SESSION_SLACK:
+            lane = before
+        rank = lane.rank(wish if lane is before else None) if lane.ranks > 1 else None
         lane.in_flight += 1
         if rank is not None:
             lane.by_rank[rank] += 1
-        self._remember(session, lane, rank)
-        self._remember(group, lane, rank)
-        return Place(lane, rank)
-
-    def _wanted(self, lanes: Sequence[Lane], session: Hashable, group: Hashable) -> tuple[Lane, int]:
-        """The lane to take, and the rank to prefer there."""
-        least = min(lanes, key=lambda lane: (lane.in_flight, lane.number))
-        for key, most in (
-            (session, 2 * least.in_flight + SESSION_SLACK),
-            (group, least.in_flight + 1 + int(least.in_flight * GROUP_SLACK)),
-        ):
-            last, rank = self._last.get(key, ((-1, -1), -1))
-            for lane in lanes:
-                if lane.key == last and lane.in_flight <= most:
-                    return lane, rank
-        return least, -1
-
-    def _remember(self, key: Hashable, lane: Lane, rank: int | None) -> None:
-        self._last[key] = (lane.key, -1 if rank is None else rank)
-        self._last.move_to_end(key)
-        while len(self._last) > REMEMBERED:
+        self._last[session] = lane.key, rank
+        if len(self._last) > REMEMBERED:
             self._last.popitem(last=False)
-
-
-def _session(request: GenerateRequest) -> Hashable:
-    """Requests with the same key continue each other: turns of a session, or of a sample."""
-    return "session", request.session_id or request.id
-
-
-def _group(request: GenerateRequest) -> Hashable:
-    """Requests with the same key begin with the same prompt: sample ids are PROMPT_ID-ROLLOUT."""
-    return "group", request.id.rpartition("-")[0] or request.id
+        return Place(lane, rank)
 
 
 def chained(middleware: Sequence[Middleware], last: Next) -> Next:
