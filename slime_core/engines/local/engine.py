@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.engines.admission import check_vocabulary
-from slime_core.engines.local.jobs import Job, make_job
+from slime_core.engines.admission import check_vocabulary, too_long
+from slime_core.engines.local.scheduler import Scheduler, Texts
+from slime_core.engines.local.served import Served
+from slime_core.engines.local.slots import Job, make_job
 from slime_core.errors import EngineError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.protocols import Ability, PauseMode
@@ -22,8 +24,6 @@ from slime_core.types import Completion
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.engines.local.scheduler import Scheduler
-    from slime_core.engines.local.served import Served
     from slime_core.threads import TorchThread
     from slime_core.types import GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
@@ -68,8 +68,7 @@ class LocalEngine:
         self._folder, self._thread = folder, thread
         self._seats, self._context_len = slots, context_len
         self._dtype, self._device = dtype, device
-        self._served: Served | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[Job] = []
         self._leavers: list[Job] = []  # their callers were cancelled
         self._held = set(MEMORY)
@@ -115,12 +114,7 @@ class LocalEngine:
         if not 1 <= start <= len(ids):
             raise EngineError(f"start is {start} of {len(ids)} tokens", code="ENG03", where="score")
         if len(ids) > self._context_len:
-            raise EngineError(
-                f"{len(ids)} tokens do not fit the context of {self._context_len}",
-                code="ENG72",
-                where="score",
-                fix="raise rollout.rollout_max_context_len",
-            )
+            raise too_long(f"{len(ids)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(ids):
             return np.empty(0, dtype=np.float32)
         return await self._thread.run(self._score, ids, start)
@@ -154,8 +148,7 @@ class LocalEngine:
 
     async def fingerprints(self) -> dict[str, str]:
         """crc32 of every served tensor's bytes, by Hugging Face name."""
-        served = self._served
-        return {} if served is None else await self._thread.run(served.fingerprints)
+        return {} if self._scheduler is None else await self._thread.run(self._scheduler.served.fingerprints)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop computing: ``abort`` ends requests, ``retract`` gives up their slots, ``keep`` keeps both."""
@@ -185,8 +178,8 @@ class LocalEngine:
         """Take memory back; weights come with the next :meth:`load`."""
         back = (what & MEMORY) - self._held
         self._held |= back
-        if "kv" in back and self._served is not None:
-            self._served.holds_cache = True
+        if "kv" in back and self._scheduler is not None:
+            self._scheduler.served.holds_cache = True
         self._stir()
 
     async def close(self) -> None:
@@ -239,7 +232,7 @@ class LocalEngine:
                 self._deliver(done)
 
     def _runnable(self) -> bool:
-        if self._paused or self._scheduler is None or self._served is None or not self._served.ready:
+        if self._paused or self._scheduler is None or not self._scheduler.served.ready:
             return False
         return bool(self._inbox or self._leavers or self._scheduler.busy)
 
@@ -281,30 +274,27 @@ class LocalEngine:
     # -- torch thread side
 
     def _load(self, update: WeightUpdate) -> None:
-        from slime_core.engines.local.scheduler import Scheduler, Texts
-        from slime_core.engines.local.served import Served
-
-        if self._served is None:
-            self._served = Served(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
-        self._served.load(update)
-        if self._scheduler is None:
-            self._scheduler = Scheduler(self._served, Texts(self._folder.tokenizer), self._seats)
-        if not self._served.batch_invariant:
+        if self._scheduler is not None:
+            self._scheduler.served.load(update)
+            self._scheduler.forget()
+            return
+        served = Served(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
+        served.load(update)
+        if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
-        self._scheduler.forget()
+        self._scheduler = Scheduler(served, Texts(self._folder.tokenizer), self._seats)
 
     def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
         assert self._scheduler is not None
-        assert self._served is not None
-        self._served.wake()
+        self._scheduler.served.wake()
         gone = {id(job) for job in leavers}
         self._scheduler.end(leavers)
         return self._scheduler.run([job for job in incoming if id(job) not in gone], HOP_SECONDS)
 
     def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
-        if self._scheduler is None or self._served is None or not self._served.ready:
+        if self._scheduler is None or not self._scheduler.served.ready:
             raise EngineError("score was called while memory is released", code="ENG06", fix="reacquire first")
-        self._served.wake()
+        self._scheduler.served.wake()
         return self._scheduler.score(ids, start)
 
     def _end_running(self, chosen: Any) -> list[Job]:
@@ -313,24 +303,24 @@ class LocalEngine:
         return self._scheduler.end([job for job in self._scheduler.jobs() if chosen(job)])
 
     def _hold(self, mode: PauseMode) -> None:
-        if self._scheduler is None or self._served is None:
+        if self._scheduler is None:
             return
         if mode == "retract":
             self._scheduler.retract()
         if self._device == "cpu":  # a trainer may be about to need the memory
-            self._served.rest()
+            self._scheduler.served.rest()
             if not self._scheduler.busy:
                 self._scheduler.drop()
             trim()
 
     def _release(self, what: set[str]) -> None:
-        if self._served is None or self._scheduler is None:
+        if self._scheduler is None:
             return
         if "kv" in what:
             self._scheduler.retract()
             self._scheduler.forget()
             self._scheduler.drop()
-        self._served.release(what)
+        self._scheduler.served.release(what)
 
     def _reset(self) -> tuple[list[Job], list[Job]]:
         """After a failure in a hop: the jobs that had ended before it, those that are lost, and empty slots."""
@@ -342,7 +332,7 @@ class LocalEngine:
 
     def _free(self) -> list[Job]:
         jobs = self._scheduler.jobs() if self._scheduler is not None else []
-        self._scheduler = self._served = None
+        self._scheduler = None
         return jobs
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from slime_core.engines.local.attention import Form, Rows, look, write
-from slime_core.engines.local.cache import KVCache, LayerShape
+from slime_core.engines.local.attention import GRAIN, Form, Product, Rows, look, write
 from slime_core.engines.local.packed import Unfit, moving_rope
-from slime_core.engines.local.rowcounts import GRAIN, Product
+from slime_core.engines.local.slots import KVCache, LayerShape
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from slime_core.engines.local.attention import Form, Rows, attend
-from slime_core.engines.local.cache import KVCache, LayerShape
-from slime_core.engines.local.rowcounts import Product
+from slime_core.engines.local.attention import Form, Product, Rows, attend
+from slime_core.engines.local.slots import KVCache, LayerShape
 
 ATTENTION = "slime_slots"
 HARMLESS = frozenset(
@@ -95,7 +94,17 @@ def slot_attention(
     return module.slime_board.run(module, query, key, value, form, s_aux), None
 
 
-class PackedPlan:
+class OwnPlan:
+    """A plan that runs the model's own code: nothing is kept beside the parameters."""
+
+    def refresh(self) -> None:
+        """Follow the parameters."""
+
+    def release(self) -> None:
+        """Drop every copy."""
+
+
+class PackedPlan(OwnPlan):
     """Runs a model's own forward on packed rows.
 
     Raises:
@@ -133,12 +142,6 @@ class PackedPlan:
         self.shapes = self._board.shapes
         if not self.shapes:
             raise Unfit("the model never called the replaced attention")
-
-    def refresh(self) -> None:
-        """Nothing is kept beside the parameters."""
-
-    def release(self) -> None:
-        """Nothing is kept beside the parameters."""
 
     def products(self) -> list[Product]:
         """Every kind of linear layer."""
@@ -179,7 +182,7 @@ def moving_rope(config: Any) -> bool:
     return any((p.get("rope_type") or p.get("type")) in ("dynamic", "longrope") for p in nested)
 
 
-class RescanPlan:
+class RescanPlan(OwnPlan):
     """Runs the model's own forward over one whole sequence a token: right for every architecture, and slow."""
 
     name = "rescan"
@@ -188,12 +191,6 @@ class RescanPlan:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._growing = [m for m in model.modules() if hasattr(m, "max_seq_len_cached") and hasattr(m, "inv_freq")]
-
-    def refresh(self) -> None:
-        """Nothing is kept beside the parameters."""
-
-    def release(self) -> None:
-        """Nothing is kept beside the parameters."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] ids of one sequence -> [T, V]."""

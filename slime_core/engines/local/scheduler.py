@@ -14,7 +14,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +21,16 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Segment
-from slime_core.engines.local.cache import SHARE, check_size, fitting, free_memory, slot_length
 from slime_core.engines.local.sampling import Knobs, draw, uniforms
-from slime_core.engines.local.slots import Slots
+from slime_core.engines.local.slots import SHARE, Slots, check_size, fitting, free_memory, slot_length
 from slime_core.errors import EngineError
 from slime_core.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.engines.local.jobs import Job
     from slime_core.engines.local.served import Served
+    from slime_core.engines.local.slots import Job
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +42,6 @@ TOKENS_A_CHARACTER = 4
 """A character is at most four byte tokens."""
 
 MARGIN = 8
-
-
-@dataclass(slots=True)
-class Piece:
-    """Tokens [begin, end) of a slot's content that still need keys and values."""
-
-    slot: int
-    begin: int
-    end: int
 
 
 class Texts:
@@ -94,7 +83,7 @@ class Scheduler:
     """Owns the slots. ``seats`` is how many sequences run at once, fewer where memory is short."""
 
     def __init__(self, served: Served, texts: Texts, seats: int) -> None:
-        self._served, self._texts, self._wished = served, texts, seats
+        self.served, self._texts, self._wished = served, texts, seats
         self.seats, self.tokens = seats, 0  # sequences at once, and what a slot has for each: nothing yet
         self._most = 0  # what the longest request since the last weights may come to
         self._slots = Slots(served.counts.pad(seats), 1)
@@ -159,7 +148,7 @@ class Scheduler:
 
     def drop(self) -> None:
         """Give the cache back, in which nothing is seated; the next sequences choose its size anew."""
-        self._served.drop()
+        self.served.drop()
         self._slots.forget()
         self.seats, self.tokens = self._wished, 0
 
@@ -168,7 +157,7 @@ class Scheduler:
         """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
         self._make_room(len(tokens))
         out = np.empty(len(tokens) - start, dtype=np.float32)
-        for begin, logits in self._served.sequence_logits(tokens[:-1]):
+        for begin, logits in self.served.sequence_logits(tokens[:-1]):
             first = max(begin, start - 1)
             if first >= begin + len(logits):
                 continue
@@ -177,7 +166,7 @@ class Scheduler:
             ids = torch.from_numpy(tokens[at]).to(logp.device)
             out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
         if not np.isfinite(out).all():
-            self._served.clear()
+            self.served.clear()
             raise self._not_finite("score")
         return out
 
@@ -186,7 +175,7 @@ class Scheduler:
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
             slots.filled[slot] = 0
-            self._served.clear(slot)
+            self.served.clear(slot)
         return slots.give_up(slot)
 
     def _seated(self, wanted: set[int]) -> list[int]:
@@ -198,7 +187,7 @@ class Scheduler:
         while self._queue and not self._slots.active[: self.seats].all():
             free = int(self.seats - self._slots.active[: self.seats].sum())
             self._make_room(max(len(job.prompt) + len(job.tokens) for job in islice(self._queue, free)))
-            pieces: list[Piece] = []
+            pieces: list[tuple[int, int, int]] = []  # slot, and [begin, end) of its content without keys and values
             copies: list[tuple[int, int, int]] = []  # source, target, tokens; after the prefill, in order
             while self._queue and not self._slots.active[: self.seats].all():
                 job = self._queue[0]
@@ -210,17 +199,17 @@ class Scheduler:
                     break  # it begins like one that is about to be computed: next round
             self._prefill(pieces)
             for source, target, count in copies:
-                self._served.copy(source, target, 0, count)
+                self.served.copy(source, target, 0, count)
         return done
 
-    def _seat(self, job: Job, pieces: list[Piece], copies: list[tuple[int, int, int]]) -> bool:
+    def _seat(self, job: Job, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
         """Give the job a slot; False where it should rather wait for a prefill of this round that it can share."""
         slots, tokens = self._slots, job.history()
         last = len(tokens) - 1
-        if self._served.rescans:
+        if self.served.rescans:
             slots.take(int(slots.free()[0]), job, tokens)
             return True
-        pending = {piece.slot for piece in pieces} | {target for _, target, _ in copies}
+        pending = {slot for slot, _, _ in pieces} | {target for _, target, _ in copies}
         shared = slots.shared(tokens[:last])
         source = int(shared.argmax())
         count = int(shared[source])
@@ -234,32 +223,31 @@ class Scheduler:
         if count and source in pending:
             copies.append((source, target, count))
         elif count and source != target:
-            self._served.copy(source, target, 0, count)
+            self.served.copy(source, target, 0, count)
         if count < last:
-            pieces.append(Piece(target, count, last))
+            pieces.append((target, count, last))
         return True
 
-    def _prefill(self, pieces: list[Piece]) -> None:
-        room = self._served.counts.most
+    def _prefill(self, pieces: list[tuple[int, int, int]]) -> None:
+        room = self.served.counts.most
         segments: list[Segment] = []
         used = 0
-        for piece in pieces:
-            begin = piece.begin
-            while begin < piece.end:
-                count = min(piece.end - begin, room - used)
-                segments.append(Segment(piece.slot, begin, used, used + count))
+        for slot, begin, end in pieces:
+            while begin < end:
+                count = min(end - begin, room - used)
+                segments.append(Segment(slot, begin, used, used + count))
                 begin, used = begin + count, used + count
                 if used == room:
-                    self._served.prefill(segments, self._slots.content)
+                    self.served.prefill(segments, self._slots.content)
                     segments, used = [], 0
         if segments:
-            self._served.prefill(segments, self._slots.content)
+            self.served.prefill(segments, self._slots.content)
 
     def _make_room(self, need: int) -> None:
         """Slots of at least ``need`` tokens: longer ones or, where memory is short, fewer."""
         if need <= self.tokens:
             return
-        served, context = self._served, self._served.context_len
+        served, context = self.served, self.served.context_len
         size, held = served.position_bytes, (self._slots.count + 1) * self.tokens * served.position_bytes
         memory = free_memory(served.device, held)
         check_size(need, size, memory)
@@ -272,7 +260,7 @@ class Scheduler:
                 self._resize(seats, tokens)
                 break
             except Exception as error:
-                self._served.drop()
+                self.served.drop()
                 self.tokens = 0
                 if not is_out_of_memory(error) or seats == 1:
                     raise
@@ -281,13 +269,13 @@ class Scheduler:
             log.info("memory holds %d of %d slots of %d tokens", seats, self._wished, tokens)
 
     def _resize(self, seats: int, tokens: int) -> None:
-        count, length = self._served.counts.pad(seats), slot_length(tokens)
+        count, length = self.served.counts.pad(seats), slot_length(tokens)
         if self.tokens and count == self._slots.count:
-            self._served.grow(tokens, self._slots.held().tolist())
+            self.served.grow(tokens, self._slots.held().tolist())
             self._slots.grow(length)
         else:
             self.retract()
-            self._served.allocate(count, tokens)
+            self.served.allocate(count, tokens)
             self._slots = Slots(count, length)
         self.seats, self.tokens = seats, tokens
 
@@ -297,14 +285,14 @@ class Scheduler:
             return []
         self._compact()
         slots = self._slots
-        count = self._served.counts.pad(slots.rows)
+        count = self.served.counts.pad(slots.rows)
         rows = np.flatnonzero(slots.active)
-        logits = self._served.decode(slots, count)
+        logits = self.served.decode(slots, count)
         u = uniforms(slots.seed[:count], slots.position[:count] + 1)
         knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
         drawn = draw(logits, knobs, u)
         tokens = drawn.tokens[rows]
-        slots.advance(rows, tokens, self._served.version)
+        slots.advance(rows, tokens, self.served.version)
         here = slots.position[rows]
         slots.log_probs[rows, here] = drawn.log_probs[rows]
         slots.plain[rows, here] = drawn.plain_log_probs[rows]
@@ -327,7 +315,7 @@ class Scheduler:
         position = int(self._slots.position[slot])
         job = self._slots.give_up(slot)
         self._slots.filled[slot] = 0
-        self._served.clear(slot)
+        self.served.clear(slot)
         job.error = self._not_finite(f"request {job.request.id}", f"position {position}, ")
         return job
 
@@ -335,14 +323,14 @@ class Scheduler:
         return EngineError(
             f"the model's logits for {who} are not finite",
             code="ENG80",
-            where=f"{who}, {where}weights of version {self._served.version}",
+            where=f"{who}, {where}weights of version {self.served.version}",
             why="weights or activations hold NaN or infinity",
             fix="look at the last steps' grad_norm and loss; lower train.lr, or set train.dtype=float32",
         )
 
     def _compact(self) -> None:
         """Move the highest sequences down where that makes the pass smaller."""
-        slots, pad = self._slots, self._served.counts.pad
+        slots, pad = self._slots, self.served.counts.pad
         active = int(slots.active.sum())
         if pad(slots.rows) == pad(active):
             return
@@ -350,5 +338,5 @@ class Scheduler:
             source = slots.rows - 1
             if target >= pad(active) or source <= target or pad(slots.rows) == pad(active):
                 return
-            self._served.copy(source, int(target), 0, int(slots.position[source]))
+            self.served.copy(source, int(target), 0, int(slots.position[source]))
             slots.move(source, int(target))

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from slime_core.engines.local import verify
-from slime_core.engines.local.attention import Rows, Segment, pack, reach
-from slime_core.engines.local.cache import KVCache, position_bytes
+from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
 from slime_core.engines.local.packed import RescanPlan
-from slime_core.engines.local.rowcounts import RowCounts
+from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 
 if TYPE_CHECKING:
@@ -37,13 +36,12 @@ class Served:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
     def __init__(self, folder: ModelFolder, *, context_len: int, dtype: str, device: str) -> None:
-        self._folder = folder
         self._dtype, self.device = DTYPES[dtype], device
         self.context_len = context_len
         self.version = -1
         self.batch_invariant = device == "cpu"
         self.counts = RowCounts()
-        self._twin: Twin | None = None
+        self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code)
         self._plan: Any = None
         self._cache: KVCache | None = None
         self._resting = False  # copies of weights are dropped until they are used again
@@ -62,23 +60,16 @@ class Served:
     @property
     def ready(self) -> bool:
         """Whether weights are there and a cache may be."""
-        return self.loaded and (self.rescans or self.holds_cache)
+        return self._twin.ready and (self.rescans or self.holds_cache)
 
     @property
     def position_bytes(self) -> int:
         """What a position of a slot takes; 0 where whole prefixes are recomputed."""
         return position_bytes(self._plan.shapes, self._dtype, self.device)
 
-    @property
-    def loaded(self) -> bool:
-        """Whether weights are there."""
-        return self._twin is not None and self._twin.ready
-
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
         """Serve an update's weights; the first one also decides how the model is run."""
-        if self._twin is None:
-            self._twin = Twin(self._folder.config, self._dtype, self.device, self._folder.trust_remote_code)
         self._twin.load(update)
         self.version = update.version
         self._resting = False
@@ -128,14 +119,14 @@ class Served:
         if "kv" in what:
             self.drop()
             self.holds_cache = False
-        if "weights" in what and self._twin is not None:
+        if "weights" in what:
             self._twin.release()
             if self._plan is not None:
                 self._plan.release()
 
     def fingerprints(self) -> dict[str, str]:
         """Checksums of what is served."""
-        return self._twin.fingerprints() if self._twin is not None else {}
+        return self._twin.fingerprints()
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
         """Copy a slot's cache."""
@@ -161,20 +152,7 @@ class Served:
         parts = []
         for first in range(0, count, self.counts.most):
             at = slice(first, min(first + self.counts.most, count))
-            active = slots.active[at]
-            positions = np.where(active, slots.position[at], cache.scratch)
-            live = np.flatnonzero(active)
-            short, longest, far = reach(slots.position[at][live], len(active))
-            rows = Rows(
-                tokens=self._to(np.where(active, slots.token[at], 0)),
-                positions=self._to(positions),
-                slots=self._to(np.where(active, np.arange(at.start, at.stop), cache.spare)),  # idle rows write there
-                longest=longest,
-                scratch=cache.scratch,
-                first=first,
-                short=short,
-                far=None if far is None else self._to(live[far]),
-            )
+            rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], cache, self.device, first)
             parts.append(self._plan.forward(rows, cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

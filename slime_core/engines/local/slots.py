@@ -1,23 +1,137 @@
-"""Host-side state of every slot, as arrays: one row a slot, so that a step costs no Python a sequence.
+"""The slots of the engine: the sequence in each, its arrays on the host, and its keys and values.
+
+    Job (a request on its way) --take--> Slots (one row a slot) + KVCache (one slot a row) --give_up--> Job
 
 ``content[slot, :filled[slot]]`` are the tokens whose keys and values the cache holds there; a slot keeps them after
 its sequence has ended, so that a request that begins alike copies them (samples of a group, turns of a conversation).
+
+The cache grows with the longest sequence:
+
+    keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
+    joint[layer]: both as one tensor [2, slots + 1, ...], where they are of one width
+
+On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
+sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
+ever attends to it.
+
+How long slots are and how many there are is what requests need, within the memory that is there:
+
+    all seats, as long as the longest request may get     where that fits
+    all seats, as long as sequences are now               where that fits; longer as they grow
+    fewer seats
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 
-from slime_core.engines.local.cache import up
+from slime_core.engines.admission import check_params, check_vocabulary, room
+from slime_core.engines.local.sampling import MASK64
+from slime_core.errors import EngineError
+from slime_core.memory import available_memory
+from slime_core.types import Completion
 
 if TYPE_CHECKING:
+    import asyncio
+
     from numpy.typing import NDArray
 
-    from slime_core.engines.local.jobs import Job
+    from slime_core.types import GenerateRequest
+
+BLOCK = 32
+"""Lengths that attention sees are multiples of this many positions. Below 400 multiplications torch's batched product
+uses a kernel of its own, with other bits: 32 columns of 13 or more numbers stay above."""
+
+SHARE = 0.5
+"""Part of the free memory that the cache may take: the trainer's gradients and optimizer come after it."""
+
+STEP = 4 * BLOCK
+"""Slots grow by whole steps, so that prompts of slightly different lengths do not each make them longer."""
 
 NO_STOP = -1
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request, its tokens so far, and the future that its caller waits on."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Completion]
+    prompt: NDArray[np.int64]
+    limit: int  # new tokens, at most
+    stop_ids: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)  # new ones, kept when the slot is given up
+    log_probs: list[float] = field(default_factory=list)
+    plain_log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort"] = "length"
+    text: str = ""
+    error: EngineError | None = None
+
+    @property
+    def seed(self) -> int:
+        """64 bits, unsigned."""
+        return self.request.seed & MASK64
+
+    def history(self) -> NDArray[np.int64]:
+        """Prompt and new tokens."""
+        return np.concatenate([self.prompt, np.asarray(self.tokens, dtype=np.int64)])
+
+    def earlier(self, count: int) -> list[int]:
+        """The last ``count`` tokens of this response that were made before its present seat, or by an aborted try."""
+        kept = self.prompt[len(self.prompt) - self.request.kept :].tolist() if self.request.kept else []
+        return [*kept, *self.tokens][-count:] if count else []
+
+    def completion(self, epoch: int) -> Completion:
+        """What the caller gets."""
+        return Completion(
+            id=self.request.id,
+            tokens=self.tokens,
+            log_probs=self.log_probs,
+            plain_log_probs=self.plain_log_probs,
+            finish=self.finish,
+            versions=self.versions,
+            epoch=epoch,
+            text=self.text,
+        )
+
+
+def make_job(
+    request: GenerateRequest,
+    future: asyncio.Future[Completion],
+    *,
+    vocab_size: int,
+    context_len: int,
+    eos: tuple[int, ...],
+) -> Job:
+    """Check a request and turn it into a job.
+
+    Raises:
+        EngineError: ENG01 no tokens, ENG02 an id outside the vocabulary, ENG03 impossible sampling parameters,
+            ENG72 a prompt that leaves no room for a token.
+    """
+    where = f"request {request.id}"
+    if not request.tokens:
+        raise EngineError("a request needs at least one token", code="ENG01", where=where, fix="give a prompt")
+    try:
+        prompt = np.asarray(request.tokens, dtype=np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise EngineError(
+            "the tokens are no list of ids", code="ENG02", where=where, why=str(error), fix="give integers"
+        ) from error
+    check_vocabulary(prompt, vocab_size, where)
+    check_params(request)
+    limit = room(request, context_len)
+    params = request.params
+    stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
+    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids)
 
 
 class Slots:
@@ -140,3 +254,137 @@ class Slots:
         """The cache holds nothing that may be reused."""
         self.filled[:] = 0
         self.mixed[:] = True
+
+
+def up(count: int, step: int) -> int:
+    """``count`` rounded up to a multiple of ``step``."""
+    return -(-count // step) * step
+
+
+def slot_length(context_len: int) -> int:
+    """Positions of a slot: whole blocks, and one of scratch."""
+    return up(context_len, BLOCK) + 1
+
+
+@dataclass(slots=True, frozen=True)
+class LayerShape:
+    """Heads and widths of one layer's cache."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def position_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> int:
+    """Bytes of one position of one slot, in all layers."""
+    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * cache_dtype(dtype, device).itemsize
+
+
+def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What keys and values are kept in."""
+    return torch.float32 if device == "cpu" else dtype
+
+
+def free_memory(device: str, held: int) -> int:
+    """Bytes that a cache may take in place of one of ``held`` bytes."""
+    if device == "cpu":
+        return available_memory() + held
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[0]) + cached + held
+
+
+def fitting(need: int, most: int, *, seats: int, tokens: int, context_len: int, positions: float) -> tuple[int, int]:
+    """Seats and tokens of a slot for sequences of ``need`` tokens that may get ``most``.
+
+    ``seats`` is how many are wished for, ``tokens`` what a slot has now, ``positions`` what memory holds in all.
+    """
+    whole = min(context_len, up(max(need, most), STEP))
+    part = min(whole, up(max(need, tokens + tokens // 2), STEP))
+    for length in (whole, part, need):
+        if (seats + 1) * slot_length(length) <= positions:
+            return seats, length
+    for length in (part, need):
+        fewer = int(positions // slot_length(length)) - 1
+        if fewer >= 1:
+            return fewer, length
+    return 1, need
+
+
+def check_size(tokens: int, position_bytes: int, memory: int) -> None:
+    """One sequence of ``tokens`` and the spare slot fit.
+
+    Raises:
+        EngineError: ENG05.
+    """
+    size = 2 * slot_length(tokens) * position_bytes
+    if size > memory:
+        raise EngineError(
+            f"the KV cache of a sequence of {tokens} tokens needs {size / 2**30:.1f} GiB",
+            code="ENG05",
+            why=f"{memory / 2**30:.1f} GiB are free",
+            fix="lower rollout.rollout_max_context_len or rollout.rollout_max_response_len, or take a smaller model",
+        )
+
+
+class KVCache:
+    """Keys and values of ``slots`` sequences and one spare slot."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], slots: int, context_len: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self.shapes = list(shapes)
+        self.slots = slots
+        self.spare = slots
+        self.length = slot_length(context_len)
+        self.device = device
+        self.dtype = cache_dtype(dtype, device)
+        self.joint: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for layer, shape in enumerate(shapes):
+            self.keys.append(torch.empty(0))
+            self.values.append(torch.empty(0))
+            self._place(layer, shape)
+
+    @property
+    def scratch(self) -> int:
+        """The position that stands for no sequence."""
+        return self.length - 1
+
+    def grow(self, context_len: int, used: Sequence[int]) -> None:
+        """Make slots longer, layer by layer; slot i holds ``used[i]`` positions, the rest is not copied."""
+        self.length = slot_length(context_len)
+        for layer, shape in enumerate(self.shapes):
+            before = self.keys[layer], self.values[layer]
+            self._place(layer, shape)
+            for old, new in zip(before, (self.keys[layer], self.values[layer]), strict=True):
+                for slot, count in enumerate(used):
+                    new[slot, :, :count] = old[slot, :, :count]
+
+    def copy(self, source: int, target: int, begin: int, end: int) -> None:
+        """Copy positions [begin, end) from one slot to another."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, begin:end] = tensor[source, :, begin:end]
+
+    @torch.inference_mode()  # as the cache was allocated
+    def clear(self, slot: int) -> None:
+        """Forget a slot that may hold numbers that are not finite: a masked NaN would still reach the sum."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot].zero_()
+
+    def _place(self, layer: int, shape: LayerShape) -> None:
+        if shape.key_dim == shape.value_dim:
+            self.joint[layer] = self._zeros(2, shape.kv_heads, shape.key_dim)
+            self.keys[layer], self.values[layer] = self.joint[layer]
+        else:
+            self.keys[layer] = self._zeros(1, shape.kv_heads, shape.key_dim)[0]
+            self.values[layer] = self._zeros(1, shape.kv_heads, shape.value_dim)[0]
+
+    def _zeros(self, kinds: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (kinds, self.slots + 1, heads, self.length, dim)
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, 4 * int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # one holds 2 MiB of positions that no sequence may reach
+        return torch.from_numpy(np.frombuffer(pages, dtype=np.float32)).view(shape)

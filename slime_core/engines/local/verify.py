@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from slime_core.engines.local.attention import Rows, Segment, pack
-from slime_core.engines.local.cache import BLOCK, KVCache, up
+from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
 from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
-from slime_core.engines.local.rowcounts import RowCounts, measure
+from slime_core.engines.local.slots import KVCache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,17 +134,9 @@ class _Trial:
         self._plan.forward(rows, self._cache, logits=False)
 
     def _decode(self, seats: dict[int, torch.Tensor]) -> torch.Tensor:
-        tokens = torch.zeros(self._rows, dtype=torch.int64)
-        positions = torch.full((self._rows,), self._cache.scratch)
+        tokens, positions = np.zeros((2, self._rows), dtype=np.int64)
+        active = np.zeros(self._rows, dtype=bool)
         for slot, ids in seats.items():
-            tokens[slot], positions[slot] = ids[-1], len(ids) - 1
-        longest = up(max(map(len, seats.values())), BLOCK)
-        rows = Rows(
-            tokens=tokens.to(self._device),
-            positions=positions.to(self._device),
-            slots=torch.arange(self._rows, device=self._device),
-            longest=longest,
-            short=longest,
-            scratch=self._cache.scratch,
-        )
+            tokens[slot], positions[slot], active[slot] = int(ids[-1]), len(ids) - 1, True
+        rows = decode_rows(tokens, positions, active, self._cache, self._device)
         return self._plan.forward(rows, self._cache, logits=True)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slime_core.engines.local import cache, scheduler
+from slime_core.engines.local import scheduler, slots
 
 pytestmark = pytest.mark.unit
 
@@ -61,7 +61,7 @@ def test_a_request_gives_the_same_bits_however_it_is_served(bench, ask, name, dt
         asked = requests(ask, b.folder.vocab_size, 5 if small else 12, longest=16 if small else 40)
         async with b.engine(slots=20, dtype=dtype) as wide, b.engine(slots=3, dtype=dtype, context_len=300) as narrow:
             for engine in (wide, narrow):
-                assert engine._served.plan == ("lean" if name in LEAN else "packed")
+                assert engine._scheduler.served.plan == ("lean" if name in LEAN else "packed")
                 assert "batch_invariant" in engine.abilities
             full = await asyncio.gather(*(wide.generate(r) for r in asked))
             refilled = await asyncio.gather(*(narrow.generate(r) for r in reversed(asked)))
@@ -105,11 +105,11 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
         asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 20, new=400)]
         async with b.engine(slots=20, context_len=512) as roomy, b.engine(slots=20, context_len=512) as tight:
             wanted = await asyncio.gather(*(roomy.generate(r) for r in asked))
-            memory = 10 * 300 * tight._served.position_bytes / cache.SHARE
+            memory = 10 * 300 * tight._scheduler.served.position_bytes / slots.SHARE
             monkeypatch.setattr(scheduler, "free_memory", lambda device, held: int(memory))
             lengths = []
-            grow = tight._served.grow
-            tight._served.grow = lambda tokens, used: (lengths.append(tokens), grow(tokens, used))
+            grow = tight._scheduler.served.grow
+            tight._scheduler.served.grow = lambda tokens, used: (lengths.append(tokens), grow(tokens, used))
             found = await asyncio.gather(*(tight.generate(r) for r in asked))
             assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
             assert lengths
@@ -142,7 +142,9 @@ def test_prompts_longer_than_a_pass_are_cut_without_a_trace(bench, ask):
         asked = [ask(str(i), [(7 * i + j) % 80 + 3 for j in range(400 - 30 * i)], new=8) for i in range(3)]
         async with b.engine(slots=4, context_len=450) as engine:
             for most in (1024, 64, 16):
-                engine._served.counts = replace(engine._served.counts, allowed=(16, most), most=most)
+                engine._scheduler.served.counts = replace(
+                    engine._scheduler.served.counts, allowed=(16, most), most=most
+                )
                 engine._scheduler.forget()
                 bits.append(await asyncio.gather(*(engine.generate(r) for r in asked)))
 
@@ -158,8 +160,8 @@ def test_a_group_computes_its_prompt_once(bench, ask):
         asked = [ask(str(i), prompt, new=20, seed=i) for i in range(8)]
         async with b.engine(slots=8) as engine:
             filled = []
-            prefill = engine._served.prefill
-            engine._served.prefill = lambda segments, content: (
+            prefill = engine._scheduler.served.prefill
+            engine._scheduler.served.prefill = lambda segments, content: (
                 filled.extend(s.end - s.begin for s in segments),
                 prefill(segments, content),
             )
@@ -183,8 +185,8 @@ def test_a_conversation_reuses_what_its_last_turn_left(bench, ask):
             first = await engine.generate(ask("a", range(3, 40), new=16))
             second = ask("a", [*range(3, 40), *first.tokens, 50, 51], new=16)
             filled = []
-            prefill = engine._served.prefill
-            engine._served.prefill = lambda segments, content: (
+            prefill = engine._scheduler.served.prefill
+            engine._scheduler.served.prefill = lambda segments, content: (
                 filled.extend(s.end - s.begin for s in segments),
                 prefill(segments, content),
             )
@@ -202,8 +204,8 @@ def test_the_tail_of_a_batch_runs_in_smaller_passes(bench, ask, name):
         asked = [ask(str(i), [5 + i], new=40 if i in (3, 38, 39) else 4) for i in range(40)]
         async with b.engine(slots=40) as engine:
             counts = []
-            decode = engine._served.decode
-            engine._served.decode = lambda slots, count: (counts.append(count), decode(slots, count))[1]
+            decode = engine._scheduler.served.decode
+            engine._scheduler.served.decode = lambda slots, count: (counts.append(count), decode(slots, count))[1]
             together = await asyncio.gather(*(engine.generate(r) for r in asked))
             assert counts[:4] == [48] * 4
             assert set(counts[4:]) == {16}
@@ -217,7 +219,7 @@ def test_models_without_a_replaceable_attention_recompute_and_stay_invariant(ben
     async def go(b):
         asked = [ask(str(i), range(3, 6 + 5 * i), new=6) for i in range(4)]
         async with b.engine(slots=3) as engine:
-            assert engine._served.plan == "rescan"
+            assert engine._scheduler.served.plan == "rescan"
             together = await asyncio.gather(*(engine.generate(r) for r in asked))
             for r, one in zip(asked, together, strict=True):
                 assert same(await engine.generate(r), one)
@@ -241,7 +243,7 @@ def test_rows_that_depend_on_their_neighbours_are_noticed(bench, caplog):
             made = Twin(b.folder.config, torch.float32, "cpu", False)
             made.model.gpt_neox.final_layer_norm.register_forward_hook(leak)
             await b.thread.run(engine._load, b.update())
-            assert engine._served.batch_invariant
+            assert engine._scheduler.served.batch_invariant
             from slime_core.engines.local import verify
 
             made.load(b.update())

@@ -69,7 +69,7 @@ def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
     async def go(b):
         async with b.engine() as engine:
             one = await engine.generate(ask())
-            served = engine._served
+            served = engine._scheduler.served
             await engine.pause("keep")
             assert served._cache is None
             assert served._plan._head._weight.numel() == 0
@@ -171,8 +171,8 @@ def test_released_memory_is_computed_again(bench, ask):
             tasks = await running(engine, asked)
             await engine.pause("keep")
             await engine.release({"kv", "weights"})
-            assert engine._served._cache is None
-            assert all(tensor.is_meta for tensor in engine._served._twin.model.state_dict().values())
+            assert engine._scheduler.served._cache is None
+            assert all(tensor.is_meta for tensor in engine._scheduler.served._twin.model.state_dict().values())
             held = asyncio.create_task(engine.generate(ask("held")))
             await settle()
             with pytest.raises(EngineError, match="ENG06"):
@@ -196,7 +196,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(bench, ask)
     async def go(b):
         async with b.engine(slots=1) as engine:
             want = await engine.generate(ask("short", new=3))
-            decode = engine._served.decode
+            decode = engine._scheduler.served.decode
             calls = []
 
             def failing(slots, count):
@@ -205,7 +205,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(bench, ask)
                     raise RuntimeError("no more")
                 return decode(slots, count)
 
-            engine._served.decode = failing
+            engine._scheduler.served.decode = failing
             asked = [ask("short", new=3), ask("long", new=50), ask("waiting")]
             short, long, waiting = await asyncio.gather(*(engine.generate(r) for r in asked), return_exceptions=True)
             assert short.tokens == want.tokens, "what had ended is delivered"
@@ -236,7 +236,10 @@ def test_no_torch_work_is_done_on_the_event_loops_thread(bench, ask):
         seen = set()
         async with b.engine() as engine:
             for owner, names in (
-                (engine._served, ("decode", "prefill", "load", "release", "allocate", "fingerprints", "copy")),
+                (
+                    engine._scheduler.served,
+                    ("decode", "prefill", "load", "release", "allocate", "fingerprints", "copy"),
+                ),
                 (engine._scheduler, ("run", "score", "end", "retract")),
             ):
                 for name in names:
@@ -266,7 +269,7 @@ def test_close_ends_waiting_requests_and_leaves_nothing(bench, ask):
     async def go(b):
         async with b.engine(slots=1) as engine:
             tasks = await running(engine, [ask("a", new=250), ask("b", new=250)])
-            served, model = weakref.ref(engine._served), weakref.ref(engine._served._twin.model)
+            served, model = weakref.ref(engine._scheduler.served), weakref.ref(engine._scheduler.served._twin.model)
             await engine.close()
             done = await asyncio.gather(*tasks, return_exceptions=True)
             assert [error.code for error in done] == ["ENG84", "ENG84"]

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from slime_core.engines.local.attention import reach
-from slime_core.engines.local.cache import KVCache, LayerShape, check_size, fitting, position_bytes
-from slime_core.engines.local.jobs import make_job
-from slime_core.engines.local.slots import Slots
+from slime_core.engines.local.slots import KVCache, LayerShape, Slots, check_size, fitting, make_job, position_bytes
 from slime_core.errors import EngineError
 from slime_core.memory import resident_memory
 

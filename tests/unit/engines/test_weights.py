@@ -25,7 +25,7 @@ def test_shared_weights_are_the_trainers_own_storage(bench, ask, name):
             live = {key: tensor.clone() for key, tensor in b.model.state_dict().items()}
             await engine.load(b.update(1, "shared", live))
             before = await engine.generate(ask())
-            mine = engine._served._twin.model.state_dict()
+            mine = engine._scheduler.served._twin.model.state_dict()
             assert all(mine[key].data_ptr() == live[key].data_ptr() for key in live)
             for tensor in live.values():
                 tensor.add_(torch.linspace(-0.2, 0.2, tensor.shape[-1]))
@@ -72,13 +72,13 @@ def test_bfloat16_holds_one_cast_copy_that_is_refreshed(bench, ask, transport):
         live = {key: tensor.clone() for key, tensor in b.model.state_dict().items()}
         async with b.engine(load=False, dtype="bfloat16") as engine:
             await engine.load(b.update(1, transport, live))
-            first = engine._served._twin.model.state_dict()
+            first = engine._scheduler.served._twin.model.state_dict()
             assert {t.dtype for t in first.values()} == {torch.bfloat16}
             before = await engine.generate(ask())
             for tensor in live.values():
                 tensor.mul_(1.5)
             await engine.load(b.update(2, transport, live))
-            second = engine._served._twin.model.state_dict()
+            second = engine._scheduler.served._twin.model.state_dict()
             assert all(first[key].data_ptr() == second[key].data_ptr() for key in first)
             assert await engine.fingerprints() == {key: crc(t.bfloat16()) for key, t in live.items()}
             assert (await engine.generate(ask())).log_probs != before.log_probs
@@ -93,7 +93,7 @@ def test_tied_weights_may_come_under_either_name(bench, ask, left_out):
             tensors = {key: t for key, t in b.model.state_dict().items() if key != left_out}
             await engine.load(b.update(0, "shared", tensors))
             assert (await engine.generate(ask())).log_probs == (await whole.generate(ask())).log_probs
-            model = engine._served._twin.model
+            model = engine._scheduler.served._twin.model
             assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
     bench("qwen2").run(go)
@@ -174,10 +174,13 @@ def test_an_aborted_prompt_that_was_not_finite_spoils_no_later_request(bench, as
             tensors = {key: tensor.clone() for key, tensor in b.model.state_dict().items()}
             tensors["model.embed_tokens.weight"][40] = torch.nan
             await engine.load(b.update(1, tensors=tensors))
-            engine._served.decode, decode = None, engine._served.decode  # the step after the prefill fails
+            engine._scheduler.served.decode, decode = (
+                None,
+                engine._scheduler.served.decode,
+            )  # the step after the prefill fails
             with pytest.raises(EngineError, match="ENG84"):
                 await engine.generate(ask("bad", [5, 6, 7, 8, 40, 9]))
-            engine._served.decode = decode
+            engine._scheduler.served.decode = decode
             assert (await engine.generate(ask("fine"))).log_probs == want.log_probs
 
     bench().run(go)
