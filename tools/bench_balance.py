@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from slime_core.clusters.channel import Frame, encode
-from slime_core.trainers.pack import make_packs, micro_batch, prompts_of
-from slime_core.trainers.portion import Split, pack
+from slime_core.trainers.data_parallel import Split, pack
+from slime_core.trainers.packing import make_packs, micro_batch, prompts_of
 from slime_core.types import Batch, MicroBatch
 from slime_core.weights.flops import Flops
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime_core.clusters.proxy import Service, run
-from slime_core.trainers.portion import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, Seat
 from slime_core.weights.flops import Flops
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from slime_core.clusters.hangs import Look, look, within
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
-from slime_core.trainers.portion import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, Seat
 from slime_core.types import (
     ArrayRef,
     Batch,

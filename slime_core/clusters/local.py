@@ -35,7 +35,7 @@ from slime_core.notices import notice
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 from slime_core.protocols import Parts, Serving
 from slime_core.threads import TorchThread
-from slime_core.trainers.checks import open_model
+from slime_core.trainers.roles import open_model
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:

@@ -30,15 +30,14 @@ from slime_core.plugins import load_plugins
 from slime_core.plugins.backends import trainer_of
 from slime_core.protocols import Trainer
 from slime_core.threads import TorchThread
-from slime_core.trainers.portion import by_number
+from slime_core.trainers.data_parallel import by_number
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
-    from slime_core.trainers.dealing import Dealer
-    from slime_core.trainers.portion import Portion, Seat
+    from slime_core.trainers.data_parallel import Dealer, Portion, Seat
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
 
 RANK = "slime_core.clusters.ranks"
@@ -233,7 +232,7 @@ class RankTrainer:
 
     async def begin(self, stage: Config) -> None:
         """See `protocols.Trainer`."""
-        from slime_core.trainers.dealing import Dealer
+        from slime_core.trainers.data_parallel import Dealer
 
         await self.call("begin", stage)
         train = settle(stage.train)

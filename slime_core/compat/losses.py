@@ -29,7 +29,7 @@ MASK = "slime_mask"
 def extra_columns(batch: Batch, config: Config) -> None:
     """Add what the functions need of every token: its sample, weight, and its optimizer step's denominator."""
     from slime_core.algo.aggregate import token_weights
-    from slime_core.trainers.pack import split_rollouts
+    from slime_core.trainers.packing import split_rollouts
 
     train = settle(config.train)
     divisor = train.loss_divisor or config.rollout.rollout_max_response_len

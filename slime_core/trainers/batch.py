@@ -1,20 +1,30 @@
-"""Finished groups in, one step's columns out: the second border, where nothing unfit passes on to training.
+"""A step's Batch of finished groups: the second border, where nothing unfit passes on to training.
 
-Everything is checked with the sample's id: lengths, token range, finite log-probs and rewards, masks, rollout tables.
-A sample marked ``remove_sample`` keeps its place in its group's statistics and gets mask 0.
+Everything is checked with the sample's id: lengths, token range, finite log-probs and rewards, masks, rollout tables;
+then what scores and losses add to it. A sample marked ``remove_sample`` keeps its place in its group's statistics and
+gets mask 0.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime_core.errors import TrainerError
+from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch, Columns, Group, Sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.protocols import Loss
 
 INT32_MAX = 2**31 - 1
 PER_TOKEN = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
@@ -188,3 +198,153 @@ def _check_numbers(sample: Sample, where: str) -> None:
 
 def _wrong(what: str, where: str, *, code: str = "TRN00", why: str = "", fix: str = "") -> TrainerError:
     return TrainerError(what, code=code, where=where, why=why, fix=fix)
+
+
+def check_shape(batch: Batch) -> None:
+    """Refuse what cannot be divided.
+
+    Raises:
+        TrainerError: TRN00 an empty batch, TRN102 a column of another length.
+    """
+    if len(batch) == 0:
+        raise TrainerError("the batch is empty", where=f"step {batch.version}")
+    for name, values in batch.columns.items():
+        if values.shape[:1] != batch.loss_mask.shape:
+            raise TrainerError(
+                f"column {name} has shape {values.shape}, the batch {batch.loss_mask.shape} response tokens",
+                code="TRN102",
+            )
+
+
+def check_columns(batch: Batch, loss: Loss) -> None:
+    """Refuse a batch that a loss cannot read.
+
+    Raises:
+        TrainerError: a column is missing.
+    """
+    if missing := [name for name in loss.columns if name not in batch.columns]:
+        raise TrainerError(
+            f"the batch has no column {missing[0]}, which the loss '{loss.name}' reads",
+            why=f"it has {sorted(batch.columns)}",
+        )
+
+
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Refuse tokens that the policy has no row for.
+
+    Raises:
+        TrainerError: TOK44 with the sample.
+    """
+    if sample := beyond(batch, vocab_size):
+        raise TrainerError(
+            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the vocabulary of {vocab_size}",
+            code="TOK44",
+            where=f"sample {sample}",
+        )
+
+
+def beyond(batch: Batch, vocab_size: int) -> str:
+    """The sample that holds the highest token id, where that id is outside a vocabulary; else an empty string."""
+    place = int(batch.tokens.argmax())
+    if int(batch.tokens[place]) < vocab_size:
+        return ""
+    return batch.sample_ids[int(np.searchsorted(batch.offsets, place, side="right")) - 1]
+
+
+def check_log_probs(batch: Batch, log_probs: NDArray[np.float32]) -> None:
+    """Refuse a model whose log-prob of a response token, [R], is not finite.
+
+    Raises:
+        TrainerError: TRN95 with the sample.
+    """
+    bad = np.flatnonzero(~np.isfinite(log_probs))
+    if bad.size:
+        sample = sample_at(batch, int(bad[0]))
+        raise TrainerError(
+            f"a log-prob of sample {sample} is {log_probs[bad[0]]}",
+            code="TRN95",
+            where=f"sample {sample}",
+            why="the weights or a logit are not finite",
+        )
+
+
+def check_values(batch: Batch, values: NDArray[np.float32]) -> None:
+    """Refuse a critic whose value of a response token, [R], is not finite.
+
+    Raises:
+        TrainerError: TRN95 a value that is not finite.
+    """
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        sample = sample_at(batch, int(bad[0]))
+        raise TrainerError(
+            f"a value of sample {sample} is {values[bad[0]]}",
+            code="TRN95",
+            where=f"sample {sample}",
+            why="the critic's weights are not finite",
+            fix="lower train.critic_lr",
+        )
+
+
+def sample_at(batch: Batch, row: int) -> str:
+    """The id of the sample that owns a response token."""
+    return batch.sample_ids[int(np.searchsorted(batch.response_offsets, row, side="right")) - 1]
+
+
+def stamp_of(batch: Batch) -> int:
+    """A checksum (crc32) of what all ranks must have alike."""
+    stamp = zlib.crc32(json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)]).encode())
+    temperature = batch.temperature if batch.temperature is not None else np.zeros(0, np.float32)
+    arrays = [batch.tokens, batch.offsets, batch.response_offsets, batch.loss_mask, batch.rollout, temperature]
+    for values in [*arrays, *(batch.columns[name] for name in sorted(batch.columns))]:
+        stamp = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, stamp)
+    return stamp
+
+
+def prepared(batch: Batch, loss: Loss, train: Any) -> Batch:
+    """The batch with what ``loss.prepare`` answers for each optimizer step; without ``prepare`` the batch itself.
+
+    ``prepare(columns, train)`` gets the step's rows of every column, ``loss_mask`` and ``sample`` (the batch's index
+    of each token's sample), and answers one array a new column, with one finite number a row.
+
+    Raises:
+        TrainerError: TRN102 another type, length or set of names, or a column that is there already; TRN95 a number
+            that is not finite.
+    """
+    if loss.prepare is None:
+        return batch
+    of_token = batch.sample_of_token()
+    made: Columns = {}
+    given = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
+    where = f"step {batch.version}, loss '{loss.name}'"
+    for number, rollouts in enumerate(split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)):
+        mine = np.isin(batch.rollout, rollouts)[of_token]
+        answer = loss.prepare({name: values[mine] for name, values in given.items()}, train)
+        found = _checked_columns(answer, int(mine.sum()), given, where)
+        if number and set(found) != set(made):
+            raise _misprepared(f"prepare made {sorted(found)} for one optimizer step and {sorted(made)} before", where)
+        for name, values in found.items():
+            made.setdefault(name, np.zeros((len(of_token), *values.shape[1:]), values.dtype))[mine] = values
+    return replace(batch, columns={**batch.columns, **made})
+
+
+def _checked_columns(answer: Any, rows: int, given: Columns, where: str) -> Columns:
+    if not isinstance(answer, dict):
+        raise _misprepared(f"prepare answered a {type(answer).__name__}, not a dict of columns", where)
+    found: Columns = {}
+    for name, values in answer.items():
+        array: NDArray[Any] = np.asarray(values)
+        if name in given:
+            raise _misprepared(f"prepare made the column {name}, which the batch has already", where)
+        if array.shape[:1] != (rows,):
+            raise _misprepared(f"prepare made column {name} of shape {array.shape} for {rows} tokens", where)
+        if array.dtype.kind not in "fiub" or not np.isfinite(array).all():
+            raise TrainerError(
+                f"prepare made column {name} with a value that is no finite number", code="TRN95", where=where
+            )
+        found[name] = array
+    return found
+
+
+def _misprepared(what: str, where: str) -> TrainerError:
+    return TrainerError(what, code="TRN102", where=where, fix="answer a dict: name to one number a token of the step")

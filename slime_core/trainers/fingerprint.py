@@ -56,35 +56,6 @@ def sums(run: torch.Tensor, start: int) -> torch.Tensor:
     return torch.stack((torch.stack(first).sum(), torch.stack(second).sum()))
 
 
-@torch.no_grad()
-def block_sums(run: torch.Tensor, blocks: torch.Tensor, tensors: int) -> torch.Tensor:
-    """Both sums of each of ``tensors`` of which a run has whole blocks: [tensors, 2] int64.
-
-    ``run`` are [n * 2^16] float32, ``blocks`` [2, n] int64: of each block, the number of its tensor and its place
-    there. A GPU takes many blocks a kernel, of whichever tensor.
-    """
-    bits, mixed = run.view(torch.int32).view(-1, BLOCK), table(run.device)
-    found = torch.zeros(tensors, 2, dtype=torch.int64, device=run.device)
-    for part, (numbers, places) in zip(bits.split(AT_ONCE), blocks.split(AT_ONCE, 1), strict=True):
-        if part.is_cuda:
-            wide = part.to(torch.int64)
-            both = torch.stack((wide.sum(1), (wide * mixed).sum(1)), 1)
-        else:  # a block fits into a core's cache
-            rows = (row.to(torch.int64) for row in part)
-            both = torch.stack([torch.stack((row.sum(), torch.dot(row, mixed))) for row in rows])
-        both[:, 1] *= places * 2 + 1
-        found.index_add_(0, numbers, both)
-    return found
-
-
-@torch.no_grad()
-def sums_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Each element's part of both sums: [2, ...] int64, of ``values`` [...] float32 at ``index`` of their tensor."""
-    bits = values.contiguous().view(torch.int32).to(torch.int64)
-    mixed = table(bits.device)[index & (BLOCK - 1)] * ((index >> 16) * 2 + 1)
-    return torch.stack((bits, bits * mixed))
-
-
 def digest(tensors: Mapping[str, tuple[list[int], list[int]]]) -> str:
     """The hash over names, shapes and sums (signed 64-bit)."""
     text = "".join(f"{name} {shape} {first} {second}\n" for name, (shape, (first, second)) in sorted(tensors.items()))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime_core.trainers.parking import HOLDS, Holding
+from slime_core.errors import TrainerError
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
-    from slime_core.trainers.portion import Portion, Seat
+    from slime_core.trainers.data_parallel import Portion, Seat
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
+
+HOLDS = frozenset({"gradients", "optimizer", "parameters"})
 
 
 class WorkerTrainer:
@@ -45,7 +47,7 @@ class WorkerTrainer:
         epoch: int = 0,
     ) -> None:
         self._thread, self._epoch = thread, epoch
-        self._holding = Holding()
+        self._held = set(HOLDS)  # what is not released
         self._worker: Any = thread.call(
             self.worker_class, config, plugins, folder, rank, world, device, rendezvous, errors
         )
@@ -62,7 +64,7 @@ class WorkerTrainer:
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """See `protocols.Trainer`; every role lives here, where the stage needs it."""
-        self._holding.need({"parameters"}, "score")
+        self._need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
     @property
@@ -76,12 +78,12 @@ class WorkerTrainer:
 
         Nothing is answered by ranks that another of their data-parallel rank speaks for.
         """
-        self._holding.need({"parameters"}, "score")
+        self._need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, portion, roles)
 
     async def step_portion(self, portion: Portion) -> dict[str, float]:
         """:meth:`step` on what a driver has dealt to this rank."""
-        self._holding.need(HOLDS, "step")
+        self._need(HOLDS, "step")
         return await self._thread.run(self._worker.step, portion)
 
     async def step(self, batch: Batch) -> dict[str, float]:
@@ -91,17 +93,17 @@ class WorkerTrainer:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
                 of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
-        self._holding.need(HOLDS, "step")
+        self._need(HOLDS, "step")
         return await self._thread.run(self._worker.step, batch)
 
     async def verify(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
-        self._holding.need(HOLDS, "verify")
+        self._need(HOLDS, "verify")
         return await self._thread.run(self._worker.verify, batch)
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`."""
-        self._holding.need({"parameters"}, "publish")
+        self._need({"parameters"}, "publish")
         update: WeightUpdate = await self._thread.run(self._worker.publish, version, route)
         update.epoch = self._epoch
         return update
@@ -141,10 +143,30 @@ class WorkerTrainer:
 
         It can be saved, restored, exported and fingerprinted there.
         """
-        await self._thread.run(self._worker.release, self._holding.known(what) & self._holding.now)
-        self._holding.now -= what
+        await self._thread.run(self._worker.release, _known(what) & self._held)
+        self._held -= what
 
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Trainer`."""
-        await self._thread.run(self._worker.reacquire, self._holding.known(what) - self._holding.now)
-        self._holding.now |= what
+        await self._thread.run(self._worker.reacquire, _known(what) - self._held)
+        self._held |= what
+
+    def _need(self, what: Set[str], call: str) -> None:
+        """Refuse a call whose state was released.
+
+        Raises:
+            TrainerError: with what to reacquire.
+        """
+        if missing := sorted(what - self._held):
+            raise TrainerError(f"{call} was called while {missing} were released", fix=f"reacquire({missing}) first")
+
+
+def _known(what: Set[str]) -> Set[str]:
+    """The same names.
+
+    Raises:
+        TrainerError: a name that no trainer holds.
+    """
+    if unknown := what - HOLDS:
+        raise TrainerError(f"a trainer holds {sorted(HOLDS)}, not {sorted(unknown)}")
+    return what

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from slime_core.algo.aggregate import token_weights
-from slime_core.trainers.pack import split_rollouts
+from slime_core.trainers.packing import split_rollouts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,7 +52,7 @@ def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slo
     worst counts. ``limit`` is what both should stay below, ``float64`` whether the slow way computes in it.
 
     Args:
-        batch: with the columns that `prepare.prepared` adds
+        batch: with the columns that `batch.prepared` adds
         micros: of each optimizer step, this rank's
     """
     train = slow.stage.train

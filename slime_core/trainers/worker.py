@@ -20,14 +20,12 @@ import torch.distributed as dist
 from slime_core.config.algorithms import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
-from slime_core.trainers import checks, critic
-from slime_core.trainers.dealing import Dealer
+from slime_core.trainers.batch import check_tokens, stamp_of
+from slime_core.trainers.data_parallel import Dealer, Portion, Seat, agreed, pack
 from slime_core.trainers.meeting import meet
-from slime_core.trainers.parking import Parking
-from slime_core.trainers.portion import Portion, Seat, pack
-from slime_core.trainers.schedule import Schedule, optimizer_steps
-from slime_core.trainers.share import Guard, Outcome, Sums, summary
-from slime_core.trainers.staging import Staging
+from slime_core.trainers.offload import Parking, Staging
+from slime_core.trainers.optimizer_step import Guard, Outcome, Schedule, Sums, optimizer_steps, summary
+from slime_core.trainers.roles import check_critic, critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.plain import PRECISIONS
@@ -143,16 +141,16 @@ class Worker(ABC):
             whole: the batch that the portion was dealt from here, which must be the same on every rank
 
         Raises:
-            TrainerError: TOK44 with the sample; others as `checks.agreed`.
+            TrainerError: TOK44 with the sample; others as `data_parallel.agreed`.
         """
 
         def check() -> None:
-            checks.check_tokens(portion.batch, self.folder.vocab_size)
+            check_tokens(portion.batch, self.folder.vocab_size)
             if "teacher" in roles and self.frozen.teacher is not None:
                 self.frozen.check_teacher(portion.batch)
 
-        stamp = checks.stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else portion.stamp
-        checks.agreed(check, stamp, portion.batch.version, self.rank, self.world)
+        stamp = stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else portion.stamp
+        agreed(check, stamp, portion.batch.version, self.rank, self.world)
 
     @torch.no_grad()
     def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
@@ -181,7 +179,7 @@ class Worker(ABC):
             return {"log_probs": self.columns(portion, self.frozen.teacher, role, 2)[0]}
         if role == "values" and self.critic is not None:
             return {"values": self.columns(portion, self.critic.model, role, 1)[0]}
-        raise checks.missing(role)
+        raise missing(role)
 
     def step(self, given: Batch | Portion) -> dict[str, float]:
         """Train on a portion; or on a whole batch, of which every rank takes its portion."""
@@ -199,7 +197,7 @@ class Worker(ABC):
         known, alone = dict[str, float](), self.steps < self._critic_only_steps
         micros = others = self.packs(portion)
         if self.critic is not None:
-            critic.check(portion.batch)
+            check_critic(portion.batch)
             known = portion.known
             if self.critic.model.packs != self.policy.packs:
                 others = self.packs(portion, self.critic.model)
@@ -229,7 +227,7 @@ class Worker(ABC):
             sums = Sums(portion, self.device)
             self.critic_backward(others, sums)
             totals, worse = self.finish(sums)
-            metrics |= critic.figures(totals, weight, self.critic.learner.norm())
+            metrics |= critic_figures(totals, weight, self.critic.learner.norm())
             bad = sorted({*bad, *worse})
         norms = metrics.get("grad_norm", 0.0), metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):

@@ -52,7 +52,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     from slime_convert.bridge import join, shard
     from slime_core.config.load import load_config
     from slime_core.protocols import Loss
-    from slime_core.trainers.share import Sums
+    from slime_core.trainers.optimizer_step import Sums
     from slime_megatron.learner import Learner
     from slime_megatron.model import build_model
     from slime_megatron.passes import speaks, totals

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from slime_convert.folder_writing import How
 from slime_core.testing import tiny_model
-from slime_core.trainers.fsdp.fingerprint import fingerprint
+from slime_core.trainers.fsdp.model import fingerprint
 from slime_core.weights.folder import ModelFolder
 from slime_megatron.convert.conversion import dist_to_hf
 

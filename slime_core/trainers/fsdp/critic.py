@@ -14,18 +14,16 @@ import torch
 from torch import nn
 
 from slime_core.errors import TrainerError
-from slime_core.trainers import critic
-from slime_core.trainers.critic import KEY, open_critic
-from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.policy import Policy, on_device
-from slime_core.trainers.fsdp.sharding import shard
+from slime_core.trainers import roles
+from slime_core.trainers.fsdp.model import Learner, Policy, on_device, shard
+from slime_core.trainers.roles import KEY, open_critic
 from slime_core.weights import build
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from slime_core.trainers.fsdp.attention import Segments
-    from slime_core.trainers.share import Sums
+    from slime_core.trainers.optimizer_step import Sums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.shards import Shards
@@ -60,13 +58,13 @@ class Critic:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
         self.value_clip = float(train.value_clip)
         self.model.choose_recomputing(train)
-        self.learner.begin(train, critic.schedule(train, optimizer_steps))
+        self.learner.begin(train, roles.critic_schedule(train, optimizer_steps))
 
     def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""
         for number, micro in enumerate(micros):
             self.learner.reduce_gradients(number + 1 == len(micros))
-            critic.share(self.values(micro), micro, self.value_clip, sums).backward()
+            roles.critic_loss(self.values(micro), micro, self.value_clip, sums).backward()
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Of the position that predicts each response token, so before it is seen; [R]."""

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_core.trainers import checks
-from slime_core.trainers.fsdp.policy import Policy
-from slime_core.trainers.fsdp.sharding import local, own_part, shard
+from slime_core.trainers import roles
+from slime_core.trainers.fsdp.model import Policy, local, own_part, shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from slime_core.protocols import Role
-    from slime_core.trainers.fsdp.learner import Learner
+    from slime_core.trainers.fsdp.model import Learner
     from slime_core.types import Batch
     from slime_core.weights.folder import ModelFolder
 
@@ -46,22 +45,22 @@ class Frozen:
         if "teacher" not in needs:
             self.teacher, self._teacher_path = None, ""
         else:
-            checks.teacher_of(train)
+            roles.teacher_of(train)
             self._begin_teacher(train)
 
     def _reference(self, path: str, policy: Learner) -> Tensors:
         if not path:
             return {name: tensor.clone() for name, tensor in policy.locals().items()}
-        folder = checks.open_model("train.ref_load", path, self._folder)
+        folder = roles.open_model("train.ref_load", path, self._folder)
         mine = policy.parameters()
         theirs = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
         policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (mine, theirs))
-        checks.same_tensors("train.ref_load", folder, policys, references, self._folder)
+        roles.same_tensors("train.ref_load", folder, policys, references, self._folder)
         return {name: own_part(tensor.detach(), mine[name]).clone() for name, tensor in theirs.items()}
 
     def _begin_teacher(self, train: Any) -> None:
         if self.teacher is None or self._teacher_path != train.teacher_load:
-            folder = checks.open_model("train.teacher_load", train.teacher_load, self._folder)
+            folder = roles.open_model("train.teacher_load", train.teacher_load, self._folder)
             self.teacher = None
             teacher = Policy(folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens)
             teacher.try_model()
@@ -93,7 +92,7 @@ class Frozen:
         Raises:
             TrainerError: TRN104 with the sample.
         """
-        checks.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
+        roles.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's shards of all weights."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime_core.trainers.fsdp.policy import Policy, layers
-from slime_core.trainers.fsdp.sharding import full, reshard
+from slime_core.trainers.fsdp.model import Policy, full, layers, reshard
 
 
 def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:

@@ -11,16 +11,13 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime_core.trainers.fsdp import files, publishing, saving
+from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import Critic
-from slime_core.trainers.fsdp.fingerprint import fingerprint
 from slime_core.trainers.fsdp.frozen import Frozen
-from slime_core.trainers.fsdp.learner import Learner
-from slime_core.trainers.fsdp.policy import Policy, backward, forward
+from slime_core.trainers.fsdp.model import Learner, Policy, backward, fingerprint, forward, full, local, reshard, shard
 from slime_core.trainers.fsdp.precision import in_dtype
-from slime_core.trainers.fsdp.sharding import full, local, reshard, shard
-from slime_core.trainers.portion import Portion, Seat
-from slime_core.trainers.share import Sums
+from slime_core.trainers.optimizer_step import Sums
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.protocols import Role
-    from slime_core.trainers.schedule import Schedule
+    from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch, WeightRoute
     from slime_core.weights.transports.buckets import Source
 
@@ -167,13 +164,13 @@ class FsdpWorker(Worker):
         return whole if self.rank == 0 else {}
 
     def reserve(self) -> None:
-        saving.reserve(self)
+        checkpoint.reserve(self)
 
     def save(self, path: Path) -> None:
-        saving.save(self, path)
+        checkpoint.save(self, path)
 
     def read(self, path: Path) -> None:
-        saving.restore(self, path)
+        checkpoint.restore(self, path)
 
     def checksum(self) -> str:
         known = dict(self.actor.parameters())
@@ -184,7 +181,7 @@ class FsdpWorker(Worker):
     def write_folder(self, path: Path) -> None:
         whole = self.whole()
         if self.rank == 0:
-            files.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
+            checkpoint.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
 
     def _tensors(self, what: str) -> Iterable[torch.Tensor]:
         """What a name of `release` stands for, this rank's shards of it; gradients are forgotten instead."""

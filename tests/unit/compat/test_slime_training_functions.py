@@ -9,7 +9,7 @@ import torch
 
 from slime_core.config.algorithms import settle
 from slime_core.errors import PluginError
-from slime_core.trainers.portion import Split, pack
+from slime_core.trainers.data_parallel import Split, pack
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
 

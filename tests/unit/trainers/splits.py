@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from slime_core.trainers.dealing import prepared
-from slime_core.trainers.fsdp.sharding import full
-from slime_core.trainers.share import Sums
+from slime_core.trainers.batch import prepared
+from slime_core.trainers.fsdp.model import full
+from slime_core.trainers.optimizer_step import Sums
 from slime_core.types import Batch
 
 SETTINGS = {

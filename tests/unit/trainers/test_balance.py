@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from test_pack import batch_of
 
 from slime_core.clusters.channel import decode, encode
-from slime_core.trainers.portion import Portion, Split, karmarkar_karp, pack, rows_of
+from slime_core.trainers.data_parallel import Portion, Split, karmarkar_karp, pack, rows_of
 from slime_core.types import ArrayRef
 from slime_core.weights.flops import Flops
 

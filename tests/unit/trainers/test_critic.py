@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from slime_core.errors import DataError, TrainerError
 from slime_core.testing import tiny_model
-from slime_core.trainers.critic import explained_variance
-from slime_core.trainers.schedule import optimizer_steps
+from slime_core.trainers.data_parallel import explained_variance
+from slime_core.trainers.optimizer_step import optimizer_steps
 
 pytestmark = pytest.mark.unit
 
@@ -67,8 +67,8 @@ def reference_values(one, batch, params):
 
 def critic_gradient(one, batch):
     def compute():
-        from slime_core.trainers.fsdp.sharding import local
-        from slime_core.trainers.share import Sums
+        from slime_core.trainers.fsdp.model import local
+        from slime_core.trainers.optimizer_step import Sums
 
         worker = one.worker
         (portion,) = worker.dealer().portions(batch)

@@ -9,10 +9,9 @@ import torch
 import trainer_bench as made
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.batch import make_batch
-from slime_core.trainers.checks import stamp_of
-from slime_core.trainers.portion import Split
-from slime_core.trainers.share import FILE, Guard, Outcome, summary
+from slime_core.trainers.batch import make_batch, stamp_of
+from slime_core.trainers.data_parallel import Split
+from slime_core.trainers.optimizer_step import FILE, Guard, Outcome, summary
 from slime_core.types import Status
 from slime_core.weights.flops import Flops
 

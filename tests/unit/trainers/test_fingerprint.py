@@ -9,7 +9,7 @@ import trainer_bench as made
 
 from slime_core.testing import tiny_model
 from slime_core.trainers import fingerprint as shared
-from slime_core.trainers.fsdp import fingerprint as room
+from slime_core.trainers.fsdp import model as room
 
 pytestmark = pytest.mark.unit
 

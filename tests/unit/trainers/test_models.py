@@ -11,7 +11,7 @@ import transformers
 
 from slime_core.testing.models import char_tokenizer
 from slime_core.trainers.compiling import Compiled
-from slime_core.trainers.fsdp.policy import Policy
+from slime_core.trainers.fsdp.model import Policy
 
 pytestmark = pytest.mark.unit
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slime_core.trainers import portion as dealt
-from slime_core.trainers.pack import split_rollouts
-from slime_core.trainers.portion import Split, rows_of
+from slime_core.trainers import data_parallel as dealt
+from slime_core.trainers.data_parallel import Split, rows_of
+from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
 

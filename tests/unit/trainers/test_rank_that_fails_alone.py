@@ -108,7 +108,7 @@ def test_a_mistake_on_one_rank_is_told_with_its_rank_phase_and_trace(failing, tm
     assert (error.code, error.exit_code) == ("TRN00", 6)
     assert error.what.startswith("TypeError: ")
     assert error.where == f"trainer rank 1 of 2, in step: {tmp_path / 'run' / 'log' / 'rank-1.log'}"
-    assert re.search(r'File ".*/slime_core/trainers/share.py", line \d+, in __call__', error.why)
+    assert re.search(r'File ".*/slime_core/trainers/optimizer_step.py", line \d+, in __call__', error.why)
     assert "ranks that waited for it, and were ended: 0" in error.why
     log = (tmp_path / "run" / "log" / "rank-1.log").read_text()
     assert "Traceback (most recent call last)" in log

@@ -10,8 +10,8 @@ import trainer_bench as made
 
 from slime_core.errors import TrainerError
 from slime_core.protocols import Loss
-from slime_core.trainers.dealing import prepared
-from slime_core.trainers.fsdp.policy import within_forward
+from slime_core.trainers.batch import prepared
+from slime_core.trainers.fsdp.model import within_forward
 
 pytestmark = pytest.mark.unit
 

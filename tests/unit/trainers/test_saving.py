@@ -18,9 +18,9 @@ from slime_core.durable import Disk
 from slime_core.errors import StorageError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.trainers.fsdp import files
-from slime_core.trainers.fsdp.files import Part
-from slime_core.trainers.staging import BLOCK, Layout, Staging
+from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp.checkpoint import Part
+from slime_core.trainers.offload import BLOCK, Layout, Staging
 
 pytestmark = pytest.mark.unit
 
@@ -212,8 +212,8 @@ def test_every_rank_writes_about_the_same():
 
 
 def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime_core.trainers.staging.BLOCK", 24)
-    monkeypatch.setattr("slime_core.trainers.staging.PIECE", 10)
+    monkeypatch.setattr("slime_core.trainers.offload.BLOCK", 24)
+    monkeypatch.setattr("slime_core.trainers.offload.PIECE", 10)
     tensors = {"a": torch.arange(5.0), "none": torch.zeros(0, 3), "b": torch.arange(33, dtype=torch.int8)}
     tensors |= {"half": torch.randn(3, 3).bfloat16(), "turned": torch.randn(4, 5).t()}
     staging = Staging(torch.device("cpu"))

@@ -10,8 +10,8 @@ import torch
 import trainer_bench as made
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp.learner import AdamW, clip, global_norm
-from slime_core.trainers.schedule import Schedule, optimizer_steps
+from slime_core.trainers.fsdp.model import AdamW, clip, global_norm
+from slime_core.trainers.optimizer_step import Schedule, optimizer_steps
 
 pytestmark = pytest.mark.unit
 

@@ -95,9 +95,8 @@ class Bench:
         return self.thread.call(self._gradient, batch, step)
 
     def _gradient(self, batch, step):
-        from slime_core.trainers.fsdp.policy import backward
-        from slime_core.trainers.fsdp.sharding import local
-        from slime_core.trainers.share import Sums
+        from slime_core.trainers.fsdp.model import backward, local
+        from slime_core.trainers.optimizer_step import Sums
 
         (portion,) = self.worker.dealer().portions(batch)
         sums = Sums(portion, torch.device("cpu"))

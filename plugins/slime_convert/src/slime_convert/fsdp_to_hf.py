@@ -18,7 +18,7 @@ from slime_convert.rows import Moved, Rows, Stored, cast, moves_of
 from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
-from slime_core.trainers.fsdp import files
+from slime_core.trainers.fsdp import checkpoint as files
 from slime_core.trainers.fsdp.publishing import parts_of
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slime_core.trainers import critic
-from slime_core.trainers.share import Sums
+from slime_core.trainers import roles
+from slime_core.trainers.optimizer_step import Sums
 from slime_megatron.learner import Learner
 from slime_megatron.others import settings_of
 from slime_megatron.settings import build
@@ -32,7 +32,7 @@ class Critic:
     def begin(self, train: Any, optimizer_steps: int, made: Settings, run: Run) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
         self.value_clip = float(train.value_clip)
-        self.learner.begin(train, critic.schedule(train, optimizer_steps), build(self._settings(made, run)))
+        self.learner.begin(train, roles.critic_schedule(train, optimizer_steps), build(self._settings(made, run)))
 
     def _settings(self, made: Settings, run: Run) -> Settings:
         """Its own, or the policy's where it has the policy's layers."""

@@ -1,7 +1,7 @@
 """Boxes of whole tensors in, a rank's .distcp file and the folder's .metadata out, and boxes of any shape read back.
 
 The format is that of torch.distributed.checkpoint, as megatron-core's `torch_dist` has it. The bytes are written by
-`staging`, not by torch's own writer: that forks processes, or copies and writes in one go, syncs no folder and tells
+`offload`, not by torch's own writer: that forks processes, or copies and writes in one go, syncs no folder and tells
 no hash; ours returns when the state is copied, and every file's size is known before its first byte.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_convert.rows import read_at
-from slime_core.trainers.staging import Layout
+from slime_core.trainers.offload import Layout
 from slime_megatron.convert.archive import archive, frame
 from slime_megatron.convert.dist import BACKEND, COMMON, FORMAT, DistFolder
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slime_core.trainers.fingerprint import BLOCK, block_sums, digest, sums, sums_at
+from slime_core.trainers.fingerprint import BLOCK, digest, sums, table
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, Piece, share
 from slime_megatron.saving import Learned, learned, piece_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
+BLOCKS = 256  # that a kernel of a GPU takes
 LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
 
 
@@ -179,3 +180,32 @@ def _sums(
         found.index_add_(0, number[mine].clamp(min=0), both.T)
         at += rows * columns
     return found
+
+
+@torch.no_grad()
+def block_sums(run: torch.Tensor, blocks: torch.Tensor, tensors: int) -> torch.Tensor:
+    """Both sums of each of ``tensors`` of which a run has whole blocks: [tensors, 2] int64.
+
+    ``run`` are [n * 2^16] float32, ``blocks`` [2, n] int64: of each block, the number of its tensor and its place
+    there. A GPU takes many blocks a kernel, of whichever tensor.
+    """
+    bits, mixed = run.view(torch.int32).view(-1, BLOCK), table(run.device)
+    found = torch.zeros(tensors, 2, dtype=torch.int64, device=run.device)
+    for part, (numbers, places) in zip(bits.split(BLOCKS), blocks.split(BLOCKS, 1), strict=True):
+        if part.is_cuda:
+            wide = part.to(torch.int64)
+            both = torch.stack((wide.sum(1), (wide * mixed).sum(1)), 1)
+        else:  # a block fits into a core's cache
+            rows = (row.to(torch.int64) for row in part)
+            both = torch.stack([torch.stack((row.sum(), torch.dot(row, mixed))) for row in rows])
+        both[:, 1] *= places * 2 + 1
+        found.index_add_(0, numbers, both)
+    return found
+
+
+@torch.no_grad()
+def sums_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Each element's part of both sums: [2, ...] int64, of ``values`` [...] float32 at ``index`` of their tensor."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64)
+    mixed = table(bits.device)[index & (BLOCK - 1)] * ((index >> 16) * 2 + 1)
+    return torch.stack((bits, bits * mixed))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.errors import DataError
-from slime_core.trainers import checks
+from slime_core.trainers import roles
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.conversion import DistTensors
 from slime_megatron.convert.dist import is_dist
@@ -51,10 +51,10 @@ class Frozen:
         if "teacher" not in needs:
             self.teacher, self._teacher_path = None, ""
             return
-        path = checks.teacher_of(train)
+        path = roles.teacher_of(train)
         if self.teacher is None or self._teacher_path != path:
             self.teacher = None
-            folder = checks.open_model("train.teacher_load", path, self._folder)
+            folder = roles.open_model("train.teacher_load", path, self._folder)
             bridge = run.bridge(folder.config)
             self.teacher = build_model(settings_of(folder, bridge, run), bridge, folder, run.device)
             self.teacher.stage.requires_grad_(False)
@@ -72,12 +72,12 @@ class Frozen:
             except DataError as error:
                 error.where = f"train.ref_load = {path}: {error.where}"
                 raise
-        folder = checks.open_model("train.ref_load", path, self._folder)
+        folder = roles.open_model("train.ref_load", path, self._folder)
         mine = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
         theirs = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
         if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
             theirs.pop("lm_head.weight", None)
-        checks.same_tensors("train.ref_load", folder, mine, theirs, self._folder)
+        roles.same_tensors("train.ref_load", folder, mine, theirs, self._folder)
         return policy.tensors.read(stored(folder))
 
     @contextmanager
@@ -98,7 +98,7 @@ class Frozen:
         Raises:
             TrainerError: TRN104 with the sample.
         """
-        checks.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
+        roles.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights."""

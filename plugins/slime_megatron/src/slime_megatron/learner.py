@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from slime_core.trainers.schedule import Schedule
+from slime_core.trainers.optimizer_step import Schedule
 from slime_megatron import offloading
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime_core.trainers import critic
-from slime_core.trainers.share import Share, Sums, on
+from slime_core.trainers import roles
+from slime_core.trainers.optimizer_step import Share, Sums, on
 from slime_megatron.packing import Pack, make_pack
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Passes:
 
         def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             (values,) = self._score(work, hidden)
-            return critic.share(values, work.micro, clip, sums if speaks() else None), self._one(), None
+            return roles.critic_loss(values, work.micro, clip, sums if speaks() else None), self._one(), None
 
         self.stage.train()
         self._run(micros, last, forward_only=False)

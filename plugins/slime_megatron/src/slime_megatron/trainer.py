@@ -11,7 +11,7 @@ class MegatronTrainer(WorkerTrainer):
 
     Updates are whole tensors in the names of the model folder, gathered over all ranks. A checkpoint is a torch_dist
     folder in which each rank has a file (`saving`, `restoring`); an export is in the dtype of the parameters. What is
-    released waits on the host, and comes back for `begin` and for calls that read or write state (`parking`);
+    released waits on the host, and comes back for `begin` and for calls that read or write state (`offload`);
     gradients come back as zeros.
 
     Example:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
 from slime_convert.bridge import Entry, check_tensors
-from slime_core.trainers.critic import open_critic
+from slime_core.trainers.roles import open_critic
 from slime_megatron.model import Model, PackedGPT
 from slime_megatron.others import settings_of
 from slime_megatron.settings import Settings, build

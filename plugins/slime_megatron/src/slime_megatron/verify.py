@@ -16,13 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime_core.trainers.share import Sums
+from slime_core.trainers.optimizer_step import Sums
 from slime_core.trainers.verify import Slow, Tensors, slow_model
 from slime_core.weights import build
 from slime_core.weights.transports.buckets import stream
 
 if TYPE_CHECKING:
-    from slime_core.trainers.portion import Portion
+    from slime_core.trainers.data_parallel import Portion
     from slime_core.types import Columns, MicroBatch
     from slime_megatron.tensors import Tensors as Places
     from slime_megatron.worker import MegatronWorker

@@ -12,8 +12,8 @@ import torch
 from megatron.core import parallel_state
 
 from slime_core.context import Context
-from slime_core.trainers.portion import Portion, Seat
-from slime_core.trainers.share import Sums
+from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.optimizer_step import Sums
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.weights.flops import Flops
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.schema import Config
     from slime_core.protocols import Role
-    from slime_core.trainers.schedule import Schedule
+    from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch
     from slime_core.weights.transports.buckets import Source
 

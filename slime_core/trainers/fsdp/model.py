@@ -1,28 +1,35 @@
-"""A causal language model in, a module that turns packs of tokens into log-probs and entropies out.
+"""A causal language model, sharded by FSDP2: its log-probs and entropies of packs of tokens, and its AdamW.
 
 What a model can do is tried when it is built, on a few tokens: whether packed sequences give what single ones give,
 and whether its logits are its output matrix times its last hidden state. Where not, one sequence a row is used, or
-the model's own logits.
+the model's own logits. Then it is sharded over data-parallel ranks; one process needs no launcher.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 
 from slime_core.algo.fused_loss import BlockLoss, linear_loss
 from slime_core.algo.logprobs import linear_log_probs, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
+from slime_core.trainers.fingerprint import digest, sums
 from slime_core.trainers.fsdp.attention import NAME, Segments, register, take
 from slime_core.trainers.fsdp.fused import fuse
-from slime_core.trainers.share import Share, Sums, on
+from slime_core.trainers.optimizer_step import Schedule, Share, Sums, on
 
 if TYPE_CHECKING:
     from slime_core.protocols import Loss
@@ -32,6 +39,7 @@ log = logging.getLogger(__name__)
 
 TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
 TOLERANCE = 1e-3
+Tensors = dict[str, torch.Tensor]
 
 
 class Rows:
@@ -249,3 +257,211 @@ def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, to
     """Tokens, their positions and the segments of a pack, as a model takes them."""
     segments = Segments.of(micro.cu_seqlens, micro.prefix, device)
     return on(micro.tokens, device), on(micro.position_ids, device), segments
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
+    """Shard every block and the rest, computing in ``dtype``, ``exact`` modules in the dtype they have.
+
+    Gradients are summed in float32.
+    """
+    half = dtype != torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    keep = mesh.size() == 1  # nothing is saved by freeing what one rank holds anyway
+    modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
+    for module in modules:
+        own = MixedPrecisionPolicy() if module in exact else precision
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=not keep)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(shard_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A local shard as a DTensor with ``parameter``'s placement."""
+    if not isinstance(parameter, DTensor):
+        return shard_
+    return DTensor.from_local(
+        shard_, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' shards as one plain tensor; a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(parameter: torch.Tensor) -> int:
+    """The row of the whole tensor with which this rank's shard begins."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    return min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
+
+
+def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a whole tensor that every rank has."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    chunks = list(torch.chunk(whole, mesh.size(), dim=0))
+    mine = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else whole[:0]
+    return mine.to(parameter.device)
+
+
+def reshard(policy: Policy) -> None:
+    """Drop gathered parameters after passes with no backward, so that the next pass sees what the shards hold."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@dataclass(slots=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only; moments by parameter name, in shards."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    steps: int = 0
+    moment1: Tensors = field(default_factory=dict)
+    moment2: Tensors = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self, params: Mapping[str, torch.Tensor], grads: Mapping[str, torch.Tensor], lr: float) -> None:
+        """Update ``params`` in place, in one fused pass a group."""
+        matrices = [name for name in params if params[name].ndim >= 2]
+        others = [name for name in params if params[name].ndim < 2]
+        for names, decay in ((matrices, self.weight_decay), (others, 0.0)):
+            names = [name for name in names if name in grads and params[name].numel()]
+            for name in names:
+                if name not in self.moment1:
+                    self.moment1[name] = torch.zeros_like(params[name])
+                    self.moment2[name] = torch.zeros_like(params[name])
+            if not names:
+                continue
+            device = params[names[0]].device
+            adamw(
+                [params[name] for name in names],
+                [grads[name] for name in names],
+                [self.moment1[name] for name in names],
+                [self.moment2[name] for name in names],
+                [],
+                list(torch.full((len(names),), float(self.steps), device=device).unbind()),  # a copy each would wait
+                fused=True,
+                amsgrad=False,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=self.eps,
+                maximize=False,
+            )
+        self.steps += 1
+
+
+@torch.no_grad()
+def global_norm(grads: Mapping[str, torch.Tensor], world: int) -> float:
+    """Euclidean norm of all gradients over all ranks' shards."""
+    if not grads:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(list(grads.values())))
+    total = norms.double().square().sum()
+    if world > 1:
+        dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+@torch.no_grad()
+def clip(grads: Mapping[str, torch.Tensor], norm: float, limit: float) -> None:
+    """Scale gradients whose norm exceeds ``limit`` (0 is off) down to it."""
+    if limit and norm > limit:
+        torch._foreach_mul_(list(grads.values()), limit / norm)
+
+
+@dataclass(slots=True)
+class Learner:
+    """``begin`` gives it a fresh optimizer; a step that is not made advances neither AdamW nor the schedule."""
+
+    module: Policy
+    rank: int
+    world: int
+    optimizer: AdamW = field(default_factory=lambda: AdamW(0.9, 0.98, 1e-8, 0.0))
+    schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
+    clip_grad: float = 0.0
+    _grads: Tensors = field(default_factory=dict)  # of this rank's shards, from `norm` to `forget`
+
+    def begin(self, train: Any, schedule: Schedule) -> None:
+        """A fresh optimizer with the [train] section's settings."""
+        self.optimizer = AdamW(train.adam_beta1, train.adam_beta2, train.adam_eps, train.weight_decay)
+        self.schedule, self.clip_grad = schedule, train.clip_grad
+
+    def parameters(self) -> Tensors:
+        """Parameters by their names in a model folder, tied ones once; DTensors."""
+        return {name.removeprefix("hf."): p for name, p in self.module.named_parameters()}
+
+    def locals(self) -> Tensors:
+        """This rank's shards of the parameters."""
+        return {name: local(p.detach()) for name, p in self.parameters().items()}
+
+    def reduce_gradients(self, last: bool) -> None:
+        """Before each backward pass: one rank hands gradients to the shards in the last, several in each."""
+        module: Any = self.module
+        now = last or self.world > 1
+        module.set_requires_gradient_sync(now)
+        module.set_reshard_after_backward(now)
+
+    def norm(self) -> float:
+        """The Euclidean norm of all ranks' gradients; a collective."""
+        self._grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
+        return global_norm(self._grads, self.world)
+
+    def update(self, norm: float) -> float:
+        """Clip and step, after :meth:`norm`; the answer is the learning rate."""
+        clip(self._grads, norm, self.clip_grad)
+        rate = self.rate
+        self.optimizer.step(self.locals(), self._grads, rate)
+        return rate
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.schedule.at(self.optimizer.steps)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._grads = {}
+        self.module.zero_grad()
+
+    def put(self, parameters: Tensors, moment1: Tensors, moment2: Tensors, *, steps: int) -> None:
+        """Take the state that ``steps`` optimizer steps made: this rank's shards by parameter name."""
+        for name, tensor in self.locals().items():
+            tensor.copy_(parameters[name])
+        self.optimizer.steps = steps
+        self.optimizer.moment1, self.optimizer.moment2 = moment1, moment2
+
+    def states(self) -> list[torch.Tensor]:
+        """What AdamW remembers, in shards."""
+        return [*self.optimizer.moment1.values(), *self.optimizer.moment2.values()]
+
+
+@torch.no_grad()
+def fingerprint(parameters: Mapping[str, torch.Tensor], world: int) -> str:
+    """The checksum of parameters by name, which may be sharded by rows; a collective.
+
+    Every rank gets the same answer: 32 hex digits.
+    """
+    names = sorted(parameters)
+    found = []
+    for name in names:
+        parameter = parameters[name].detach()
+        width = parameter[:1].numel() if parameter.ndim > 1 else 1
+        found.append(sums(local(parameter), first_row(parameter) * width))
+    total = torch.stack(found) if found else torch.zeros(0, 2, dtype=torch.int64)
+    if world > 1:
+        dist.all_reduce(total)
+    return digest({n: (list(parameters[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})

@@ -1,9 +1,12 @@
-"""A step's Batch in, one Portion a data-parallel rank out: its own samples, and what it must know of the whole step.
+"""Partition a step's Batch over data-parallel ranks, and join the columns of their rows.
 
-    rollouts --optimizer steps--> samples --chunks of a prompt, Karmarkar-Karp over FLOPs--> ranks
+    rollouts --optimizer steps--> samples --chunks of a prompt, Karmarkar-Karp over FLOPs--> Portions, one a rank
+    Portion --score--> columns of its rows --> of all rows
 
 A token's weight is that of its whole optimizer step, so no split changes the loss. Samples are whole; those of a
 prompt stay together as far as ranks are then as evenly loaded: a pack computes a prompt that several share once.
+
+The driver of several ranks sends each its own portion. A worker that is given a whole Batch takes its portion.
 """
 
 from __future__ import annotations
@@ -11,22 +14,29 @@ from __future__ import annotations
 import heapq
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime_core.algo.aggregate import sample_weights
-from slime_core.trainers.pack import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts
+from slime_core.errors import SlimeError, TrainerError
+from slime_core.trainers.batch import check_columns, check_log_probs, check_shape, check_values, prepared
+from slime_core.trainers.packing import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts
 from slime_core.types import Batch, Columns, MicroBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Loss
     from slime_core.weights.flops import Flops
 
+    Found = dict[str, Columns]
+
 EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are parted any further
+READS = ("values", "returns")  # columns of a critic
 Ints = Any  # NDArray[np.int64]
 
 
@@ -131,7 +141,7 @@ class Split:
 def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
     """Samples of one optimizer step by rank, so that the heaviest rank has as little to compute as can be found.
 
-    Chunks of a prompt's samples are dealt by :func:`balance.karmarkar_karp`: first whole prompts, then halves of the
+    Chunks of a prompt's samples are dealt by :func:`karmarkar_karp`: first whole prompts, then halves of the
     largest, down to single samples, until the ranks are even. A prompt that two ranks have is computed by both.
 
     Args:
@@ -237,12 +247,140 @@ def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list
     return steps
 
 
+@dataclass(slots=True, frozen=True)
+class Dealer:
+    """Deals the batches of one stage, whose [train] section is settled, to ranks like the one in ``seat``."""
+
+    stage: Config
+    loss: Loss
+    seat: Seat
+
+    def portions(self, batch: Batch) -> list[Portion]:
+        """Of every data-parallel rank.
+
+        Raises:
+            TrainerError: TRN00 an empty batch, TRN102 a column of another length.
+        """
+        check_shape(batch)
+        train = self.stage.train
+        return Split(
+            flops=self.seat.flops,
+            ranks=self.seat.ranks,
+            max_tokens=train.max_tokens_per_gpu * self.seat.over,
+            num_steps=train.num_steps_per_rollout,
+            global_batch_size=train.global_batch_size,
+            aggregation=train.loss_aggregation,
+            divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
+        ).portions(batch)
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch as a step trains on it, with what its loss makes of whole optimizer steps.
+
+        Raises:
+            TrainerError: what :func:`batch.check_columns` and :func:`batch.prepared` raise.
+        """
+        check_shape(batch)
+        check_columns(batch, self.loss)
+        return prepared(batch, self.loss, self.stage.train)
+
+    def step(self, batch: Batch) -> list[Portion]:
+        """Portions to train on."""
+        batch = self.ready(batch)
+        known = explained_variance(batch)
+        return [replace(portion, known=known) for portion in self.portions(batch)]
+
+    def joined(self, batch: Batch, portions: Sequence[Portion], found: Sequence[Found]) -> Found:
+        """Columns [R] of the whole batch from those of each portion's rows.
+
+        Raises:
+            TrainerError: TRN95 a log-prob or value that is not finite.
+        """
+        whole: Found = {}
+        for portion, roles in zip(portions, found, strict=True):
+            counts = np.repeat(portion.real, portion.batch.response_lengths)
+            rows = rows_of(batch.response_offsets, portion.places)[counts]
+            for role, columns in roles.items():
+                for name, values in columns.items():
+                    known = whole.setdefault(role, {})
+                    known.setdefault(name, np.zeros(len(batch.loss_mask), np.float32))[rows] = values[counts]
+        for columns in whole.values():
+            if "log_probs" in columns:
+                check_log_probs(batch, columns["log_probs"])
+            if "values" in columns:
+                check_values(batch, columns["values"])
+        return whole
+
+    def gathered(self, batch: Batch, found: Found) -> Found:
+        """:meth:`joined` where each rank has the whole batch, and what it found of its portion; a collective."""
+        import torch.distributed as dist
+
+        everyone: list[Any] = [(self.seat.number, found)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (self.seat.number, found))
+        return self.joined(batch, self.portions(batch), by_number(self.seat.ranks, everyone))
+
+
 def by_number(ranks: int, answers: Sequence[tuple[int, dict[Any, Columns]]]) -> list[dict[Any, Columns]]:
     """One answer a data-parallel rank, of (its number, the answer): ranks that share its sequences may say nothing."""
     found: list[dict[Any, Columns]] = [{} for _ in range(ranks)]
     for number, answer in answers:
         found[number] = found[number] or answer
     return found
+
+
+def explained_variance(batch: Batch) -> dict[str, float]:
+    """1 - Var(returns - values) / Var(returns) over the step's trainable tokens, before the step, in float64.
+
+    1 is a perfect critic, 0 one that knows the mean, below 0 worse. Left out where returns do not vary, and of batches
+    without these columns.
+    """
+    trained = batch.loss_mask > 0
+    if not trained.any() or not set(READS) <= batch.columns.keys():
+        return {}
+    values, returns = (np.asarray(batch.columns[name], dtype=np.float64)[trained] for name in READS)
+    spread = float(np.mean((returns - returns.mean()) ** 2))
+    if spread == 0 or not np.isfinite(spread):
+        return {}
+    error = returns - values
+    return {"explained_variance": 1.0 - float(np.mean((error - error.mean()) ** 2)) / spread}
+
+
+def agreed(check: Callable[[], None], stamp: int, version: int, rank: int, world: int) -> None:
+    """Make a check of what this rank was given; where it fails on one rank, it fails on all; a collective.
+
+    Raises:
+        SlimeError: the check's, of the first rank that has one.
+        TrainerError: TRN106 ranks whose stamps differ from those of most, with their numbers.
+    """
+    import torch
+    import torch.distributed as dist
+
+    error: SlimeError | None = None
+    try:
+        check()
+    except SlimeError as found:
+        error = found
+    if world == 1:
+        if error is not None:
+            raise error
+        return
+    mine = torch.tensor([stamp, error is not None], dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    stamps, failed = zip(*(row.tolist() for row in rows))
+    if any(failed):
+        errors: list[SlimeError | None] = [None] * world
+        dist.all_gather_object(errors, error)
+        raise next(one for one in errors if one is not None)
+    usual = max(stamps, key=lambda one: (stamps.count(one), -stamps.index(one)))
+    if odd := [number for number, one in enumerate(stamps) if one != usual]:
+        raise TrainerError(
+            f"ranks {odd} of {world} were given another batch than the others",
+            code="TRN106",
+            where=f"step {version}, rank {rank}",
+            fix="a function given by path (slime_batch, an advantage) must not depend on the process it runs in",
+        )
 
 
 Part = tuple[float, list[int]]

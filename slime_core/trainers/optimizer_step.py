@@ -1,9 +1,10 @@
-"""A micro-batch's share of an optimizer step's loss, and the sums that a step reports over micro-batches and ranks."""
+"""An optimizer step, whatever the backend: its rate, its loss over micro-batches and ranks, and what became of it."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,52 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.checks import ids_of, not_finite
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.protocols import Loss
-    from slime_core.trainers.portion import Portion
+    from slime_core.trainers.data_parallel import Portion
     from slime_core.types import MicroBatch
+
+log = logging.getLogger(__name__)
+
+Fate = Literal["made", "masked", "no_gradient", "nonfinite", "critic_only"]
+SKIPS: tuple[Fate, ...] = ("masked", "no_gradient", "nonfinite")
+FILE = "nonfinite.jsonl"
+SHOWN = 8  # sample ids in a message
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Schedule:
+    """Linear warm-up to ``peak``, then decay to ``low``.
+
+    Example: peak 1, low 0, warmup 2, decay 4, linear
+        steps 0, 1, 2, 3, 4 have 1/2, 1, 1, 1/2, 0
+    """
+
+    peak: float
+    low: float = 0.0
+    style: str = "constant"  # constant, linear, cosine
+    warmup: int = 0  # optimizer steps
+    decay: int = 0  # optimizer steps, warm-up included, after which the rate is ``low``
+
+    def at(self, step: int) -> float:
+        """The rate of optimizer step ``step``, counted from 0 in the stage."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.style == "constant":
+            return self.peak
+        done = min(1.0, (step - self.warmup) / max(1, self.decay - self.warmup))
+        left = 1 - done if self.style == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.low + (self.peak - self.low) * left
+
+
+def optimizer_steps(stage: Config, without: int = 0) -> int:
+    """Optimizer steps of a whole stage, less those of its first ``without`` rollouts."""
+    rollout, train = stage.rollout, stage.train
+    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    a_rollout = -(-rollouts // train.global_batch_size) if train.global_batch_size else train.num_steps_per_rollout
+    return max(1, (rollout.num_rollout - without) * a_rollout)
 
 
 @dataclass(slots=True)
@@ -106,13 +147,6 @@ def on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
-log = logging.getLogger(__name__)
-
-Fate = Literal["made", "masked", "no_gradient", "nonfinite", "critic_only"]
-SKIPS: tuple[Fate, ...] = ("masked", "no_gradient", "nonfinite")
-FILE = "nonfinite.jsonl"
-
-
 @dataclass(slots=True)
 class Outcome:
     """One optimizer step. ``metrics`` are empty where there was nothing to measure."""
@@ -166,6 +200,25 @@ class Guard:
     def passed(self) -> None:
         """A step was finite."""
         self.in_a_row = 0
+
+
+def not_finite(version: int, ids: Sequence[str], bad: list[int], loss: float, norm: float) -> TrainerError:
+    """TRN95 for a loss or a gradient, with the samples where they are known: ``bad`` are places in ``ids``."""
+    shown = ids_of(ids, bad)
+    what = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
+    return TrainerError(
+        what,
+        code="TRN95",
+        where=f"step {version}" + (f", samples {shown}" if bad else f", {len(ids)} samples"),
+        why="no weight was changed by this optimizer step",
+        fix="lower train.lr, or set train.clip_grad=1.0",
+    )
+
+
+def ids_of(names: Sequence[str], samples: list[int], most: int = SHOWN) -> str:
+    """Ids of samples for a message, the first few of them."""
+    ids = [names[i] for i in samples]
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
 def summary(outcomes: Sequence[Outcome], trained: float) -> dict[str, float]:

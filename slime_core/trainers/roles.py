@@ -1,0 +1,204 @@
+"""Models beside the policy, by role: which may stand there, and the critic's schedule, loss and figures.
+
+reference, teacher: score with the policy's tokens, so their vocabulary is the policy's
+critic: score -> ``values`` [R] -> estimator -> ``returns`` [R] -> value loss at the policy's token weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.errors import SlimeError, TrainerError
+from slime_core.trainers.batch import beyond
+from slime_core.trainers.data_parallel import READS
+from slime_core.trainers.optimizer_step import Schedule, Sums, on
+from slime_core.weights.folder import ModelFolder
+from slime_core.weights.shards import Shards
+
+if TYPE_CHECKING:
+    from slime_core.types import Batch, MicroBatch
+
+KEY = "train.critic_load"
+HEADS = ("score", "value_head", "v_head")  # names of a stored head, the first that is there
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def open_model(key: str, path: str, policy: ModelFolder, *, weights: bool = True) -> ModelFolder:
+    """The model folder that a config key names, whose token ids mean what the policy's do.
+
+    Args:
+        key: such as ``train.teacher_load``
+        weights: False leaves the weights unread and unchecked, for checkpoints of another kind of model
+
+    Raises:
+        TrainerError: TRN104 another vocabulary; both folders are named.
+        SlimeError: what `ModelFolder.open` raises, with the key.
+    """
+    try:
+        other = ModelFolder.open(
+            path, trust_remote_code=policy.trust_remote_code, init_weights="load" if weights else "random"
+        )
+    except SlimeError as error:
+        error.where = f"{key} = {path}: {error.where}"
+        raise
+    same_vocabulary(policy, other, key)
+    return other
+
+
+def same_vocabulary(policy: ModelFolder, other: ModelFolder, key: str) -> None:
+    """Refuse a model that reads the policy's token ids as other tokens, or has no row for one.
+
+    Raises:
+        TrainerError: TRN104.
+    """
+    mine, theirs = policy.tokenizer().get_vocab(), other.tokenizer().get_vocab()
+    wrong = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
+    top = max(mine.values(), default=-1)
+    if not wrong and top < other.vocab_size:
+        return
+    why = f"its embedding has {other.vocab_size} rows, token ids reach {top}"
+    if wrong:
+        i, token = wrong[0]
+        there = theirs.get(token)
+        what = f"id {there}" if there is not None else "no token"
+        why = f"{len(wrong)} of {len(mine)} tokens differ: {token!r} is id {i} for the policy and {what} there"
+    raise TrainerError(
+        f"the model of {key} has another vocabulary than the policy",
+        code="TRN104",
+        where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
+        why=why,
+        fix=f"name a model with the policy's tokenizer in {key}",
+    )
+
+
+def same_tensors(key: str, other: ModelFolder, mine: Shapes, theirs: Shapes, policy: ModelFolder) -> None:
+    """Refuse a reference of another architecture: the policy computes with its weights.
+
+    Args:
+        mine, theirs: shapes of the policy's tensors and the reference's by name
+
+    Raises:
+        TrainerError: TRN104.
+    """
+    wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n] != theirs[n]]
+    if wrong:
+        raise TrainerError(
+            f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
+            code="TRN104",
+            where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
+            fix="name a model of the same architecture and vocabulary",
+        )
+
+
+def teacher_of(train: Any) -> str:
+    """The folder of the teacher that a stage needs.
+
+    Raises:
+        TrainerError: none is named.
+    """
+    if not train.teacher_load:
+        raise TrainerError(
+            "a teacher is needed and none is named",
+            where="train.teacher_load",
+            fix="name the teacher's model folder: --teacher-load DIR",
+        )
+    return str(train.teacher_load)
+
+
+def known_to_teacher(batch: Batch, vocab_size: int, path: str, policy: ModelFolder) -> None:
+    """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
+
+    Raises:
+        TrainerError: TRN104 with the sample.
+    """
+    if sample := beyond(batch, vocab_size):
+        raise TrainerError(
+            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the teacher's "
+            f"vocabulary of {vocab_size}",
+            code="TRN104",
+            where=f"train.teacher_load = {path}, rollout.hf_checkpoint = {policy.path}",
+        )
+
+
+WHY = {
+    "reference": "a reference is kept where train.kl_loss_coef or train.kl_coef is above 0",
+    "teacher": "train.teacher_load names a teacher, and train.teacher_place = trainer keeps it here",
+    "values": "a critic is kept where the estimator reads values: train.advantage_estimator = ppo",
+}
+
+
+def missing(role: str) -> TrainerError:
+    """A role was asked for that the stage does not hold."""
+    return TrainerError(f"this trainer holds no {role} model", why=WHY.get(role, ""))
+
+
+def open_critic(path: str, policy: ModelFolder) -> tuple[ModelFolder, Shards | None, str]:
+    """The folder of ``train.critic_load``, its tensors, the name of its head; the policy's where ``path`` is empty.
+
+    The tensors are None, and the head is empty, where the folder is a causal language model: it has been checked.
+
+    Raises:
+        TrainerError: TRN104 another vocabulary.
+    """
+    if not path:
+        return policy, None, ""
+    folder = open_model(KEY, path, policy, weights=False)
+    stored = Shards.open(folder.path)
+    head = next((name for name in HEADS if f"{name}.weight" in stored.infos), "")
+    return (folder, stored, head) if head else (open_model(KEY, path, policy), None, "")
+
+
+def critic_schedule(train: Any, optimizer_steps: int) -> Schedule:
+    """Warms up to ``critic_lr`` and decays as the policy's rate does."""
+    return Schedule(
+        peak=train.critic_lr,
+        low=min(train.min_lr, train.critic_lr),
+        style=train.lr_decay_style,
+        warmup=train.critic_lr_warmup_iters,
+        decay=train.lr_decay_iters or optimizer_steps,
+    )
+
+
+def check_critic(batch: Batch) -> None:
+    """Refuse a batch that the value loss cannot read.
+
+    Raises:
+        TrainerError: a column is missing.
+    """
+    if missing := [name for name in READS if name not in batch.columns]:
+        raise TrainerError(
+            f"the batch has no column {missing[0]}, which the critic learns from",
+            why=f"it has {sorted(batch.columns)}; an estimator that reads values gives returns",
+        )
+
+
+def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums | None) -> torch.Tensor:
+    """A micro-batch's share of the value loss; ``sums`` get it, and per-token metrics by weight.
+
+    Args:
+        values: [R], what the critic says now
+        clip: ``train.value_clip``
+        sums: None where another rank counts
+    """
+    from slime_core.algo.losses import value_loss
+
+    weight = on(micro.weight, values.device)
+    old, returns = (on(micro.columns[name], values.device) for name in READS)
+    losses, metrics = value_loss(values, old, returns, clip, weight)
+    counts = weight > 0
+    total = torch.where(counts, losses * weight, 0).sum()
+    if sums is not None:
+        if not torch.isfinite(total.detach()):
+            sums.blame(losses.detach(), counts, micro.response, micro.samples)
+        seen = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
+        sums.add({"loss": total.detach(), **seen})
+    return total
+
+
+def critic_figures(totals: dict[str, float], weight: float, norm: float) -> dict[str, float]:
+    """Metrics of the critic's optimizer step, from its sums."""
+    named = {"value_loss" if n == "loss" else n: v if n == "loss" else v / weight for n, v in totals.items()}
+    return {"critic_grad_norm": norm} | named
