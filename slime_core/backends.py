@@ -112,7 +112,8 @@ class EngineBackend(Backend):
     gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
     count: Callable[[Config], int] | None = None  # engines that the config asks for
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
-    transports: frozenset[str] = frozenset({"disk"})  # that it can take weights by
+    senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""
 
     @property
     def embedded(self) -> bool:

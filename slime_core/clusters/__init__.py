@@ -32,7 +32,7 @@ def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:
 @hookimpl(trylast=True)
 def slime_engine() -> list[EngineBackend]:
     """The embedded engine: it lives in the trainer's process, or in processes that the cluster starts."""
-    return [EngineBackend(name="local", transports=frozenset({"tensors"}))]
+    return [EngineBackend(name="local")]
 
 
 @hookimpl(trylast=True)

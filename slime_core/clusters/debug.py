@@ -84,7 +84,7 @@ class IdleTrainer:
     def __init__(
         self, config: Config, folder: ModelFolder, thread: TorchThread, *, device: str = "cpu", epoch: int = 0
     ) -> None:
-        self._seed, self._folder, self._thread = config.seed, folder, thread
+        self._config, self._folder, self._thread = config, folder, thread
         self._device, self._epoch = device, epoch
         self._senders: Senders | None = None
 
@@ -108,7 +108,7 @@ class IdleTrainer:
         return await self._thread.run(self._publish, version, route)
 
     def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
-        model = self._folder.build_model(dtype="float32", seed=self._seed)
+        model = self._folder.build_model(dtype="float32", seed=self._config.seed)
         if route is None:
             tensors = dict(model.state_dict())
             return WeightUpdate(version=version, epoch=self._epoch, transport="tensors", tensors=tensors)
@@ -118,7 +118,7 @@ class IdleTrainer:
         from slime_core.weights.transports.senders import Senders
 
         if self._senders is None:
-            self._senders = Senders(torch.device(self._device), self._folder.path)
+            self._senders = Senders(torch.device(self._device), self._folder.path, self._config)
         sources = sources_of(dict(model.named_parameters()) | stored_buffers(model), lambda tensor: tensor)
         update = self._senders.publish(sources, version, route)
         update.epoch = self._epoch

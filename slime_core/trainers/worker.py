@@ -80,7 +80,7 @@ class Worker(ABC):
         self.parking = Parking(self._tensors)
         self.staging = Staging(self.device)
         self.guard = Guard(errors=errors if rank == 0 else None)
-        self.senders = Senders(self.device, folder.path)
+        self.senders = Senders(self.device, folder.path, config)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
 

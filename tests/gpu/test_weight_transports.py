@@ -19,7 +19,8 @@ from travelling import QK, TOP, sent, tensors_of
 
 from slime_core.types import WeightRoute
 from slime_core.weights import hashing
-from slime_core.weights.transports import disk, nccl, tensor
+from slime_core.weights.transports import disk
+from slime_sglang.senders import nccl, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

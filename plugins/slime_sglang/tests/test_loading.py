@@ -10,10 +10,11 @@ from travelling import sent, tensors_of
 
 from slime_core.errors import EngineError
 from slime_core.types import WeightRoute, WeightUpdate
-from slime_core.weights.transports import disk, nccl, tensor
+from slime_core.weights.transports import disk
 from slime_sglang.address import Address
 from slime_sglang.client import Client, ServerFault
 from slime_sglang.loading import load
+from slime_sglang.senders import nccl, tensor
 
 pytestmark = pytest.mark.unit
 

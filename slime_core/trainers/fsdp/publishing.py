@@ -2,8 +2,7 @@
 
     no route     one float32 rank: its live storage; else whole tensors
     disk         rank 0 writes a folder          `weights.transports.disk`
-    tensor       rank 0 casts into a buffer      `weights.transports.tensor`
-    nccl         rank 0 broadcasts to servers    `weights.transports.nccl`
+    another      rank 0 sends as the engine has it sent, SGLang's into a buffer or as a broadcast
 
 Every rank goes through all gathers, also where rank 0 has failed, so that no rank waits for one that has given up.
 """

@@ -1,1 +1,1 @@
-"""How weights leave the trainer: as a folder, as memory that servers read, or as a broadcast into their ranks."""
+"""How weights leave the trainer: as a folder, or as the run's engine has them sent."""

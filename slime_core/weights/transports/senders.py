@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from slime_core.errors import TrainerError
+from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
 from slime_core.weights.transports.buckets import Part, Source, Stream, stream
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.types import WeightRoute
 
 
@@ -37,13 +40,14 @@ class Senders:
     Args:
         device: where buffers of transports that travel from memory to memory lie.
         folder: of the model, whose config.json goes with a folder of weights.
+        config: of the run, whose engine brings the senders of its other transports.
 
     Example:
         update = senders.publish(sources, 4, route)
     """
 
-    def __init__(self, device: torch.device, folder: Path) -> None:
-        self._device, self._folder = device, folder
+    def __init__(self, device: torch.device, folder: Path, config: Config) -> None:
+        self._device, self._folder, self._config = device, folder, config
         self.made: dict[str, Sender] = {}  # by transport
 
     def publish(self, sources: Sequence[Source], version: int, route: WeightRoute, *, rank: int = 0) -> WeightUpdate:
@@ -85,10 +89,12 @@ class Senders:
             config.pop("torch_dtype", None)
             config["dtype"] = route.dtype
             return DiskSender(self._device, {"config.json": json.dumps(config, indent=2) + "\n"})
-        if route.transport == "tensor":
-            from slime_core.weights.transports.tensor import TensorSender
-
-            return TensorSender(self._device)
-        from slime_core.weights.transports.nccl import BroadcastSender
-
-        return BroadcastSender(self._device)
+        backend = engine_of(self._config)
+        if route.transport not in backend.senders:
+            raise TrainerError(
+                f"nothing sends weights by {route.transport} to rollout_engine = {backend.name}",
+                where="WeightRoute.transport",
+                fix="EngineBackend.senders names what does",
+            )
+        sender: Sender = backend.senders[route.transport](self._device)
+        return sender

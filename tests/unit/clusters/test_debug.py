@@ -96,7 +96,8 @@ def test_an_idle_trainer_sends_the_starting_weights_by_the_engines_route(tmp_pat
     route = WeightRoute(transport=transport, dtype="bfloat16", folder=str(tmp_path / "weights"), checks=(held,))
 
     async def go():
-        trainer = IdleTrainer(SimpleNamespace(seed=3), folder, thread, device="cpu", epoch=4)
+        config = SimpleNamespace(seed=3, plugins=(), rollout=SimpleNamespace(rollout_engine="sglang"))
+        trainer = IdleTrainer(config, folder, thread, device="cpu", epoch=4)
         updates = [await trainer.publish(0, route), await trainer.publish(0, route)]
         await trainer.release({"parameters"})
         return updates

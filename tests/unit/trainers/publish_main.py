@@ -16,7 +16,7 @@ from slime_core.weights.folder import ModelFolder
 
 
 def run(folder, out, thread, rank, world):
-    config = made.config_of(folder)
+    config = made.config_of(folder, rollout={"rollout_engine": "sglang"})
     trainer = FsdpTrainer(
         config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
         rendezvous=out / "meet",

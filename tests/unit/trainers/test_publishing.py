@@ -18,6 +18,7 @@ from slime_core.weights import hashing
 pytestmark = pytest.mark.unit
 
 HERE = Path(__file__).parent
+SERVED = {"rollout_engine": "sglang"}
 
 
 def route(folder, **more):
@@ -44,7 +45,7 @@ def test_a_folder_has_the_names_of_the_model_folder_and_the_trained_values_cast(
 
 
 def test_an_update_carries_the_checksums_of_what_it_sent(bench, tmp_path):
-    one = bench()
+    one = bench(rollout=SERVED)
     q, k, v = (f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkv")
     held = Held(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=n) for n in (q, k, v)))
     for transport in ("disk", "tensor"):
@@ -60,7 +61,7 @@ def test_without_a_route_the_engine_reads_the_live_tensors(bench):
 
 
 def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again(bench, tmp_path):
-    one = bench()
+    one = bench(rollout=SERVED)
     first = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
     asyncio.run(one.trainer.release({"gradients", "optimizer"}))
     assert asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle == first

@@ -209,7 +209,7 @@ async def _joined(to: Target) -> None:
 
 async def _watched(to: Target) -> None:
     """Take a broadcast, with an eye on the group's store: whoever fails first says why there, and all others stop."""
-    from slime_core.weights.transports import nccl
+    from slime_sglang.senders import nccl
 
     handle: Mapping[str, Any] = to.update.handle
     key = nccl.failure_key(handle["group"], handle["number"])
@@ -241,7 +241,7 @@ async def _watched(to: Target) -> None:
 
 async def _told(store: Any, key: str) -> str:
     """What the store says of a failure, once it says something."""
-    from slime_core.weights.transports import nccl
+    from slime_sglang.senders import nccl
 
     while True:
         why = await asyncio.to_thread(nccl.told, store, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import slime_core
 from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, Served
@@ -32,7 +32,7 @@ def slime_engine() -> list[EngineBackend]:
             gpus=_gpus,
             count=rules.count,
             spreads=rules.spreads,
-            transports=frozenset({"disk", "tensor", "nccl"}),
+            senders={"tensor": _tensor, "nccl": _nccl},
         )
     ]
 
@@ -65,6 +65,18 @@ def _start(start: EngineStart) -> AbstractAsyncContextManager[Served]:
     from slime_sglang.start import sglang_engines
 
     return sglang_engines(start)
+
+
+def _tensor(device: Any) -> Any:
+    from slime_sglang.senders.tensor import TensorSender
+
+    return TensorSender(device)
+
+
+def _nccl(device: Any) -> Any:
+    from slime_sglang.senders.nccl import BroadcastSender
+
+    return BroadcastSender(device)
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:

@@ -20,11 +20,11 @@ from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import WeightRoute, WeightUpdate
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.transports import nccl
 from slime_sglang.client import Client
 from slime_sglang.layout import layout
 from slime_sglang.loading import load
 from slime_sglang.probe import features
+from slime_sglang.senders import nccl
 
 pytestmark = pytest.mark.system
 

@@ -19,7 +19,7 @@ from travelling import QK, TOP, sent, tensors_of
 from slime_core.errors import TrainerError
 from slime_core.types import WeightRoute
 from slime_core.weights import hashing
-from slime_core.weights.transports import nccl
+from slime_sglang.senders import nccl
 
 pytestmark = pytest.mark.integration
 
