@@ -152,4 +152,4 @@ class ClusterBackend(Backend):
     parts: Callable[[Config, Any, Any], AbstractAsyncContextManager[Parts]]
     remote: bool = False  # ranks and engines may live on other machines
     device: Callable[[Config], str] = lambda _: ""
-    detached: Any = None  # clusters.detached.Detaching
+    detached: Any = None  # slime_cli.detaching.Detaching

@@ -143,4 +143,4 @@ class Pulse:
 
 
 PULSE = Pulse()
-"""Of this process."""
+"""Of this process, as what it shows is: hooks on its threads, signals of its main one, one watchdog beside it."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.clusters.detached import LOG, PREFIX, Record, actor_name, code_of, detaching, read_record
+from slime_cli.detaching import actor_name, detaching
+from slime_core.clusters.detached import LOG, PREFIX, Record, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError, install_line
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_core.clusters.detached import Drivers
+    from slime_cli.detaching import Drivers
 
 SHOWN = 20  # lines of what was said before
 POLL = 0.2  # seconds between looks at files

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from slime_cli.detaching import actor_name
 from slime_cli.failure import INTERRUPTED
 from slime_cli.following import POLL, Target, follow, named, reached_of, target_of
-from slime_core.clusters.detached import actor_name
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
 

@@ -15,20 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_cli.detaching import Detaching, actor_name
 from slime_cli.driver_process import Letter, deadline
 from slime_cli.failure import Session
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.clusters.detached import (
-    FILE,
-    LOG,
-    Detaching,
-    Order,
-    Record,
-    actor_name,
-    read_record,
-    taken,
-    time_of_day,
-)
+from slime_core.clusters.detached import FILE, LOG, Order, Record, read_record, taken, time_of_day
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say

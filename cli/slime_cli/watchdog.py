@@ -164,9 +164,7 @@ class Watchdog:
         error.exit_code = 128 + signal.SIGKILL
         say(error.render())
         run_dir = RunDir(self.run_dir)
-        with suppress(OSError):
-            number = len(list(run_dir.log.glob("hang-*.txt")))
-            (run_dir.log / f"hang-{number}.txt").write_text(f"{error.render()}\n", encoding="utf-8")
+        run_dir.save_hang(f"{error.render()}\n")
         with suppress(OSError):
             starts = run_dir.starts()
             run_dir.epoch = starts[-1]["epoch"] if starts else run_dir.epoch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime_core.errors import EngineError, TrainerError
-from slime_core.protocols import Ability, PauseMode, Role
+from slime_core.protocols import Ability, Engine, Role, Trainer
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
     from slime_core.threads import TorchThread
-    from slime_core.types import Batch, Columns, Completion, GenerateRequest, WeightCheck, WeightRoute
+    from slime_core.types import Batch, Columns, Completion, GenerateRequest, WeightRoute
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.transports.senders import Senders
 
 
-class AbsentEngine:
-    """Implements `protocols.Engine` by refusing whatever would need one."""
+class AbsentEngine(Engine):
+    """Refuses whatever would need an engine; what an engine would only note it lets pass."""
 
     abilities: frozenset[Ability] = frozenset()
     version = -1
@@ -45,25 +45,9 @@ class AbsentEngine:
         """Refused: weights are not sent where nothing serves them."""
         self._refuse(f"version {update.version} was sent to it")
 
-    async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`: nothing is served."""
-        return None
-
     async def fingerprints(self) -> dict[str, str]:
         """It serves nothing."""
         return {}
-
-    async def pause(self, mode: PauseMode) -> None:
-        """It is quiet."""
-
-    async def resume(self) -> None:
-        """It stays quiet."""
-
-    async def release(self, what: set[str]) -> None:
-        """It holds nothing."""
-
-    async def reacquire(self, what: set[str]) -> None:
-        """It needs nothing."""
 
     def _refuse(self, why: str) -> NoReturn:
         raise EngineError(
@@ -75,8 +59,8 @@ class AbsentEngine:
         )
 
 
-class IdleTrainer:
-    """Implements `protocols.Trainer` with the weights of the folder, or of the seed, and nothing that changes them.
+class IdleTrainer(Trainer):
+    """Has the weights of the folder, or of the seed, and nothing that changes them; it has no state to keep.
 
     ``device`` is where transports that travel from memory to memory put what they send.
     """
@@ -87,9 +71,6 @@ class IdleTrainer:
         self._config, self._folder, self._thread = config, folder, thread
         self._device, self._epoch = device, epoch
         self._senders: Senders | None = None
-
-    async def begin(self, stage: Config) -> None:
-        """A stage needs nothing here."""
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """Refused."""
@@ -124,15 +105,9 @@ class IdleTrainer:
         update.epoch = self._epoch
         return update
 
-    async def save(self, path: Path) -> None:
-        """There is no state."""
-
     async def saved(self) -> dict[str, FileMark]:
         """No file was written."""
         return {}
-
-    async def restore(self, path: Path) -> None:
-        """There is no state."""
 
     async def fingerprint(self) -> str:
         """None is taken: nothing is trained."""
@@ -146,9 +121,6 @@ class IdleTrainer:
         """The buffers of transports go with the parameters; it holds nothing else."""
         if "parameters" in what and self._senders is not None:
             await self._thread.run(self._senders.drop)
-
-    async def reacquire(self, what: set[str]) -> None:
-        """It needs nothing."""
 
     def _refuse(self, call: str) -> NoReturn:
         raise TrainerError(

@@ -1,28 +1,21 @@
 """A detached run as its folder tells of it: the actor that keeps its driver, where, what it was asked, how it ended.
 
-slime run --detach --writes--> RUN_DIR/driver.json <--keeps up to date-- the actor (`clusters.ray.driver`)
+slime run --detach --writes--> RUN_DIR/driver.json <--keeps up to date-- the actor (`slime_ray.driver`)
                                       `--read by slime attach, slime stop, and the driver's next process
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from slime_core.backends import ClusterBackend
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, Preempted, SlimeError
-from slime_core.plugins.backends import named
-
-if TYPE_CHECKING:
-    from slime_core.config.schema import Config
-    from slime_core.plugins import Plugins
 
 FILE, LOG = "driver.json", "log/driver.log"
 DETACHED = "SLIME_DETACHED"
@@ -85,16 +78,6 @@ def read_record(run_dir: Path) -> Record | None:
     return None
 
 
-def actor_name(run_dir: Path) -> str:
-    """The name of the actor that keeps the driver of a run directory, the same from wherever it is seen.
-
-    Example: actor_name(Path("/data/runs/demo-0")) == "driver:demo-0-5f4dcc3b"
-    """
-    resolved = run_dir.resolve()
-    digest = hashlib.blake2b(str(resolved).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
-    return f"{PREFIX}{resolved.name}-{digest}"
-
-
 def code_of(info: Mapping[str, Any]) -> int:
     """The exit code of the process that ``run.json`` tells of; 137 where it was killed and says nothing."""
     if info.get("status") == "failed":
@@ -127,66 +110,6 @@ class DetachedDriver:
     about: Mapping[str, Any]  # its host, pid and run_dir; empty where it does not answer
 
 
-class Drivers(Protocol):
-    """Detached drivers of one cluster, by name."""
-
-    def submit(self, name: str, order: Order) -> dict[str, Any]:
-        """Start one; its host, pid and run_dir.
-
-        Raises:
-            ConfigError: CFG16 one of that name is there, CFG17 it does not come up, CFG19 what travels with it cannot.
-        """
-        ...
-
-    def names(self) -> list[str]:
-        """All of them."""
-        ...
-
-    def find(self, name: str) -> DetachedDriver | None:
-        """One of them; None where there is none, or none any more."""
-        ...
-
-    def stop(self, name: str, *, now: bool) -> bool:
-        """Ask it to end; False where it does not answer at present."""
-        ...
-
-
-class Detaching(Protocol):
-    """A cluster that keeps drivers which outlive the command (`backends.ClusterBackend.detached`)."""
-
-    def address(self, config: Config) -> str:
-        """Of the cluster of a run.
-
-        Raises:
-            ConfigError: CFG04 it would end with the command.
-        """
-        ...
-
-    def notes(self, config: Config, plugins: Plugins) -> list[str]:
-        """What the user should know before the run is sent there."""
-        ...
-
-    def drivers(self, address: str, config: Config | None = None) -> AbstractContextManager[tuple[Drivers, str]]:
-        """Its drivers, and its address as it names it; with ``config`` what the run needs goes there too.
-
-        Raises:
-            ConfigError: CFG17 no cluster, CFG19 no wheel.
-        """
-        ...
-
-    def environment(self, address: str) -> dict[str, str]:
-        """Variables by which a driver finds the cluster that keeps it."""
-        ...
-
-    def check_room(self, config: Config) -> None:
-        """Refuse a run for which the cluster is too small.
-
-        Raises:
-            ConfigError: CFG18.
-        """
-        ...
-
-
 def taken(run_dir: str, name: str) -> ConfigError:
     """The error of a second driver of one run directory."""
     return ConfigError(
@@ -196,14 +119,3 @@ def taken(run_dir: str, name: str) -> ConfigError:
         why=f"the cluster has its actor, {name}",
         fix=f"slime attach {run_dir}   follows it\nslime stop {run_dir}   ends it",
     )
-
-
-def detaching() -> Detaching:
-    """What keeps detached drivers where no config names a cluster.
-
-    Raises:
-        ConfigError: CFG04 no package that is installed can.
-    """
-    detached: Detaching | None = named("slime_cluster", "ray", (), ClusterBackend).detached
-    assert detached is not None
-    return detached

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
 
@@ -204,20 +204,6 @@ def as_one(engines: Sequence[Engine]) -> Engine:
     return engines[0] if len(engines) == 1 else whole
 
 
-@runtime_checkable
-class Lender(Protocol):
-    """What can hold one of several engines: a set of them, or servers as one."""
-
-    @property
-    def lends(self) -> bool:
-        """Whether it has one to hold."""
-        ...
-
-    def hold(self) -> AbstractAsyncContextManager[Engine]:
-        """See `EngineSet.hold`."""
-        ...
-
-
-def holding(engine: object) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
-    """See `protocols.Parts.hold`."""
-    return engine.hold if isinstance(engine, Lender) and engine.lends else None
+def holding(engine: Any) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
+    """See `protocols.Parts.hold`: of a set of engines, or of servers as one, that have one to hold."""
+    return engine.hold if getattr(engine, "lends", False) else None

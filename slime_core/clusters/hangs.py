@@ -215,18 +215,14 @@ class Watch:
         """Write it; its path and first line."""
         first = cause(seen, late)
         phase, since = self._report.doing
-        run_dir = self._report.run_dir
         facts = {
-            "run": str(run_dir.path),
+            "run": str(self._report.run_dir.path),
             "phase": f"{phase or 'between two phases'} for {time.monotonic() - since:.0f} s, "
             f"version {self._report.version}",
             "queues": queues,
         }
         text = render(first, facts, seen, own_stack())
-        number = len(list(run_dir.log.glob("hang-*.txt")))
-        path = run_dir.log / f"hang-{number}.txt"
-        with suppress(OSError):  # a full disk must not keep the run from ending
-            path.write_text(text)
+        path = self._report.run_dir.save_hang(text)
         for line in text.splitlines():
             self._report.note(line)
         return path, first

@@ -121,7 +121,7 @@ async def assembled(
         engine: Any
         turns: Any = FreeTurns()
         if absent:
-            engine = AbsentEngine()
+            engine = AbsentEngine()  # type: ignore[abstract]  # a protocol's own bodies do nothing, as they are to
         elif served is not None:
             engine = served.engine
             turns = Resync(server_turns(config, engine, trainer), trainer, engine)
@@ -201,7 +201,7 @@ def _trainer(config: Config, plugins: Plugins, report: Report, folder: ModelFold
     epoch, remote = report.run_dir.epoch, cluster_of(config).remote
     device = "cpu" if remote else config.cluster.device  # its GPUs are other machines'
     if config.rollout.debug_rollout_only:
-        return IdleTrainer(config, folder, thread, device=device, epoch=epoch)
+        return IdleTrainer(config, folder, thread, device=device, epoch=epoch)  # type: ignore[abstract]
     errors = report.run_dir.path / "errors"
     kind = trainer_of(config).trainer()
     trainer: Trainer = kind(config, plugins, folder, thread=thread, device=device, errors=errors, epoch=epoch)

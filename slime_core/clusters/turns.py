@@ -43,12 +43,12 @@ class FreeTurns:
         yield
 
 
-class QuietTurns:
+class QuietTurns(FreeTurns):
     """Memory suffices for both: the engine is only quiet from the first optimizer step to the load."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self._engine = engine
-        self.metrics: dict[str, float] = {}
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

@@ -226,6 +226,13 @@ class RunDir:
                 return path
         raise StorageError(f"too many files in {self.errors}", code="STO120")
 
+    def save_hang(self, text: str) -> Path:
+        """Write the page of a hang, ``log/hang-N.txt``; a full disk must not keep the run from ending."""
+        path = self.log / f"hang-{len(list(self.log.glob('hang-*.txt')))}.txt"
+        with contextlib.suppress(OSError):
+            path.write_text(text, encoding="utf-8", errors="replace")
+        return path
+
     def close(self) -> None:
         """Let another process have the run."""
         if self._lock is not None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli.detaching import actor_name
 from slime_cli.driver_process import Letter, next_words
 from slime_cli.failure import Session
 from slime_cli.following import Lines, Steps, named, plain, target_of
 from slime_cli.main import main
 from slime_cli.restarts import past
 from slime_cli.submit import Detach, forget
-from slime_core.clusters.detached import Record, actor_name, code_of, read_record
+from slime_core.clusters.detached import Record, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.report import RunDir
 

@@ -19,7 +19,6 @@ from watching import QUICK, Engine
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters import ports
 from slime_core.clusters.hangs import Servers
 from slime_core.clusters.host import NCCL_MEMORY
 from slime_core.clusters.machine import resolve_machine
@@ -29,6 +28,7 @@ from slime_ray import device, servers as ray_servers
 from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
 from slime_ray.servers import RaySites
+from slime_sglang import held_ports as ports
 from slime_sglang.gateway import Process
 from slime_sglang.health import Watch
 from slime_sglang.ports import server_launch
@@ -160,8 +160,7 @@ def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_
 
 def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_servers, "STARTING", 1.0)
-    monkeypatch.setattr(ray_servers, "CLEANING", 0.5)
-    monkeypatch.setattr(ray_servers, "UNDYING", 0.5)
+    monkeypatch.setattr(ray_servers, "ENDING", 1.0)
 
     async def check():
         async with site(nodes, *APART) as (where, placed, found):

@@ -10,9 +10,8 @@ from faulty import TOKEN
 from routing import launch, routed
 from serving import EPOCH, PATIENCE, request, update
 
-from slime_core.clusters import ports
 from slime_core.errors import EngineError
-from slime_sglang import gateway as module
+from slime_sglang import gateway as module, held_ports as ports
 from slime_sglang.gateway import Gateway, Worker
 from slime_sglang.health import Watch
 from slime_sglang.http import fault

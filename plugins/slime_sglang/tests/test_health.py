@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from watching import LONG, QUICK, Engine, until
 
-from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang import held_ports as ports
 from slime_sglang.health import Watch
 from slime_sglang.http import ServerFault
 from slime_sglang.pulse import Limits

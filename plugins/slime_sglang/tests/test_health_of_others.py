@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from watching import LONG, QUICK, Engine, until
 
-from slime_core.clusters import ports
+from slime_sglang import held_ports as ports
 from slime_sglang.health import Watch
 from slime_sglang.server import Server
 

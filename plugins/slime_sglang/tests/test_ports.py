@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slime_core.clusters import ports
+from slime_sglang import held_ports as ports
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from launching import LONG, failure, running, seen, stranger, temporary, until
 
-from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang import held_ports as ports
 from slime_sglang.http import Transport
 from slime_sglang.ports import server_launch
 from slime_sglang.server import Server

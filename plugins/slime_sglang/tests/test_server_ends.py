@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import LONG, running, seen, temporary, until
 
-from slime_core.clusters import ports
+from slime_sglang import held_ports as ports
 
 pytestmark = pytest.mark.integration
 

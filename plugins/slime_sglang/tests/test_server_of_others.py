@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from launching import LONG, failure, stranger
 
-from slime_core.clusters import ports
+from slime_sglang import held_ports as ports
 from slime_sglang.server import Server
 
 pytestmark = pytest.mark.integration

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang import held_ports as ports
 from slime_sglang.start import _start, _stop
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,6 @@ import pytest
 
 from slime_core.clusters.channel import Child, ProcessChannel
 from slime_core.clusters.hangs import Look, Member, Seen, Servers, cause, collective, look, place, render, watching
-from slime_core.clusters.host import LocalHost
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import Hung, TrainerError
 from slime_core.report import Report, RunDir
@@ -97,7 +96,6 @@ def test_a_page_has_every_process_and_its_stack():
 
 SLEEPER = """
 import os, sys
-from slime_core.clusters.host import LocalHost
 from slime_core.clusters.hangs import show_stacks
 if sys.argv[1] == "hears":
     show_stacks()
@@ -213,8 +211,10 @@ class Server:
     title, owned = "SGLang server 3", True
 
     def __init__(self, pid):
-        self.host = LocalHost()
-        self.host._process = SimpleNamespace(pid=pid) if pid else None
+        self.host = SimpleNamespace(pid=pid, place="", state=self._state)
+
+    async def _state(self):
+        return "S" if self.host.pid else ""
 
 
 def test_servers_are_lines_of_the_page_and_are_left_to_their_own_watch(report):

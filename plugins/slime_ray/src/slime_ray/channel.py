@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from slime_core.clusters.channel import Child, Frame, ProcessChannel, decode
 from slime_core.clusters.hangs import Look, state_of
-from slime_core.clusters.host import LocalHost, function_of
+from slime_core.clusters.host import Host as ServerHost, function_of
 
 LARGE = 64 << 10
 """Bytes of a frame from which on it goes through the object store."""
@@ -35,7 +35,7 @@ class Host:
 
     def __init__(self) -> None:
         self._children: list[Relayed] = []
-        self._hosts: dict[str, LocalHost] = {}
+        self._hosts: dict[str, ServerHost] = {}
 
     async def where(self) -> tuple[str, str, list[str], int]:
         """Name and address of this machine, the GPUs that Ray gave this actor, and its process id."""
@@ -53,8 +53,10 @@ class Host:
         return await asyncio.to_thread(function_of(function), *args)
 
     async def server(self, name: str, method: str, *args: Any) -> Any:
-        """A call of the `LocalHost` of the server of that name on this machine."""
-        return await getattr(self._hosts.setdefault(name, LocalHost()), method)(*args)
+        """A call of this machine's host of the server of that name; its first start makes that."""
+        if name not in self._hosts:
+            self._hosts[name] = args[0].host()
+        return await getattr(self._hosts[name], method)(*args)
 
     async def start(self, module: str, log: str, env: dict[str, str], folder: str) -> tuple[int, int]:
         """Start a child; its number here, and its process id."""

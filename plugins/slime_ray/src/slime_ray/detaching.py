@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RayDetached:
-    """Implements `detached.Detaching`."""
+    """Implements `slime_cli.detaching.Detaching`."""
 
     def address(self, config: Config) -> str:
-        """See `detached.Detaching`: of the cluster, which must be there when the command is not."""
+        """See `slime_cli.detaching.Detaching`: of the cluster, which must be there when the command is not."""
         address = address_of(config)
         if address == LOCAL:
             raise ConfigError(
@@ -35,14 +35,14 @@ class RayDetached:
         return address
 
     def notes(self, config: Config, plugins: Plugins) -> list[str]:
-        """See `detached.Detaching`."""
+        """See `slime_cli.detaching.Detaching`."""
         from slime_ray.travelling import check_travelling
 
         return list(check_travelling(config, plugins))
 
     @contextmanager
     def drivers(self, address: str, config: Config | None = None) -> Iterator[tuple[Drivers, str]]:
-        """See `detached.Detaching`."""
+        """See `slime_cli.detaching.Detaching`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         from slime_ray.driver import Drivers
         from slime_ray.joining import entered
@@ -54,11 +54,11 @@ class RayDetached:
             yield Drivers(), there
 
     def environment(self, address: str) -> dict[str, str]:
-        """See `detached.Detaching`."""
+        """See `slime_cli.detaching.Detaching`."""
         return {"RAY_ADDRESS": address}
 
     def check_room(self, config: Config) -> None:
-        """See `detached.Detaching`."""
+        """See `slime_cli.detaching.Detaching`."""
         from slime_ray.joining import check_room
         from slime_ray.placement import plan
 

@@ -1,6 +1,6 @@
 """Servers of an engine on the machines of a Ray cluster: started, watched and ended there by hosts, asked from here.
 
-    Server --Host--> RayHost --calls--> channel.Host (actor) --> LocalHost --> launcher --> server
+    Server --Host--> RayHost --calls--> channel.Host (actor) --> ``launch.host()`` --> launcher --> server
     Server ------------------ HTTP, with its token ----------------------------------^
 
 A server listens on the address that its machine has in the cluster; on the loopback where all machines are this one.
@@ -19,11 +19,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from slime_core.clusters.hangs import within
 from slime_core.clusters.host import (
-    CLEANING,
     LOOPBACK,
     NCCL_MEMORY,
-    UNDYING,
-    Launch,
     Listener,
     Site,
     StartedProcess,
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
     from slime_ray.joining import Hosts, Machine
     from slime_ray.placement import Plan, Seat
 
+ENDING = 70.0
+"""Seconds, beside its grace, in which a host must have ended all of a process."""
 STARTING = 60.0
 """Seconds in which a host must have started a process; one that takes longer is stopped, or its machine is."""
 
@@ -48,7 +47,7 @@ class RayHost:
         self.machine, self.place, self.pid, self.lost = machine, machine.name, 0, ""
         self._name = name
 
-    async def start(self, launch: Launch, token: str) -> StartedProcess:
+    async def start(self, launch: Any, token: str) -> StartedProcess:
         """See `Host`."""
         call: Awaitable[StartedProcess] = self._call("start", launch, token)
         try:
@@ -71,7 +70,7 @@ class RayHost:
     async def stop(self, grace: float) -> None:
         """See `Host`; a host that does not answer is not waited for: its end is its servers' too."""
         if not self.lost:
-            await within(grace + CLEANING + UNDYING, self._call("stop", grace))
+            await within(grace + ENDING, self._call("stop", grace))
         self.pid = 0
 
     async def listener(self, port: int) -> Listener:
@@ -84,7 +83,7 @@ class RayHost:
 
     async def state(self) -> str:
         """See `Host`."""
-        state: str = await self._call("state")
+        state: str = await self._call("state") if self.pid else ""
         return state
 
     async def _call(self, method: str, *args: Any) -> Any:

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from slime_core.clusters.host import Host, Launch
+from slime_core.clusters.host import Host
 from slime_core.errors import EngineError, SlimeError
 from slime_sglang.address import Address
+from slime_sglang.host import Launch
 from slime_sglang.http import BROKEN, ServerFault, Transport, decoded, dumps, fault, message
 from slime_sglang.server import Server
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slime_core.clusters.host import Launch
-from slime_core.clusters.ports import Hold, hold
+from slime_sglang.held_ports import Hold, hold
+from slime_sglang.host import Launch
 
 ATTENTION_PORTS = 16
 """Ports that SGLang counts upwards from --dist-init-addr with data-parallel attention."""

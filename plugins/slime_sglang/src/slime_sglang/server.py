@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from slime_core.clusters.host import Host, Launch, Listener, LocalHost, log_since
+from slime_core.clusters.host import Host, Listener
 from slime_core.errors import EngineError
 from slime_sglang.address import Address
 from slime_sglang.handshake import handshake
+from slime_sglang.host import Launch, LocalHost, log_since
 
 EXTERNAL = "rollout.rollout_external_engine_addrs"
 

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Literal
 
 from slime_core.backends import EngineStart, Served
 from slime_core.clusters.embedded import context_len
-from slime_core.clusters.host import LOOPBACK, NCCL_MEMORY, LocalSites
+from slime_core.clusters.host import LOOPBACK, NCCL_MEMORY
 from slime_core.errors import EngineError
 from slime_core.plugins.locate import locate
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
 from slime_sglang.engine import Settings, SglangEngine
 from slime_sglang.health import Watch
+from slime_sglang.host import LocalSites
 from slime_sglang.layout import check_comparable
 from slime_sglang.lineup import Part, attached, launched
 from slime_sglang.pulse import Limits

@@ -15,7 +15,7 @@ import pytest
 from raw_server import ENVIRONMENT, Loop, RawServer, start, words
 from served_run import Driver, Work
 
-from slime_core.clusters.host import Launch
+from slime_sglang.host import Launch
 from slime_sglang.ports import server_launch
 
 RM_MATH = Path(__file__).parents[3] / "slime_rm_math" / "src" / "slime_rm_math" / "model"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from slime_core.clusters import ports
-from slime_core.clusters.host import Launch
+from slime_sglang import held_ports as ports
+from slime_sglang.host import Launch
 from slime_sglang.installation import environment_of
 from slime_sglang.server import Server
 

@@ -18,8 +18,8 @@ from raw_server import RawServer
 from served_recipe import recipe
 
 from durability.audit import Audit, audit
-from slime_core.clusters import ports
 from slime_core.ledger.ledger import SqliteLedger
+from slime_sglang import held_ports as ports
 
 TABLES: dict[str, Any] = {
     "name": "served",

@@ -11,8 +11,8 @@ import pytest
 from raw_server import START_TIMEOUT, RawServer, shared, temporary
 from served_engine import EPOCH, assert_holds, begin, computing, load, request, serving, whole
 
-from slime_core.clusters import ports
 from slime_core.errors import EngineError
+from slime_sglang import held_ports as ports
 from slime_sglang.health import Limits
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -19,14 +19,14 @@ from served_run import SERVED, WARMUP, Driver, Work, children, in_order, served_
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
-from slime_core.clusters import ports
-from slime_core.clusters.host import Launch
 from slime_core.config.load import load_config
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCheck
 from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
 from slime_ray.servers import RaySites
+from slime_sglang import held_ports as ports
 from slime_sglang.health import Limits
+from slime_sglang.host import Launch
 from slime_sglang.server import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ import sys
 import pytest
 from raw_server import ENVIRONMENT, START_TIMEOUT, seen, shared, temporary, words
 
-from slime_core.clusters import ports
+from slime_sglang import held_ports as ports
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

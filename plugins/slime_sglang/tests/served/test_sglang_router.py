@@ -15,9 +15,9 @@ from raw_server import START_TIMEOUT, RawServer
 from served_engine import EPOCH, PROMPT, assert_holds, begin, computing, load, request, whole
 from served_router import routed
 
-from slime_core.clusters import ports
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase, EngineCheck
 from slime_core.types import WeightUpdate
+from slime_sglang import held_ports as ports
 from slime_sglang.http import Transport
 from slime_sglang.installation import Installation, read_installation
 from slime_sglang.pulse import Limits

@@ -13,12 +13,12 @@ from routing import Kind, routed
 from serving import EPOCH, request, update
 
 from slime_core.backends import EngineStart
-from slime_core.clusters import ports
-from slime_core.clusters.host import Launch
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
 from slime_core.weights.folder import ModelFolder
+from slime_sglang import held_ports as ports
 from slime_sglang.gateway_router import GatewayRouter
+from slime_sglang.host import Launch
 from slime_sglang.http import fault
 from slime_sglang.installation import read_installation
 from slime_sglang.ports import router_launch
