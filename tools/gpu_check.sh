@@ -15,7 +15,7 @@ build)
     done
     ls "$2"/slime*.whl
     loads=$(cd "$2/../.." && pwd)
-    for name in slime_rl slime_convert slime_kernelbench slime_models slime_rm_math slime_sandbox megatron_core xxhash pytest_timeout pydantic orjson; do
+    for name in slime_rl slime_convert slime_kernelbench slime_models slime_rm_math slime_sandbox slime_service megatron_core xxhash pytest_timeout pydantic orjson; do
         ls "$loads"/[0-9]*/main/"$name"-*.whl >/dev/null 2>&1 || echo "missing in $loads/N/main: $name"
     done
     for load in "$loads"/[0-9]*/; do du -sm "$load"; done ;;

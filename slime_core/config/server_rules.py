@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime_core.plugins.backends import chosen, cluster_of, engine_of, trainer_of
-from slime_core.service import is_loopback
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -52,6 +52,14 @@ MEGATRON_HOOKS = (
     "custom_megatron_before_train_step_hook_path",
 )
 """Functions by path that only Megatron ranks call."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def notices(config: Config) -> Iterator[str]:

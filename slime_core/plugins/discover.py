@@ -14,7 +14,7 @@ from slime_core.errors import PluginError, nearest
 from slime_core.hookspecs import GROUP
 
 OURS = {
-    "kernelbench": ("slime_sandbox", "slime_kernelbench"),
+    "kernelbench": ("slime_sandbox", "slime_service", "slime_kernelbench"),
     "models": ("slime_models",),
     "rm_math": ("slime_rm_math",),
     "sandbox": ("slime_sandbox",),

@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-import aiohttp
+import httpx
 import pytest
 from judge_services import Server
 
@@ -18,8 +18,8 @@ FAULT = ADD.replace("tl.store(out_ptr + offsets", "tl.store(out_ptr + 1000000000
 
 async def devices(server):
     headers = {"Authorization": f"Bearer {server.token}"}
-    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{server.url}/health") as answer:
-        return (await answer.json())["devices"]
+    async with httpx.AsyncClient(headers=headers) as http:
+        return (await http.get(f"{server.url}/health")).json()["devices"]
 
 
 def test_a_served_gpu_measures_speed_and_comes_back_after_a_fault(tmp_path):

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from slime_buffer.service import guard, models
+from slime_buffer.service import models
+from slime_service import guard
 
 pytestmark = pytest.mark.unit
 

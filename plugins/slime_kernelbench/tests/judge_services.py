@@ -1,9 +1,10 @@
 """Services of the judge for tests: in this process with real workers, or a process; requests; ends of processes."""
 
-import io
+import asyncio
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -11,18 +12,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import aiohttp
-from aiohttp import web
+import httpx
 from click.testing import CliRunner
 
 from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import shipped
-from slime_kernelbench.service.app import Gate, make_app, make_runner
+from slime_kernelbench.service.app import Gate, make_app
 from slime_kernelbench.service.client import RemoteJudge
 from slime_kernelbench.service.desk import Desk
 from slime_kernelbench.service.devices import Device
 from slime_kernelbench.service.pool import Limits, Pool
 from slime_kernelbench.service.process import Worker
+from slime_service.serving import Server as HttpServer
 
 HERE = Path(__file__).parent
 TOKEN = "a-token-of-the-tests"
@@ -62,14 +63,16 @@ async def service(folder, *, places=ONE, **limits):
 
 @asynccontextmanager
 async def serving(app, **runs):
-    runner = make_runner(app, closing=60, **runs)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
+    up = asyncio.get_running_loop().create_future()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        words = {"closing": 60, "lifespan": "off", "log_level": "critical", **runs}
+        server = HttpServer(app, listening, started=up.set_result, **words)
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield await up
+        finally:
+            server.should_exit = True
+            await task
 
 
 @asynccontextmanager
@@ -89,9 +92,9 @@ async def post(url, data, token=TOKEN, **headers):
     """Status, headers and JSON of a request that no client of ours would send."""
     raw = data if isinstance(data, bytes) else json.dumps(data).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"} | headers
-    sent = {"data": io.BytesIO(raw), "headers": headers}
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/judge", **sent) as answer:
-        return answer.status, answer.headers, await answer.json()
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(f"{url}/v1/judge", content=raw, headers=headers)
+        return answer.status_code, answer.headers, answer.json()
 
 
 class Server:

@@ -6,11 +6,13 @@ import signal
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from aiohttp import web
 from judge_services import RELU, TOKEN, Server, body, ended, post, remote, service, serving
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from slime_core import ConfigError
-from slime_kernelbench.service import app
+from slime_service import guard
 
 pytestmark = pytest.mark.integration
 
@@ -22,25 +24,24 @@ def said(status, **more):
 @pytest.mark.parametrize(
     ("answer", "kind", "calls"),
     [
-        pytest.param({"text": "<html>Welcome</html>"}, "NoVerdict", 1, id="another service"),
-        pytest.param({"text": "[]"}, "NoVerdict", 1, id="an array"),
-        pytest.param({"text": said("perfect")}, "NoVerdict", 1, id="a new status"),
-        pytest.param({"text": said("correct", source_hash="00")}, "NoVerdict", 1, id="another source"),
-        pytest.param({"text": "x", "status": 500}, "HTTP500", 3, id="an error, always"),
-        pytest.param({"text": "x", "status": 404}, "HTTP404", 1, id="no route"),
-        pytest.param({"body": b"x" * (9 << 20)}, "Unreachable", 3, id="a huge answer"),
+        pytest.param({"content": "<html>Welcome</html>"}, "NoVerdict", 1, id="another service"),
+        pytest.param({"content": "[]"}, "NoVerdict", 1, id="an array"),
+        pytest.param({"content": said("perfect")}, "NoVerdict", 1, id="a new status"),
+        pytest.param({"content": said("correct", source_hash="00")}, "NoVerdict", 1, id="another source"),
+        pytest.param({"content": "x", "status_code": 500}, "HTTP500", 3, id="an error, always"),
+        pytest.param({"content": "x", "status_code": 404}, "HTTP404", 1, id="no route"),
+        pytest.param({"content": b"x" * (9 << 20)}, "Unreachable", 3, id="a huge answer"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_no_verdict_is_infra_after_a_number_of_tries(answer, kind, calls):
     seen = []
 
     async def strange(request):
-        seen.append(json.loads(await request.read())["key"])
-        return web.Response(**answer)
+        seen.append(json.loads(await request.body())["key"])
+        return Response(**answer)
 
     async def scenario():
-        other = web.Application()
-        other.router.add_post("/v1/judge", strange)
+        other = Starlette(routes=[Route("/v1/judge", strange, methods=["POST"])])
         async with serving(other) as url, remote(url, tries=3) as judge:
             return await judge.judge("correct", RELU)
 
@@ -109,7 +110,7 @@ def test_an_answer_that_does_not_come_whole_is_infra_within_the_deadline(said, c
 
 
 def test_a_body_that_does_not_come_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
 
     async def scenario():
         async with service(folder) as (url, _, _):

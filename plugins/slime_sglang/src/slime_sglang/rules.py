@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime_core.config.problems import Problem, conflict
-from slime_core.service import is_loopback
+from slime_core.config.server_rules import is_loopback
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, RolloutSection

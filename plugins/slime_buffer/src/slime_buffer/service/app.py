@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 
 from slime_buffer.service import models
 from slime_buffer.service.desk import Desk
-from slime_buffer.service.guard import Guard, Refused, of_slime_error, refused
 from slime_buffer.service.tables import Full
 from slime_core.errors import SlimeError
+from slime_service.guard import Guard, Refused, invalid, of_slime_error, refused
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"model": models.Refusal, "description": "The token is missing or wrong."},
@@ -27,7 +27,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"model": models.Refusal, "description": "A queue is full: come again after Retry-After seconds."},
     503: {"model": models.Refusal, "description": "The disk fails; nothing was changed that was not answered."},
 }
-SHOWN = 5  # validation errors that an answer names
 CODES = {404: "no_route", 405: "method"}
 ClaimId = Annotated[str, InPath(pattern=r"^b[0-9]{1,18}$")]
 
@@ -91,7 +90,8 @@ def make_app(desk: Desk, *, token: str, max_body: int, max_tokens: int, max_requ
     _trainer_routes(app, desk, max_tokens)
     _generator_routes(app, desk, max_tokens)
     _other_routes(app, desk)
-    return Guard(app, token=token, max_body=max_body, max_requests=max_requests)
+    larger = "send fewer rows a request, or serve with a larger --max-body-mib"
+    return Guard(app, token=token, max_body=max_body, max_requests=max_requests, larger=larger)
 
 
 def _trainer_routes(app: FastAPI, desk: Desk, max_tokens: int) -> None:
@@ -189,8 +189,7 @@ def _limit(lists: Iterable[list[int]], most: int) -> None:
 def _handle_errors(app: FastAPI) -> None:
     def told(request: Request, error: Exception) -> Response:
         answer = _refusal(error)
-        body = models.Refusal(error=answer.problem).model_dump_json()
-        return Response(body, answer.status, dict(answer.headers), "application/json")
+        return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
     kinds: tuple[type[Exception], ...] = (RequestValidationError, HTTPException, SlimeError, Full, Refused)
     for kind in (*kinds, Exception):
@@ -212,17 +211,7 @@ def _refusal(error: Exception) -> Refused:
     if isinstance(error, SlimeError):
         return of_slime_error(error)
     if isinstance(error, RequestValidationError):
-        shown = error.errors()[:SHOWN]
-        found = [f"{'.'.join(map(str, item['loc']))[:200]}: {str(item['msg'])[:200]}" for item in shown]
-        more = len(error.errors()) - len(found)
-        return refused(
-            422,
-            "invalid",
-            "the request is not what this route takes",
-            where=found[0].split(":")[0] if found else "",
-            why="; ".join(found) + (f"; and {more} more" if more else ""),
-            fix="GET /openapi.json says what it takes",
-        )
+        return invalid(error.errors(), fix="GET /openapi.json says what it takes")
     if isinstance(error, HTTPException):
         code = CODES.get(error.status_code, "refused")
         return refused(error.status_code, code, str(error.detail)[:200], fix="GET /openapi.json lists the routes")

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_buffer.service.tables import Limits
-from slime_core.service import CONNECTIONS, Address, bind, find_token, locked, url_of
+from slime_service.address import CONNECTIONS, Address, bind, find_token, locked
 
 TOKEN_ENV = "SLIME_BUFFER_TOKEN"
-HEAD_BYTES = 16 << 10  # request line and headers
 GRACE = 5  # seconds for requests under way when the service ends
 
 
@@ -46,43 +44,23 @@ def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> No
 
 
 async def _serve(settings: Settings, token: str, listening: socket.socket, started: Callable[[str], None]) -> None:
-    import uvicorn
-
     from slime_buffer.service.app import make_app
     from slime_buffer.service.desk import Desk
-    from slime_buffer.service.heads import timely
-
-    class Server(uvicorn.Server):
-        """Ours to stop: uvicorn's own handlers would raise the signal again when it has ended."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                started(url_of(listening))
+    from slime_service.serving import Server
 
     desk = Desk(settings.folder, settings.limits)
     try:
         app = make_app(desk, token=token, max_body=settings.max_body, max_tokens=settings.max_tokens)
-        config = uvicorn.Config(
+        server = Server(
             app,
-            http=timely(),
-            ws="none",
-            loop="asyncio",
+            listening,
+            started=started,
+            closing=GRACE,
             lifespan="on",
             log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
             limit_concurrency=CONNECTIONS,
-            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=GRACE,
         )
-        server = Server(config)
 
         def stop() -> None:
             server.should_exit = True

@@ -11,11 +11,10 @@ import os
 import random
 import time
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from secrets import token_urlsafe
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
+import httpx
 
 from slime_core import ConfigError
 from slime_kernelbench.service.models import MAX_CANDIDATE
@@ -64,7 +63,7 @@ class RemoteJudge:
             )
         self._url, self._token = url.rstrip("/"), token
         self._deadline, self._tries, self._pause = deadline, tries, pause
-        self._session: aiohttp.ClientSession | None = None
+        self._http: httpx.AsyncClient | None = None
 
     async def judge(self, source: str, problem: Problem) -> Verdict:
         """The verdict on one candidate; trouble with the service is `infra`, never an exception."""
@@ -92,12 +91,13 @@ class RemoteJudge:
             ConfigError: CFG05 it does not answer, or refuses the token.
         """
         try:
-            async with asyncio.timeout(10), self._open().get(f"{self._url}/health") as answer:
-                found: dict[str, Any] = await answer.json()
-                if answer.status != 200:
-                    raise ValueError(f"it answers {answer.status}: {found.get('error', {}).get('what', '')}")
-                return found
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            async with asyncio.timeout(10):
+                answer = await self._open().get("/health")
+            found: dict[str, Any] = answer.json()
+            if answer.status_code != 200:
+                raise ValueError(f"it answers {answer.status_code}: {found.get('error', {}).get('what', '')}")
+            return found
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise ConfigError(
                 f"no judge answers at {self._url}",
                 code="CFG05",
@@ -108,33 +108,34 @@ class RemoteJudge:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
 
     async def _try(self, body: bytes, source: str) -> Verdict:
         headers = {"Content-Type": "application/json"}
         try:
-            async with self._open().post(f"{self._url}/v1/judge", data=BytesIO(body), headers=headers) as answer:
+            async with self._open().stream("POST", "/v1/judge", content=body, headers=headers) as answer:
                 raw = await _read(answer)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise _Trouble("Unreachable", f"{type(error).__name__}: {error}", again=True) from error
-        if answer.status != 200:
+        if answer.status_code != 200:
             raise _refusal(answer, raw)
         try:
             return read(json.loads(raw).get("verdict"), source)
         except (ValueError, AttributeError) as error:
             raise _Trouble("NoVerdict", f"{error}; it begins {raw[:SHOWN]!r}", again=False) from error
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
+    def _open(self) -> httpx.AsyncClient:
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                base_url=self._url,
                 headers={"Authorization": f"Bearer {self._token}"},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                connector=aiohttp.TCPConnector(limit=0),
+                timeout=httpx.Timeout(None, connect=10),
+                limits=httpx.Limits(max_connections=None),
                 trust_env=False,
             )
-        return self._session
+        return self._http
 
 
 def connect(options: Options, *, deadline: float = 0.0) -> RemoteJudge:
@@ -154,29 +155,26 @@ def connect(options: Options, *, deadline: float = 0.0) -> RemoteJudge:
     return RemoteJudge(options.judge_url, token=token, deadline=deadline or 15 * options.judge_timeout)
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    raw = await answer.content.read(MAX_ANSWER + 1)
-    parts = [raw]
-    size = len(raw)
-    while raw and size <= MAX_ANSWER:
-        raw = await answer.content.read(MAX_ANSWER + 1 - size)
-        parts.append(raw)
-        size += len(raw)
-    if size > MAX_ANSWER:
-        raise ValueError(f"an answer of more than {MAX_ANSWER} bytes")
-    return b"".join(parts)
+async def _read(answer: httpx.Response) -> bytes:
+    raw = bytearray()
+    async for part in answer.aiter_bytes():
+        raw += part
+        if len(raw) > MAX_ANSWER:
+            raise ValueError(f"an answer of more than {MAX_ANSWER} bytes")
+    return bytes(raw)
 
 
-def _refusal(answer: aiohttp.ClientResponse, raw: bytes) -> _Trouble:
+def _refusal(answer: httpx.Response, raw: bytes) -> _Trouble:
     try:
         error = json.loads(raw)["error"]
         why = " | ".join(str(error[part])[:300] for part in ("what", "why", "fix") if error.get(part))
     except (ValueError, TypeError, KeyError, AttributeError):
         why = f"it begins {raw[:SHOWN]!r}"
-    kind = {401: "Token", 403: "Token", 429: "Full", 503: "Draining"}.get(answer.status, f"HTTP{answer.status}")
+    status = answer.status_code
+    kind = {401: "Token", 403: "Token", 429: "Full", 503: "Draining"}.get(status, f"HTTP{status}")
     asked = answer.headers.get("Retry-After", "")
     after = min(30.0, float(asked)) if asked.isdecimal() else 0.0
-    return _Trouble(kind, f"HTTP {answer.status}: {why}", again=answer.status in AGAIN, after=after)
+    return _Trouble(kind, f"HTTP {status}: {why}", again=status in AGAIN, after=after)
 
 
 def _asked(problem: Problem) -> dict[str, Any]:

@@ -15,14 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime_core.service import Address, bind, find_token, locked, url_of
 from slime_kernelbench.secret import Secret
 from slime_kernelbench.service.devices import Device, devices
 from slime_kernelbench.service.pool import Limits, Pool
 from slime_kernelbench.service.process import COMMAND, Worker
+from slime_service.address import Address, bind, find_token, locked
 
 TOKEN_ENV = "SLIME_KERNELBENCH_TOKEN"
-CLOSING = 5.0  # seconds for answers under way once everything is judged
+CLOSING = 5  # seconds for answers under way once everything is judged
+IDLE_SECONDS = 20  # of a connection between two requests: longer than clients keep one
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -58,10 +59,9 @@ def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> No
 async def _serve(
     settings: Settings, token: str, secret: Secret, listening: socket.socket, started: Callable[[str], None]
 ) -> None:
-    from aiohttp import web
-
-    from slime_kernelbench.service.app import Gate, make_app, make_runner
+    from slime_kernelbench.service.app import Gate, make_app
     from slime_kernelbench.service.desk import Desk
+    from slime_service.serving import Server
 
     gate, stop = Gate(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -70,17 +70,24 @@ async def _serve(
     places = devices(settings.gpus, settings.workers)
     async with Pool(places, start=partial(_start, settings, secret), limits=settings.limits) as pool:
         app = make_app(Desk(pool), token=token, gate=gate)
-        runner = make_runner(app, closing=CLOSING)
-        await runner.setup()
+        server = Server(
+            app,
+            listening,
+            started=started,
+            closing=CLOSING,
+            lifespan="off",
+            log_level="critical",  # uvicorn has a line for each request that is no HTTP
+            timeout_keep_alive=IDLE_SECONDS,
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            await web.SockSite(runner, listening).start()
-            started(url_of(listening))
             await stop.wait()
             gate.draining = True
             await _drain(pool, settings.grace)
         finally:
             await pool.close()
-            await runner.cleanup()
+            server.should_exit = True
+            await serving
 
 
 async def _start(settings: Settings, secret: Secret, device: Device) -> Worker:
@@ -92,9 +99,3 @@ async def _drain(pool: Pool, grace: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(grace):
             await pool.idle()
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"

@@ -1,4 +1,4 @@
-"""What an HTTP service of a plugin stands on: a folder of its own, a token, a socket.
+"""A folder of a service's own, its token and its socket.
 
 FOLDER/   token (mode 0600)   lock
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import secrets
 import socket
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_core.config.server_rules import is_loopback
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
 
@@ -33,14 +33,6 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     token_file: Path | None = None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own loopback."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import uvicorn
 
-from slime_buffer.service.heads import timely
+from slime_service.serving import timely
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from slime_core.errors import ConfigError, StorageError
-from slime_core.service import Address, bind, find_token, locked
+from slime_service.address import Address, bind, find_token, locked
 
 pytestmark = pytest.mark.unit
 

@@ -1,19 +1,21 @@
 """What every request meets before any route: the token, sizes, a deadline for the body; no answer without its form.
 
-Refused here: a request without the token (401, whatever it asks for), a body that is too large (413, before it is
-read), too slow (408), not JSON by its own account (415), and more requests at once than the service serves (429).
+Refused here: a request without the token (401, whatever it asks for), a body that is too large (413, none of it
+kept), too slow (408), not JSON by its own account (415), and more requests at once than the service serves (429). A
+refusal is {"error": {code, what, where, why, fix}}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
-from slime_buffer.service.models import Problem, Refusal
 from slime_core.errors import SlimeError, StorageError
 
 Scope = MutableMapping[str, Any]
@@ -23,15 +25,22 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SECONDS = 30.0
-log = logging.getLogger("slime.buffer")
+SHOWN = 5  # validation errors that an answer names
+PARTS = ("code", "what", "where", "why", "fix")
+log = logging.getLogger("slime.service")
 
 
 class Refused(Exception):
-    """An answer that is no success."""
+    """An answer that is no success: its status, and the parts of what is wrong."""
 
-    def __init__(self, status: int, problem: Problem, retry_after: int = 0) -> None:
-        super().__init__(problem.what)
+    def __init__(self, status: int, problem: dict[str, str], retry_after: int = 0) -> None:
+        super().__init__(problem["what"])
         self.status, self.problem, self.retry_after = status, problem, retry_after
+
+    @property
+    def body(self) -> bytes:
+        """JSON."""
+        return json.dumps({"error": self.problem}).encode()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -43,20 +52,32 @@ class Refused(Exception):
 
 def refused(status: int, code: str, what: str, *, where: str = "", why: str = "", fix: str = "") -> Refused:
     """A refusal with its parts; 429 and 503 say when to come again."""
-    problem = Problem(code=code, what=what, where=where, why=why, fix=fix)
+    problem = dict(zip(PARTS, (code, what, where, why, fix), strict=True))
     return Refused(status, problem, retry_after=1 if status in (429, 503) else 0)
 
 
 def of_slime_error(error: SlimeError) -> Refused:
     """An error of the core: storage that fails is the service's trouble (503), what else there is the request's."""
-    return Refused(503 if isinstance(error, StorageError) else 422, Problem(**error.as_dict()), retry_after=1)
+    problem = {part: str(value) for part, value in error.as_dict().items() if part in PARTS}
+    return Refused(503 if isinstance(error, StorageError) else 422, problem, retry_after=1)
+
+
+def invalid(errors: Iterable[Any], fix: str) -> Refused:
+    """422 with the first of pydantic's ``errors``."""
+    told = [f"{'.'.join(map(str, item['loc']))[:200]}: {str(item['msg'])[:200]}" for item in errors]
+    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    where, why = told[0].split(":")[0] if told else "", "; ".join(told[:SHOWN]) + more
+    return refused(422, "invalid", "the request is not what this route takes", where=where, why=why, fix=fix)
 
 
 class Guard:
-    """An ASGI application around another; ``max_body`` in bytes, ``max_requests`` at once."""
+    """An ASGI application around another; ``max_body`` in bytes, ``max_requests`` at once (0: any number).
 
-    def __init__(self, app: App, *, token: str, max_body: int, max_requests: int) -> None:
-        self._app, self._max_body, self._max_requests = app, max_body, max_requests
+    ``larger`` is what to do about a body that is too large.
+    """
+
+    def __init__(self, app: App, *, token: str, max_body: int, max_requests: int = 0, larger: str = "") -> None:
+        self._app, self._max_body, self._max_requests, self._larger = app, max_body, max_requests, larger
         self.routes: list[Any] = list(getattr(app, "routes", []))  # of the application inside
         self._expected = b"Bearer " + token.encode()
         self._open = 0
@@ -104,7 +125,7 @@ class Guard:
                 where="header Authorization",
                 fix="send Authorization: Bearer TOKEN; the service says at its start where the token lies",
             )
-        if self._open > self._max_requests:
+        if self._open > self._max_requests > 0:
             raise refused(
                 429, "busy", "too many requests at once", why=f"{self._max_requests} are served", fix="come again"
             )
@@ -115,6 +136,8 @@ class Guard:
         headers = _headers(scope)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body:
+            if length.isdigit() and int(length[:20]) <= 2 * self._max_body:
+                await self._discard(receive)
             raise self._too_large()
         parts: list[bytes] = []
         size, end = 0, time.monotonic() + BODY_SECONDS
@@ -138,23 +161,29 @@ class Guard:
             raise refused(415, "type", "the body is not JSON by its header", fix="send content-type: application/json")
         return b"".join(parts)
 
+    async def _discard(self, receive: Receive) -> None:
+        """Drop a body that is a little too large: who still sends it when the connection ends sees no answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BODY_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+
     def _too_large(self) -> Refused:
         return refused(
             413,
             "too_large",
             "the body is too large",
             why=f"a body may have {self._max_body} bytes",
-            fix="send fewer rows a request, or serve with a larger --max-body-mib",
+            fix=self._larger,
         )
 
 
 async def answer_with(answer: Refused, send: Send) -> None:
     """Send a refusal."""
-    body = Refusal(error=answer.problem).model_dump_json().encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **answer.headers}
+    headers = {"content-type": "application/json", "content-length": str(len(answer.body)), **answer.headers}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
