@@ -25,7 +25,7 @@ from importlib import metadata
 from typing import Any
 
 END_NOW = os._exit
-"""The system's own: plugin code meets another one (`plugins.guard`)."""
+"""The system's own: in a run others meet one that raises."""
 
 DISTRIBUTION = "slime-rl"
 UPDATE = "update slime: git pull in its clone, or install its newer wheels"

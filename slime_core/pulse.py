@@ -4,22 +4,25 @@ Another process reads it, and so learns what no thread can tell while one call i
 
     beats   counts on while Python code runs
     heard   signals that Python's handlers have seen
-    slots   hook calls at work, one per thread: its id, the limit in seconds, who was asked about what
+    turns   counts on while the event loop runs
+    slots   hook calls at work: the id of the thread that runs or awaits one, its limit in seconds, who was asked what
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 TICK = 0.25  # seconds between two beats
 COUNT = struct.Struct("<Q")
-HEAD = 2 * COUNT.size  # beats, heard
+HEAD = 3 * COUNT.size  # beats, heard, turns
 SLOT = struct.Struct("<QdH1000s")  # thread, limit, length of the text, the text
-SLOTS = 128
+SLOTS = 1024
 SIZE = HEAD + SLOTS * SLOT.size
 TEXT = 1000  # bytes
 NONE = -1
@@ -78,6 +81,11 @@ class Block:
         """How many signals Python's handlers have seen."""
         return int(COUNT.unpack_from(self._memory, COUNT.size)[0])
 
+    @property
+    def turns(self) -> int:
+        """How often the event loop has shown that it runs."""
+        return int(COUNT.unpack_from(self._memory, 2 * COUNT.size)[0])
+
     def beat(self) -> None:
         """Show that the interpreter runs."""
         COUNT.pack_into(self._memory, 0, self.beats + 1)
@@ -86,8 +94,12 @@ class Block:
         """Show that a signal came through."""
         COUNT.pack_into(self._memory, COUNT.size, self.heard + 1)
 
+    def turn(self) -> None:
+        """Show that the event loop runs."""
+        COUNT.pack_into(self._memory, 2 * COUNT.size, self.turns + 1)
+
     def begin(self, limit: float, text: bytes) -> int:
-        """Show that the calling thread is in a hook; the answer is for :meth:`end`."""
+        """Show that the calling thread is in a hook, or awaits one; the answer is for :meth:`end`."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -101,10 +113,14 @@ class Block:
             COUNT.pack_into(self._memory, HEAD + slot * SLOT.size, 0)
             self._free.append(slot)
 
-    def works(self) -> dict[int, Work]:
-        """Thread id -> the hook call that it is in."""
-        rows = (SLOT.unpack_from(self._memory, HEAD + slot * SLOT.size) for slot in range(SLOTS))
-        return {thread: Work.unpacked(limit, text[:length]) for thread, limit, length, text in rows if thread}
+    def works(self) -> dict[int, list[Work]]:
+        """Thread id -> the hook calls that it is in or awaits, the shortest limit first."""
+        works: dict[int, list[Work]] = {}
+        for slot in range(SLOTS):
+            thread, limit, length, text = SLOT.unpack_from(self._memory, HEAD + slot * SLOT.size)
+            if thread:
+                works.setdefault(thread, []).append(Work.unpacked(limit, text[:length]))
+        return {thread: sorted(calls, key=lambda work: work.limit) for thread, calls in works.items()}
 
 
 class Pulse:
@@ -112,6 +128,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self._block: Block | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self.stop)
 
     @property
@@ -123,9 +140,22 @@ class Pulse:
         """Show everything in ``block`` from now on."""
         self._block = block
 
+    def follow(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Show from now on that this event loop runs; None for no loop."""
+        self._loop = loop
+
+    def beat(self) -> None:
+        """Show that the interpreter runs, and the event loop as soon as it does."""
+        block, loop = self._block, self._loop
+        if block is not None:
+            block.beat()
+            with suppress(RuntimeError):  # it was closed meanwhile
+                if loop is not None:
+                    loop.call_soon_threadsafe(block.turn)
+
     def stop(self) -> None:
         """Nobody watches any more."""
-        self._block = None
+        self._block = self._loop = None
 
     def hear(self) -> None:
         """See `Block.hear`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from slime_cli.failure import Session
+from slime_cli.failure import Session, exit_refused
 from slime_cli.libraries import quiet_libraries
 from slime_cli.run import drive, reporting, terminable
 from slime_cli.tables import heading, print_table
@@ -112,7 +112,7 @@ def evaluate(
             session.run_dir = run_dir
             say(f"evaluation {run_dir.path}")
             watching = watched(run_dir.path, config.cluster.hang_timeout)
-            with watching, reporting(settings, run_dir, config, session) as (report, _):
+            with watching, reporting(settings, run_dir, config, session) as (report, _), exit_refused():
                 results: dict[str, Any] = asyncio.run(drive(run_evaluation(config, settings.plugins, report)))
             run_dir.end("finished", {})
     finally:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_core.errors import ConfigError, PluginError, Preempted, SlimeError, remade, shortened, text_of
+from slime_core.errors import END_NOW, ConfigError, PluginError, Preempted, SlimeError, remade, shortened, text_of
 from slime_core.report.text import safe_text, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from slime_core.plugins import Plugins
     from slime_core.report.rundir import RunDir
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -84,8 +85,32 @@ def ended_by_code(error: SystemExit) -> SlimeError:
 
 
 @contextlib.contextmanager
-def loop_kept() -> Iterator[None]:
-    """The block is the run's event loop.
+def exit_refused() -> Iterator[None]:
+    """`os._exit` raises SystemExit inside the block: a run that is not done may not end as if it were.
+
+    Children that are forked have the system's own.
+    """
+
+    def refuse(status: int) -> None:
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _allow_exit()
+
+
+def _allow_exit() -> None:
+    os._exit = END_NOW
+
+
+os.register_at_fork(after_in_child=_allow_exit)
+
+
+@contextlib.contextmanager
+def loop_kept(plugins: Plugins | None = None) -> Iterator[None]:
+    """The block is the run's event loop, and ``plugins`` know which hook was called last.
 
     Raises:
         PluginError: PLG62 code of a plugin or a user stopped it, or cancelled the run's own task.
@@ -96,12 +121,10 @@ def loop_kept() -> Iterator[None]:
         stopped = str(error) == "Event loop stopped before Future completed."
         if not (stopped or isinstance(error, asyncio.CancelledError)):
             raise
-        from slime_core.plugins.calls import WATCH
-
         raise PluginError(
             f"code that is not the run's own {'stopped its event loop' if stopped else 'cancelled its tasks'}",
             code="PLG62",
-            where=f"the last hook that began is {WATCH.last}, {WATCH.last.answer.provider}" if WATCH.last else "",
+            where=f"the last hook that began is {plugins.last_call}" if plugins and plugins.last_call else "",
             why="the run was not done",
             fix="correct the code there: return, or cancel the tasks that it started; then slime run --resume RUN_DIR",
         ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, Terminated, ended_by_code, loop_kept
+from slime_cli.failure import Session, Terminated, ended_by_code, exit_refused, loop_kept
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
@@ -257,7 +257,7 @@ class Run:
                 exact=going.exact if going else True,
             )
             try:
-                with loop_kept():
+                with exit_refused(), loop_kept(self.settings.plugins):
                     version = asyncio.run(self.signals.drive(_timed(work, clock)))
             except Preempted as error:
                 self.session.interrupted = stop.reason == "SIGINT"

@@ -80,10 +80,12 @@ class Signals:
     async def drive(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` where signals wake the event loop."""
         self._loop = asyncio.get_running_loop()
+        PULSE.follow(self._loop)
         try:
             return await work
         finally:
             self._loop = None
+            PULSE.follow(None)
 
     def _handle(self, number: int, frame: Any) -> None:
         PULSE.hear()
@@ -155,6 +157,7 @@ async def drive(work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
     loop = asyncio.get_running_loop()
+    PULSE.follow(loop)
     handles = _can_handle(lambda: loop.add_signal_handler(signal.SIGTERM, stop))
     try:
         return await task
@@ -163,6 +166,7 @@ async def drive(work: Coroutine[Any, Any, T]) -> T:
             raise Terminated from None
         raise
     finally:
+        PULSE.follow(None)
         if handles:
             loop.remove_signal_handler(signal.SIGTERM)
 

@@ -1,9 +1,11 @@
-"""The program of a run's watchdog (`watched`): it names what holds the interpreter of a driver, and ends the driver.
+"""The program of a run's watchdog (`watched`): it names what keeps a driver from running, and ends the driver.
 
     python -I -S watchdog.py ORDER
 
 no beat for a hook's own limit and `GRACE` seconds   the hook that holds the interpreter is named, and the run ended
 no beat for `hang_timeout`                           the same, where no hook does
+no turn of the event loop for `LAG` seconds          the hook that holds the loop is named, with its line
+no turn for that hook's own limit and `GRACE`        the run is ended
 a signal that nobody hears for `DEAF` seconds        it is said who holds the interpreter; a second one ends the run
 
 Time in which the driver or this process is stopped (SIGSTOP) does not count. The driver is killed: nothing else ends a
@@ -22,6 +24,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ PR_SET_PDEATHSIG = 1
 TICK = 0.5  # seconds
 QUIET = 2.0  # seconds without a beat after which somebody is looked for
 GRACE = 2.0  # seconds after a limit, for the driver to keep it itself
+LAG = 5.0  # seconds without a turn of the event loop after which the hook that holds it is named
 DEAF = 2.0
 BUSY = 0.05  # of a core: less is what threads use that wait for the interpreter
 ANSWER = 2.0  # seconds in which a thread must have written its stack
@@ -48,6 +52,7 @@ class Watchdog:
         self.signals, self.stacks, self.number = order["signals"], order["stacks"], order["signal"]
         self.hang_timeout = float(order["hang_timeout"]) or math.inf
         self.beats, self.silent = 0, 0.0
+        self.turns, self.held, self.look, self.named = 0, 0.0, QUIET, set[str]()
         self.last, self.count, self.unheard, self.told = 0, 0, 0.0, False
 
     def run(self) -> None:
@@ -59,11 +64,13 @@ class Watchdog:
             passed = min(time.monotonic() - before, 2 * TICK)
             if _stat(f"/proc/{self.pid}/stat")[0] in "Tt":
                 continue
-            beats, heard = self.block.beats, self.block.heard >= self.count
+            beats, turns, heard = self.block.beats, self.block.turns, self.block.heard >= self.count
             self.silent = 0.0 if beats != self.beats else self.silent + passed
+            self.held = 0.0 if turns != self.turns else self.held + passed
+            self.look = self.look if self.held else QUIET
             self.unheard = 0.0 if heard else self.unheard + passed
-            self.beats, self.told = beats, self.told and not heard
-            if self._unheard() or (self.silent >= QUIET and self._late()):
+            self.beats, self.turns, self.told = beats, turns, self.told and not heard
+            if self._unheard() or self._holds() or (self.silent >= QUIET and self._late()):
                 return
 
     def _hear(self) -> bool:
@@ -81,46 +88,74 @@ class Watchdog:
         """End a driver that does not hear its second signal; say so of the first."""
         if self.unheard >= DEAF and not self.told and self.count == 1:
             self.told = True
-            place = innermost(self._stack(self._holder()[0]), None)
+            place = innermost(self._culprit()[1], None)
             name = signal.Signals(self.last).name
             say(f"\n{name}: not heard yet, for Python stands still at {place}; a second signal ends the run at once")
         if self.unheard < DEAF or self.count < 2:
             return False
         name, status = signal.Signals(self.last).name, "interrupted" if self.last == signal.SIGINT else "terminated"
-        thread, work = self._holder()
-        stack = self._stack(thread)
+        work, stack = self._culprit()
         say(f"\n{name} again: ended at once; what was recorded can be resumed")
         self._end(status, self._error(work, stack))
         return True
 
     def _late(self) -> bool:
         """End a driver whose interpreter has been held for too long."""
-        thread, work = self._holder()
-        limit = min(work.limit + GRACE if work is not None else math.inf, self.hang_timeout)
-        if self.silent < limit:
+        limits = [work.limit + GRACE for works in self.block.works().values() for work in works]
+        if self.silent < min([*limits, self.hang_timeout]):
             return False
-        stack = self._stack(thread)
+        work, stack = self._culprit()
+        if self.silent < min(work.limit + GRACE if work is not None else math.inf, self.hang_timeout):
+            return False
         if self.block.beats != self.beats:  # it came back meanwhile
             return False
         self._end("failed", self._error(work, stack, self.silent))
         return True
 
-    def _holder(self) -> tuple[int, Work | None]:
-        """The thread that runs, a hook's before others; where none does, the hook's with the shortest limit.
+    def _holds(self) -> bool:
+        """Name a hook that holds the event loop while Python runs; end the driver where it does so past its limit."""
+        works = self.block.works().get(self.pid, [])
+        if not works or self.silent >= QUIET or self.held < self.look:
+            return False
+        self.look = self.held + QUIET
+        stack = self._stack(self.pid)
+        work = owner(works, stack)
+        if work is None or self.block.turns != self.turns:
+            return False
+        if self.held >= work.limit + GRACE:
+            self._end("failed", self._error(work, stack, self.held, held="the event loop"))
+            return True
+        place = innermost(stack, work.home)
+        if self.held >= LAG and place not in self.named:
+            self.named.add(place)
+            self._note(
+                f"{work.hook} ({work.about}) holds the event loop for {self.held:.0f} s at {place}: nothing else runs "
+                "meanwhile; await there, or write the hook with def, which gives it a thread"
+            )
+        return False
 
-        While Python runs it is the main thread, which alone hears signals.
+    def _culprit(self) -> tuple[Work | None, str]:
+        """The hook call that stands in the way, and the stack of its thread; without one that of the thread that runs.
+
+        While Python runs that is the main thread, which alone hears signals.
         """
         works = self.block.works()
-        if not self.silent:
-            return self.pid, works.get(self.pid)
+        threads = self._running(works) if self.silent else [self.pid]
+        stacks = [self._stack(thread) for thread in threads]
+        for thread, stack in zip(threads, stacks, strict=True):
+            if work := owner(works.get(thread, []), stack):
+                return work, stack
+        return None, stacks[0]
+
+    def _running(self, works: dict[int, list[Work]]) -> list[int]:
+        """The threads that run, hooks' first; where none does, hooks' threads by the shortest limit."""
         before = _spent(self.pid)
         time.sleep(TICK)
         used = {thread: ticks - before.get(thread, ticks) for thread, ticks in _spent(self.pid).items()}
         least = max(BUSY * TICK * os.sysconf("SC_CLK_TCK"), max(used.values(), default=0) / 2)
         busy = [thread for thread in used if used[thread] >= least]
         in_hooks = [thread for thread in busy or works if thread in works]
-        thread = min(in_hooks, key=lambda one: works[one].limit, default=busy[0] if busy else self.pid)
-        return thread, works.get(thread)
+        return [*sorted(in_hooks, key=lambda thread: works[thread][0].limit), *(busy or [self.pid])]
 
     def _stack(self, thread: int) -> str:
         """What faulthandler writes of a thread, innermost frame first; empty where it cannot."""
@@ -132,12 +167,13 @@ class Watchdog:
             text += os.read(self.stacks, 65536)
         return text.decode(errors="replace").strip()
 
-    def _error(self, work: Work | None, stack: str, silent: float | None = None) -> SlimeError:
+    def _error(self, work: Work | None, stack: str, silent: float | None = None, held: str = "") -> SlimeError:
         from slime_core.errors import Hung, PluginError
 
         place = innermost(stack, work.home if work else None)
         since = "no signal was heard" if silent is None else f"nothing else ran for {silent:.0f} s"
-        why = f"it is in C code, where Python can end nothing: {since}\n{stack}"
+        where = f"it holds {held}" if held else "it is in C code"
+        why = f"{where}, where Python can end nothing: {since}\n{stack}"
         ledger = (self.run_dir / "ledger.sqlite").exists()  # an evaluation has none
         go_on = f"\nwhat was finished is in the ledger: slime run --resume {self.run_dir}" if ledger else ""
         if work is None:
@@ -157,6 +193,12 @@ class Watchdog:
             f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}{go_on}",
         )
 
+    def _note(self, text: str) -> None:
+        """A line on the terminal and in the run's log."""
+        say(text)
+        with suppress(OSError), (self.run_dir / "log" / "run.log").open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
     def _end(self, status: str, error: SlimeError) -> None:
         """Write the page, note in the run how it ended, and kill the driver."""
         from slime_core.report.rundir import RunDir
@@ -171,6 +213,13 @@ class Watchdog:
             run_dir.end(status, {"error": error.code, "exit_code": error.exit_code})
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+
+def owner(works: list[Work], stack: str) -> Work | None:
+    """The hook call whose code is on the stack; of several of one hook, which await their turn, any may be it."""
+    own = [work for work in works if work.home and f'  File "{work.home}' in stack]
+    same = [work for work in own if work.hook == own[0].hook]
+    return replace(same[0], about=f"one of {len(same)} calls") if len(same) > 1 else next(iter(same), None)
 
 
 def innermost(stack: str, home: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A watchdog process beside a run, which can end it while one call into C holds the interpreter.
+"""A watchdog process beside a run, which can end it while a hook holds the interpreter, or the event loop.
 
 driver    beats, hooks at work  -> memory of `slime_core.pulse`      -> watchdog
           signals, by Python's C handler, which needs no interpreter -> watchdog
@@ -28,7 +28,7 @@ STACK = signal.SIGRTMIN + 11
 
 @contextmanager
 def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
-    """Have a process look whether this one's interpreter runs, inside this block; enter it in the main thread."""
+    """Have a process look whether this one's interpreter and event loop run, in this block of the main thread."""
     with ExitStack() as stack:
         memory = os.memfd_create("slime-pulse")
         signals, signalled = os.pipe()
@@ -80,11 +80,11 @@ def _beating(block: Block) -> Iterator[None]:
 
     def beat() -> None:
         while not over.wait(TICK):
-            block.beat()
+            PULSE.beat()
 
     thread = threading.Thread(target=beat, name="slime-pulse", daemon=True)
-    thread.start()
     PULSE.start(block)
+    thread.start()
     try:
         yield
     finally:

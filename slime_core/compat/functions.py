@@ -11,12 +11,12 @@ from weakref import WeakValueDictionary
 from slime_core.compat import listeners, owners, rollouts, shapes
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
-from slime_core.errors import SlimeError
 from slime_core.hookspecs import OWN_PROCESS
-from slime_core.plugins.boundary import ENDINGS, HookThreads, failure
+from slime_core.plugins.boundary import HookThreads, failure
 from slime_core.plugins.compat import Modules, slime_modules
 from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
+from slime_core.plugins.router import Functions
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def source_file(fn: Function) -> Path | None:
     return Path(file) if file and Path(file).is_file() else None
 
 
-class Functions:
+class FunctionsByPath(Functions):
     """See `slime_core.plugins.router.Functions`."""
 
     def __init__(self) -> None:
@@ -214,9 +214,7 @@ class Functions:
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 try:
                     return fn(*args, **kwargs)
-                except SlimeError:
-                    raise
-                except (Exception, *ENDINGS) as error:
+                except (Exception, SystemExit) as error:
                     raise failure(told, error, "a step") from error
 
             self._guards[key, path] = guarded

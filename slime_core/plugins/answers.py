@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.notices import notice
 from slime_core.plugins.boundary import wrong
 from slime_core.plugins.provider import Answer
-from slime_core.seeds import seed_of
 from slime_core.types import Batch, Columns, Group, Reward
-
-if TYPE_CHECKING:
-    from slime_core.context import Context
-    from slime_core.plugins.provider import Answer
 
 T = TypeVar("T")
 
@@ -121,7 +114,6 @@ def _finite(answer: Answer, name: str, column: NDArray[np.float32], batch: Batch
     return column
 
 
-ONE_IN = 100  # groups that are judged twice
 LARGEST = 1e30  # above it a reward is a mistake: its square leaves float32 long before
 TYPES = "a float, int, bool, numpy scalar, Reward, or a dict with reward.reward_key"
 
@@ -230,42 +222,3 @@ def _kind(value: Any) -> str:
     module = type(value).__module__.split(".")[0]
     name = type(value).__name__ if module in ("builtins", "slime_core") else f"{module} {type(value).__name__}"
     return f"a {name}{size}{shown}"
-
-
-class Twice:
-    """Judges one group in a hundred twice, with ``report.check_hooks``, and tells where the rewards differ.
-
-    Which ones is a function of seed and position. A reward that differs is told and counted, never an error. In runs
-    whose steps take groups as they finish nothing repeats anyway, and nothing is judged twice.
-    """
-
-    def __init__(self) -> None:
-        self._judged = self._unstable = 0
-
-    def copy(self, group: Group, ctx: Context) -> Group | None:
-        """The group to judge again, before the first reward can change it; None for most."""
-        rollout = ctx.config.rollout
-        free = rollout.max_staleness > 0 and rollout.async_schedule == "free"
-        if not ctx.config.report.check_hooks or ctx.evaluation or free:
-            return None
-        chosen = seed_of(ctx.config.seed, "twice", group.prompt.position) % ONE_IN == 0
-        return copy.deepcopy(group) if chosen else None
-
-    def compare(self, answer: Answer, group: Group, first: Sequence[Reward], second: Sequence[Reward]) -> None:
-        """Note the samples whose rewards are not those of the first time."""
-        self._judged += 1
-        pairs = list(zip(group.samples, first, second, strict=True))
-        differ = [(s.id, a, b) for s, a, b in pairs if (a.value, a.kind, a.terms) != (b.value, b.kind, b.terms)]
-        self._unstable += len(differ)
-        if differ:
-            name, a, b = differ[0]
-            notice(
-                ("twice", group.id),
-                f"{answer.provider.name}.{answer.hook} judged {', '.join(name for name, _, _ in differ)} twice and "
-                f"did not say the same: {name} had {a.value:g}, then {b.value:g}; such a run does not repeat",
-            )
-
-    def pop(self) -> dict[str, float]:
-        """Figures since the last call."""
-        judged, unstable, self._judged, self._unstable = self._judged, self._unstable, 0, 0
-        return {"reward/judged_twice": float(judged), "reward/unstable": float(unstable)} if judged else {}

@@ -12,7 +12,7 @@ from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.backends import BUFFER, PACKAGES, check_names, implied, install
 from slime_core.plugins.facade import Plugins
 from slime_core.plugins.load import Loaded, core_plugin, load_options, load_plugin, options_model, recipe_of
-from slime_core.plugins.router import Functions
+from slime_core.plugins.router import Functions, names_functions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -68,7 +68,8 @@ def load_plugins(config: Config) -> Plugins:
 
 def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
     """Plugins from what is already loaded, with core and functions by path, resolved for every config."""
-    functions: Functions = import_module(FUNCTIONS).Functions()
+    by_path = any(map(names_functions, configs))
+    functions: Functions = import_module(FUNCTIONS).FunctionsByPath() if by_path else Functions()
     core: Any = import_module(CORE).Core()
     terms: Any = import_module(TERMS)
     plugins = Plugins(loaded, core_plugin(core), functions, terms)

@@ -1,80 +1,244 @@
-"""The border to plugin code: an answer and its arguments in, its value out, or a PluginError that says where it broke.
+"""Call a hook: on a thread or in the event loop, with a deadline, and an error that names plugin, hook and prompt.
 
-Async answers are awaited, others run on threads of their own so that the loop stays awake; all meet a deadline. What a
-hook may do to the process is watched by `guard`, what it holds by `calls`.
+A plugin is trusted code, and nothing more is guarded here. `slime plugins check` and `report.check_hooks` look closer.
+A hook that holds the interpreter or the event loop past its limit is ended by a process beside the run, which reads in
+`slime_core.pulse` who is at work.
+
+A deadline is measured in slices: a process that is stopped (SIGSTOP, a suspended machine, a debugger) would find every
+deadline long past when it goes on. A slice that took much longer than planned counts with its planned length only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dis
+import contextvars
 import inspect
-import os
+import math
+import queue
+import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_core.errors import PluginError, SlimeError, text_of
-from slime_core.plugins.calls import WATCH, Call, Frames, Interrupted, shown
-from slime_core.plugins.guard import GUARD, end_if_forked
+from slime_core.memory import shortage
 from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
-from slime_core.plugins.running import (
-    DEADLINE as DEADLINE,
-    HOOK_LOOP as HOOK_LOOP,
-    Carried,
-    Deadline,
-    HookThreads as HookThreads,
-    Late,
-    Steps,
-)
+from slime_core.pulse import PULSE, Work
 
 T = TypeVar("T")
+Frames = Sequence[traceback.FrameSummary]  # outermost first
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)
-ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent)
-ENDINGS = (SystemExit, KeyboardInterrupt)
 LONGEST = 3600.0
 """Seconds that a hook without a limit of its own may take."""
+SLICE = 1.0  # seconds
+SLACK = 1.0  # a busy loop may wake so much later
+TO_END = 1.0
+"""Seconds that a hook on a thread has to end after its deadline."""
+IDLE = 5.0
+"""Seconds that a thread waits for its next hook before it ends; starting one takes longer than most rewards do."""
+DEEPEST = 12  # lines of a stack that are shown
 OF_GROUPS = frozenset(
     f"slime_{name}" for name in ("sampling", "generate", "rollout", "sample_done", "reward", "reward_types", "filter")
 )
 """Hooks about groups, which ``rollout.on_plugin_error`` may drop."""
+HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar("slime_hook_loop")
+"""On a hook's thread: the loop that waits for it."""
 
 
 class Stuck(PluginError):
     """PLG60 of a hook that cannot be ended: no setting makes the run go on beside it."""
 
 
-async def _awaited(work: Awaitable[Any], deadline: float, watched: Call) -> Any:
-    scope = Deadline(deadline)
-    token = DEADLINE.set(scope)
-    steps = Steps(work, watched)
-    try:
-        async with scope:
-            return await steps.all()
-    except TimeoutError:
-        if scope.expired:
-            raise Late(steps.stopped_at) from None
-        raise
-    except ENDINGS as error:
-        if is_from_terminal(error):
-            raise
-        raise Carried(error) from None
-    finally:
-        DEADLINE.reset(token)
+class Late(Exception):
+    """The deadline passed; ``frames`` is where the hook stood then."""
+
+    def __init__(self, frames: Frames = (), *, stuck: bool = False) -> None:
+        super().__init__()
+        self.frames, self.stuck = frames, stuck  # whether it still runs
+
+
+class Carried(Exception):
+    """Carries an exception that would end the loop (SystemExit) or that a coroutine may not raise (StopIteration)."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Deadline:
+    """Cancels the task that entered it when its seconds are over; others may move it, or stop its clock.
+
+    Example:
+        async with Deadline(60.0) as deadline:
+            await work()             # TimeoutError after 60 s, and deadline.expired is True
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+        self._scope = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = self._planned = 0.0  # of the slice
+
+    @property
+    def expired(self) -> bool:
+        """Whether the seconds were over inside the block."""
+        return self._scope.expired()
+
+    async def __aenter__(self) -> Deadline:
+        await self._scope.__aenter__()
+        self._sleep()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._stop()
+        await self._scope.__aexit__(*raised)  # type: ignore[arg-type]
+
+    def when(self) -> float | None:
+        """The loop's time at which the seconds are over; None while the clock stands."""
+        return None if self._timer is None else self._loop.time() + self.left - self._spent()
+
+    def reschedule(self, when: float | None) -> None:
+        """Move the end to ``when`` on the loop's clock; None stops the clock."""
+        if self._scope.expired():
+            raise RuntimeError("the deadline has passed")
+        self._stop()
+        if when is not None:
+            self.left = when - self._loop.time()
+            self._sleep()
+
+    def _sleep(self) -> None:
+        if self.left <= 0:
+            self._scope.reschedule(self._loop.time())
+        elif self.left < math.inf:
+            self._since, self._planned = self._loop.time(), min(self.left, SLICE)
+            self._timer = self._loop.call_later(self._planned, self._wake)
+
+    def _wake(self) -> None:
+        self.left -= self._spent()
+        self._timer = None
+        self._sleep()
+
+    def _spent(self) -> float:
+        took = self._loop.time() - self._since
+        return took if took <= self._planned + SLACK else self._planned
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+DEADLINE: contextvars.ContextVar[Deadline] = contextvars.ContextVar("slime_hook_deadline")
+"""Inside an async hook: its deadline, which whoever makes the hook wait may move."""
+
+
+async def wait_for_future(future: asyncio.Future[Any], seconds: float) -> None:
+    """Return when the future is done or its seconds are over; the future goes on."""
+    with suppress(TimeoutError):
+        async with Deadline(seconds):
+            await asyncio.wait({future})
+
+
+class HookThreads:
+    """Threads for sync hooks: a bounded number, each a daemon, so that a hook that hangs cannot keep the process."""
+
+    def __init__(self, limit: int = 32) -> None:
+        self._limit = limit
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_ThreadCall] = queue.SimpleQueue()
+        self._idle = 0  # threads that wait, less the calls that are queued for them
+
+    async def run(self, fn: Callable[[], T], deadline: float = math.inf) -> T:
+        """The value of ``fn``, called on a thread; the deadline in seconds counts from its start.
+
+        Raises:
+            Late: the deadline passed; ``stuck`` says that the thread still runs.
+            Carried: ``fn`` raised what a coroutine cannot raise.
+            Exception: ``fn`` raised it.
+        """
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self._limit))
+        async with self._slots[1]:
+            call = _ThreadCall(fn, loop, loop.create_future(), contextvars.copy_context())
+            self._start(call)
+            await wait_for_future(call.outcome, deadline)
+            if not call.outcome.done():
+                frames = stack_of(call.thread)
+                await wait_for_future(call.outcome, TO_END)
+                raise Late(frames, stuck=not call.outcome.done())
+        value, error = call.outcome.result()
+        if error is None:
+            return value  # type: ignore[no-any-return]
+        carried = isinstance(error, StopIteration) or not isinstance(error, Exception)
+        raise Carried(error) if carried else error
+
+    def _start(self, call: _ThreadCall) -> None:
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                self._queue.put(call)
+                return
+        try:
+            threading.Thread(target=self._serve, args=(call,), name="slime-hook", daemon=True).start()
+        except RuntimeError as error:  # the hook has not begun: nothing of it is at fault
+            raise shortage(error) from error
+
+    def _serve(self, call: _ThreadCall | None) -> None:
+        while call is not None:
+            call.run()
+            call = None  # what it holds is not kept until the next
+            call = self._next()
+
+    def _next(self) -> _ThreadCall | None:
+        """The next call of this thread; None where it has waited for long."""
+        with self._lock:
+            self._idle += 1
+        while True:
+            try:
+                return self._queue.get(timeout=IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._idle -= 1
+                        return None
+
+
+@dataclass(slots=True, eq=False)
+class _ThreadCall:
+    """One call on a thread, and the future of its value or error."""
+
+    fn: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    outcome: asyncio.Future[tuple[Any, BaseException | None]]
+    context: contextvars.Context
+    thread: int = 0
+
+    def run(self) -> None:
+        """On the thread."""
+        self.thread = threading.get_ident()
+        self.context.run(HOOK_LOOP.set, self.loop)
+        value, failed = None, None
+        try:
+            value = self.context.run(self.fn)
+        except BaseException as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._settle, value, failed)
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result((value, error))
 
 
 async def call(
-    threads: HookThreads,
-    answer: Answer,
-    arguments: Mapping[str, Any],
-    *,
-    about: str,
-    deadline: float,
-    key: str,
-    draws: bool = False,
+    threads: HookThreads, answer: Answer, arguments: Mapping[str, Any], *, about: str, deadline: float, key: str
 ) -> Any:
     """The value of one answer.
 
@@ -85,63 +249,51 @@ async def call(
         about: what it was called for, such as ``prompt 'grpo/17'``.
         deadline: seconds.
         key: the config key of the deadline.
-        draws: tell of draws from global random generators.
 
     Raises:
         PluginError: PLG56 it raised, PLG60 it was late (:class:`Stuck` where it cannot be ended), PLG62 it tried to
             end the process.
         SlimeError: what it met in the core (an EngineError of ``ctx.generate``), unchanged.
     """
-    watched = _watched(answer, about, deadline, key)
-    watched.loop = asyncio.get_running_loop()
-    with _guarded(watched, draws):
-        try:
-            if answer.is_async:
-                return await _awaited(answer(arguments), deadline, watched)
-            value = await threads.run(lambda: _shown(watched, arguments), deadline)
-            return await _awaited(value, deadline, watched) if inspect.isawaitable(value) else value
-        except (Late, Interrupted) as late:
-            raise too_late(answer, about, deadline, key, late) from None
-        except Carried as carried:
-            raise (
-                carried.error if isinstance(carried.error, SlimeError) else failure(answer, carried.error, about)
-            ) from carried.error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise failure(answer, error, about) from error
-        except SlimeError:
+
+    def on_thread() -> Any:
+        with _at_work(answer, about, deadline, key):
+            return answer(arguments)
+
+    try:
+        value = answer(arguments) if answer.is_async else await threads.run(on_thread, deadline)
+        if inspect.isawaitable(value):
+            with _at_work(answer, about, deadline, key):
+                return await _awaited(value, deadline)
+        return value
+    except Late as late:
+        raise too_late(answer, about, deadline, key, late) from None
+    except Carried as carried:
+        raise failure(answer, carried.error, about) from carried.error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise
-        except Exception as error:
-            raise failure(answer, error, about) from error
+        raise failure(answer, error, about) from error
+    except SlimeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failure(answer, error, about) from error
 
 
-def _shown(call: Call, arguments: Mapping[str, Any]) -> Any:
-    call.show()
+async def _awaited(work: Awaitable[T], deadline: float) -> T:
+    scope = Deadline(deadline)
+    token = DEADLINE.set(scope)
     try:
-        return call.answer(arguments)
+        async with scope:
+            return await work
+    except TimeoutError as error:
+        if scope.expired:
+            waited = error.__cause__ or error  # the cancellation went through every frame that waited
+            raise Late(traceback.extract_tb(waited.__traceback__)) from None
+        raise
     finally:
-        call.hide()
-
-
-@contextmanager
-def _guarded(watched: Call, draws: bool = False) -> Iterator[None]:
-    """Watch a call of a plugin; core's own are not."""
-    if watched.answer.provider.source == CORE:
-        yield
-        return
-    GUARD.enter(watched, draws=draws)
-    try:
-        yield
-    finally:
-        GUARD.leave(watched)
-
-
-def _watched(answer: Answer, about: str, limit: float, key: str) -> Call:
-    return Call(
-        answer, about, limit, lambda frames: too_late(answer, about, limit, key, Late(frames, stuck=True)), key=key
-    )
+        DEADLINE.reset(token)
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
@@ -163,9 +315,7 @@ async def together(works: Iterable[Awaitable[T]]) -> list[T]:
 async def _contained(work: Awaitable[T]) -> T:
     try:
         return await work
-    except ENDINGS as error:
-        if is_from_terminal(error):
-            raise
+    except SystemExit as error:
         raise Carried(error) from None
 
 
@@ -176,31 +326,18 @@ def call_now(
     about: str,
     limit: float = LONGEST,
     key: str = "rollout.generate_timeout",
-    draws: bool = False,
 ) -> Any:
-    """The value of an answer to a hook that may not await.
+    """The value of an answer to a hook that may not await; a process beside the run keeps the ``limit`` in seconds.
 
     Raises:
-        PluginError: PLG56 it raised, PLG60 it took longer than ``limit`` seconds, PLG62 it tried to end the process,
-            PLG66 it left a coroutine.
+        PluginError: PLG56 it raised, PLG62 it tried to end the process, PLG66 it left a coroutine.
     """
-    process = os.getpid()
-    watched = _watched(answer, about, limit, key)
     try:
-        with _guarded(watched, draws):
-            WATCH.hold(watched)
-            try:
-                value = answer(arguments)
-            finally:
-                WATCH.release(watched)
-                end_if_forked(process)
+        with _at_work(answer, about, limit, key):
+            value = answer(arguments)
     except SlimeError:
         raise
-    except Interrupted as late:
-        raise too_late(answer, about, limit, key, late) from None
-    except (Exception, *ENDINGS) as error:
-        if is_from_terminal(error):
-            raise
+    except (Exception, SystemExit) as error:
         raise failure(answer, error, about) from error
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
@@ -214,9 +351,27 @@ def call_now(
     return value
 
 
-def failure(answer: Answer, error: BaseException, about: str) -> PluginError:
-    """The PluginError of an exception that came out of ``answer``."""
-    ending = isinstance(error, ENDINGS)
+@contextmanager
+def _at_work(answer: Answer, about: str, limit: float, key: str) -> Iterator[None]:
+    """Show who watches from outside that the calling thread is in a plugin's hook, or awaits one."""
+    provider = answer.provider
+    if provider.source == CORE or not PULSE.watched:
+        yield
+        return
+    hook, home = f"{provider.name}.{answer.hook}", str(provider.home or "")
+    work = Work(limit=limit, hook=hook, provider=str(provider), key=key, home=home, about=about)
+    slot = PULSE.begin(limit, work.packed())
+    try:
+        yield
+    finally:
+        PULSE.end(slot)
+
+
+def failure(answer: Answer, error: BaseException, about: str) -> SlimeError:
+    """The PluginError of an exception that came out of ``answer``; an error of the core is itself."""
+    if isinstance(error, SlimeError):
+        return error
+    ending = isinstance(error, (SystemExit, KeyboardInterrupt))
     at = _place(traceback.extract_tb(error.__traceback__), answer.provider.home)
     drop = ", or set rollout.on_plugin_error=drop to drop such groups" if answer.hook in OF_GROUPS else ""
     return PluginError(
@@ -239,40 +394,24 @@ def wrong(answer: Answer, what: str, about: str, *, code: str, why: str = "", fi
     )
 
 
-def is_from_terminal(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt is a person's Ctrl-C, and not raised by plugin code.
-
-    Plugin code raises it by a ``raise`` of its own. The interpreter raises it between any two instructions, and
-    handlers of signals (asyncio's, the command line's) raise it outside of the plugin's files.
-    """
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return True
-    code = trace.tb_frame.f_code
-    if code.co_filename.startswith(CORE_FOLDER) or code.co_filename.startswith(ASYNCIO_FOLDER):
-        return True
-    return dis.opname[code.co_code[trace.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE")
-
-
-def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late | Interrupted) -> PluginError:
+def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) -> PluginError:
     """PLG60, with the place and the stack where the hook stood."""
-    frames = late.frames if isinstance(late, Late) else traceback.extract_tb(late.__traceback__)
-    stuck = isinstance(late, Late) and late.stuck
-    at = _place(frames, answer.provider.home)
-    why = "it still runs and cannot be ended, so the run ends\n" if stuck else ""
-    return (Stuck if stuck else PluginError)(
+    at = _place(late.frames, answer.provider.home)
+    stack = "".join(traceback.format_list(list(late.frames)[-DEEPEST:])).rstrip()
+    why = "it still runs and cannot be ended, so the run ends\n" if late.stuck else ""
+    fix = f"raise the limit: {key}={2 * deadline:g}"
+    if late.stuck:
+        fix += (
+            "\nor give what it waits for a timeout of its own; a reward may run in a process, which can be ended: "
+            "slime_core.hookspecs.own_process"
+        )
+    return (Stuck if late.stuck else PluginError)(
         f"{answer.provider.name}.{answer.hook} did not answer in {deadline:g} s for {about}",
         code="PLG60",
         where=_where(answer.provider, f"stood at {at}" if at else "", about),
-        why=f"{why}{shown(frames)}".rstrip(),
-        fix=f"raise the limit: {key}={2 * deadline:g}"
-        + ("\nor give what it waits for a timeout of its own; a reward may run in a process, which can be ended: "
-           "slime_core.hookspecs.own_process" if stuck else ""),
-    )  # fmt: skip
+        why=f"{why}{stack}",
+        fix=fix,
+    )
 
 
 def _where(provider: Provider, *parts: str) -> str:
@@ -287,3 +426,9 @@ def _place(frames: Frames, home: Path | None) -> str:
         if found:
             return f"{found[-1].filename}:{found[-1].lineno}"
     return ""
+
+
+def stack_of(thread: int) -> Frames:
+    """Where a thread stands, outermost first; empty where it has ended."""
+    frame = sys._current_frames().get(thread)
+    return traceback.extract_stack(frame) if frame is not None else []

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem
 from slime_core.errors import PluginError
-from slime_core.plugins.answers import Twice, checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
+from slime_core.plugins.answers import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.bridges import find_bridge
-from slime_core.plugins.isolated import Processes, asks_for_process, group_question, sample_question
+from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
-from slime_core.plugins.protect import Protected
 from slime_core.plugins.provider import CORE, Answer
-from slime_core.plugins.router import INFRA, Functions, Router, Terms, made_elsewhere
+from slime_core.plugins.router import INFRA, Functions, Router, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 GENERATE = "rollout.generate_timeout"
 REWARD = "reward.reward_timeout"
+CHECKS = "slime_core.testing.hook_checks"  # of a layer above this one, loaded by name where report.check_hooks is on
 
 
 class Plugins:
@@ -38,10 +40,12 @@ class Plugins:
     lets errors of the core (EngineError, DataError) through as they are.
     """
 
-    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions, terms: Terms) -> None:
+    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions, terms: Any) -> None:
         self._loaded, self._core, self._functions, self._terms = dict(loaded), core, functions, terms
         self._threads = HookThreads()
-        self._twice, self._processes = Twice(), Processes()
+        self._processes = Processes() if INSIDE not in os.environ else None
+        self._checks: Any = None  # once they are asked for
+        self._last: tuple[Answer, str] | None = None
         self._router = Router(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -76,19 +80,18 @@ class Plugins:
         self._functions.seen(group, ctx.config)
         answer = self._owner("slime_reward", group.prompt.task, ctx)
         judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
-        copy = self._twice.copy(group, ctx)
+        checks = self._hook_checks() if ctx.config.report.check_hooks else None
+        copy = checks.copy(group, ctx) if checks is not None else None
         rewards = await judge(answer, group, ctx)
         if copy is not None:
-            self._twice.compare(answer, copy, rewards, await judge(answer, copy, ctx))
+            checks.compare(answer, copy, rewards, await judge(answer, copy, ctx))
         return rewards
 
     async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
         reward, about = ctx.config.reward, f"prompt '{group.id}'"
-        if asks_for_process(answer):
+        if answer.own_process and self._processes is not None:
             return await self._processes.ask(answer, group_question(group), ctx, about=about, key=REWARD)
-        limit = (
-            math.inf if answer.provider.source == CORE else reward.reward_timeout
-        )  # core asks types, which have one
+        limit = math.inf if answer.provider.source == CORE else reward.reward_timeout  # of the types that core asks
         value = await self._call(answer, ctx, about, limit, REWARD, group=group)
         return to_rewards(answer, value, group, reward.reward_key)
 
@@ -109,7 +112,7 @@ class Plugins:
 
     def pop_metrics(self) -> dict[str, float]:
         """Figures about hooks since the last call: ``reward/judged_twice`` groups, ``reward/unstable`` samples."""
-        return self._twice.pop()
+        return self._checks.pop() if self._checks is not None else {}
 
     async def reward_by_type(self, name: str, sample: Sample, ctx: Context) -> Reward:
         """One sample's reward by a function that `slime_reward_types` registered.
@@ -119,7 +122,7 @@ class Plugins:
         """
         answer = self._router.named["slime_reward_types"].answer(name)
         about, reward = f"sample '{sample.id}'", ctx.config.reward
-        if asks_for_process(answer):
+        if answer.own_process and self._processes is not None:
             return (await self._processes.ask(answer, sample_question(name, sample), ctx, about=about, key=REWARD))[0]
         value = await self._call(answer, ctx, about, reward.reward_timeout, REWARD, sample=sample)
         return to_reward(answer, value, about, reward.reward_key)
@@ -226,9 +229,8 @@ class Plugins:
         registered = self._router.named["slime_advantage"].answer(self._router.estimator_name(train))
         answer = replace(registered, fn=estimator.fn, takes=None)
         arguments, about = {"batch": scored, "train": train}, f"step {batch.version}"
-        seen = Protected(answer, arguments, content=self._router.check_hooks)
-        found = call_now(answer, arguments, about=about, limit=self._router.limit, draws=self._router.check_hooks)
-        seen.compare(about)
+        with self._watched(answer, arguments, about, self._router.check_hooks):
+            found = call_now(answer, arguments, about=about, limit=self._router.limit)
         own = checked_columns(answer, found, scored)
         own["advantages"] = self._terms.add_terms(estimator, found["advantages"], scored, train)
         return replace(scored, columns={**scored.columns, **own})
@@ -345,9 +347,18 @@ class Plugins:
         """A checksum a plugin and a file of functions: where :meth:`fingerprint` moved, these say which."""
         return sources(self._loaded, self._functions.files())
 
+    @property
+    def last_call(self) -> str:
+        """The plugin's hook that was called last, and for what; empty before the first."""
+        if self._last is None:
+            return ""
+        answer, about = self._last
+        return f"{answer.provider.name}.{answer.hook} ({about}), {answer.provider}"
+
     def close(self) -> None:
         """End the processes of rewards, and what functions by path need: the import finder and the loopback server."""
-        self._processes.close()
+        if self._processes is not None:
+            self._processes.close()
         self._functions.close()
 
     def _owner(self, hook: str, task: str, ctx: Context) -> Answer:
@@ -381,17 +392,26 @@ class Plugins:
     async def _call(
         self, answer: Answer, ctx: Context, about: str, deadline: float, key: str, **arguments: Any
     ) -> Any:
-        check = ctx.config.report.check_hooks
-        seen = Protected(answer, arguments, content=check)
         arguments["ctx"] = self._ctx_of(answer, ctx)
-        value = await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key, draws=check)
-        seen.compare(about)
-        return value
+        with self._watched(answer, arguments, about, ctx.config.report.check_hooks):
+            return await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key)
 
     def _call_now(self, answer: Answer, ctx: Context, about: str, **arguments: Any) -> Any:
-        check, limit = ctx.config.report.check_hooks, ctx.config.rollout.generate_timeout
-        seen = Protected(answer, arguments, content=check)
         arguments["ctx"] = self._ctx_of(answer, ctx)
-        value = call_now(answer, arguments, about=about, limit=limit, key=GENERATE, draws=check)
-        seen.compare(about)
-        return value
+        with self._watched(answer, arguments, about, ctx.config.report.check_hooks):
+            return call_now(answer, arguments, about=about, limit=ctx.config.rollout.generate_timeout, key=GENERATE)
+
+    def _watched(
+        self, answer: Answer, arguments: Mapping[str, Any], about: str, check: bool
+    ) -> AbstractContextManager[None]:
+        """Note the call, and with ``report.check_hooks`` watch what it changes."""
+        if answer.provider.source == CORE:
+            return nullcontext()
+        self._last = answer, about
+        return self._hook_checks().watch(answer, arguments, about) if check else nullcontext()
+
+    def _hook_checks(self) -> Any:
+        """`HookChecks` of the run, where ``report.check_hooks`` is on."""
+        if self._checks is None:
+            self._checks = import_module(CHECKS).HookChecks()
+        return self._checks

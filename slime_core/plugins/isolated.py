@@ -22,12 +22,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slime_core import errors
-from slime_core.errors import PluginError
-from slime_core.hookspecs import OWN_PROCESS
-from slime_core.plugins.boundary import too_late, wrong
+from slime_core.errors import PluginError, SlimeError, remade
+from slime_core.plugins.boundary import HookThreads, Late, too_late, wrong
 from slime_core.plugins.provider import Answer
-from slime_core.plugins.running import Carried, HookThreads, Late, wait_for_future
 from slime_core.types import Group, Reward, Sample
 
 if TYPE_CHECKING:
@@ -62,10 +59,12 @@ class Worker:
 
         Raises:
             SlimeError: what the worker raised.
+            TypeError, ValueError: the question is no JSON; it was not sent.
             Gone: it ended.
         """
+        line = json.dumps(question).encode()
         try:
-            self._file.write(json.dumps(question).encode() + b"\n")
+            self._file.write(line + b"\n")
             self._file.flush()
             line = self._file.readline()
         except OSError as error:
@@ -74,7 +73,7 @@ class Worker:
             raise Gone
         answer = json.loads(line)
         if "error" in answer:
-            raise errors.remade(answer["kind"], answer["error"], PluginError)
+            raise remade(answer["kind"], answer["error"], PluginError)
         return answer["value"]
 
     def kill(self) -> int:
@@ -106,7 +105,8 @@ class Processes:
         """A worker's answer, within ``reward.reward_timeout``, which is the setting ``key``.
 
         Raises:
-            PluginError: PLG60 it was late and was killed, PLG62 it ended, or what the reward raised in it.
+            PluginError: PLG57 the question is no JSON, PLG60 it was late and was killed, PLG62 it ended, or what the
+                reward raised in it.
         """
         loop, deadline = asyncio.get_running_loop(), ctx.config.reward.reward_timeout
         if self._slots is None or self._slots[0] is not loop:
@@ -114,23 +114,29 @@ class Processes:
         asked = {**question, "version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
         asked["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
         async with self._slots[1]:
-            worker = await self._take(answer, ctx.config, about)
-            kept = False
+            worker, lives = await self._take(answer, ctx.config, about), False
             try:
-                work = asyncio.ensure_future(self._threads.run(lambda: worker.ask(asked)))
-                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever is still there
-                await wait_for_future(work, deadline)
-                if not work.done():
-                    self._kill(worker)
-                    raise too_late(answer, about, deadline, key, Late())
-                value = self._value(work, answer, worker, about)
-                kept = True
-                return [Reward(**one) for one in value]
-            except errors.SlimeError as error:
-                kept = worker in self._all and error.code not in ("PLG60", "PLG62")
+                rewards = await self._threads.run(lambda: worker.ask(asked), deadline)
+                lives = True
+                return [Reward(**reward) for reward in rewards]
+            except SlimeError:
+                lives = True
                 raise
+            except (TypeError, ValueError) as error:
+                lives = True
+                fix = "keep JSON in metadata and labels: the sample travels as JSON"
+                what = "cannot be asked in a process"
+                raise wrong(answer, what, about, code="PLG57", why=str(error), fix=fix) from error
+            except Late:
+                raise too_late(answer, about, deadline, key, Late()) from None
+            except Gone:
+                code = self._kill(worker)
+                ended = (
+                    f"ended its process {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
+                )
+                raise wrong(answer, ended, about, code="PLG62", why="one answer is lost with it") from None
             finally:
-                if kept:
+                if lives:
                     self._idle.append(worker)
                 else:
                     self._kill(worker)
@@ -150,30 +156,13 @@ class Processes:
         self._all.add(worker)
         try:
             await self._threads.run(worker.load, START_SECONDS)
-        except BaseException as failed:
+        except BaseException as error:
             self._kill(worker)
-            error = failed.error if isinstance(failed, Carried) else failed
-            if isinstance(error, (errors.SlimeError, asyncio.CancelledError)):
-                raise error from None
-            raise wrong(answer, "has no process", about, code="PLG60", why=f"it did not start: {error!r}") from error
+            if isinstance(error, (Late, Gone)):
+                why = f"it did not start: {error!r}"
+                raise wrong(answer, "has no process", about, code="PLG60", why=why) from error
+            raise
         return worker
-
-    def _value(self, work: asyncio.Future[Any], answer: Answer, worker: Worker, about: str) -> Any:
-        try:
-            return work.result()
-        except Carried as carried:
-            if isinstance(carried.error, errors.SlimeError):
-                raise carried.error from None
-            if not isinstance(carried.error, Gone):
-                raise wrong(
-                    answer, "cannot be asked in a process", about, code="PLG57", why=str(carried.error),
-                    fix="keep JSON in metadata and labels: the sample travels as JSON",
-                ) from carried.error  # fmt: skip
-            code = self._kill(worker)
-            ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise wrong(
-                answer, f"ended its process {ended}", about, code="PLG62", why="one answer is lost with it"
-            ) from None
 
     def _kill(self, worker: Worker) -> int:
         self._all.discard(worker)
@@ -182,22 +171,14 @@ class Processes:
         return worker.kill()
 
 
-def asks_for_process(answer: Answer) -> bool:
-    """Whether the reward wants a process, and this is not that process."""
-    return bool(getattr(answer.fn, OWN_PROCESS, False)) and not os.environ.get(INSIDE)
-
-
 INSIDE = "SLIME_REWARD_PROCESS"
+"""Set in the environment of a worker."""
 
 
 def group_question(group: Group) -> dict[str, Any]:
     """The question for a group's rewards."""
-    prompt = {**asdict(group.prompt)}
-    return {
-        "prompt": prompt,
-        "samples": [s.to_dict() for s in group.samples],
-        "rollouts": list(group.rollouts.items()),
-    }
+    samples = [sample.to_dict() for sample in group.samples]
+    return {"prompt": asdict(group.prompt), "samples": samples, "rollouts": list(group.rollouts.items())}
 
 
 def sample_question(name: str, sample: Sample) -> dict[str, Any]:

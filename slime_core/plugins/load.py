@@ -121,7 +121,7 @@ def _check_api(target: Any, provider: Provider) -> None:
 
 
 def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
-    """Every hook that ``target`` implements, through pluggy's own checks and ours.
+    """Every hook that ``target`` implements, through pluggy's own checks and ours; pluggy calls none of them.
 
     Raises:
         PluginError: PLG53, PLG54 or PLG66.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slime_core import hookspecs
 from slime_core.errors import PluginError
-from slime_core.hookspecs import HOOKS
+from slime_core.hookspecs import HOOKS, OWN_PROCESS
 
 Source = Literal["path", "plugin", "core"]
 CORE = "core"
@@ -46,6 +46,11 @@ class Answer:
     def is_async(self) -> bool:
         """Whether calling it gives a coroutine by its declaration."""
         return inspect.iscoroutinefunction(self.fn)
+
+    @property
+    def own_process(self) -> bool:
+        """Whether it is a reward that asks for a process (`slime_core.hookspecs.own_process`)."""
+        return bool(getattr(self.fn, OWN_PROCESS, False))
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call it with those of ``arguments`` that it takes."""

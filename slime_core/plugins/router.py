@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.hookspecs import HOOKS, OWN_PROCESS
@@ -22,7 +22,7 @@ from slime_core.plugins.backends import BUFFER
 from slime_core.plugins.boundary import LONGEST, call_now, wrong
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.provider import Answer
-from slime_core.protocols import Estimator, Loss, Role
+from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task
@@ -40,70 +40,64 @@ NAMED_HOOKS = {
 }
 
 
-class Functions(Protocol):
-    """Functions given by path, as answers to hooks (`slime_core.compat.functions`)."""
-
-    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
-        """The function that answers an owner hook for the whole run."""
-        ...
-
-    def of_task(self, hook: str, path: str, config: Config) -> Answer:
-        """The function that a task chose."""
-        ...
-
-    def listeners(self, hook: str, config: Config) -> list[Answer]:
-        """Functions for a vote or tell hook, in order."""
-        ...
-
-    def evaluation_listeners(self, config: Config) -> list[Answer]:
-        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
-        ...
-
-    def estimator(self, inner: Estimator, train: Any) -> Estimator:
-        """``inner``, or what stands in its place."""
-        ...
-
-    def loss(self, inner: Loss) -> Loss:
-        """``inner``, or what stands before it in any stage."""
-        ...
-
-    def seen(self, group: Group, config: Config) -> None:
-        """Note a group's samples, where a later function wants them."""
-        ...
-
-    def finish_batch(self, batch: Batch, train: Any) -> None:
-        """Add the columns that functions around the loss need."""
-        ...
+class Functions:
+    """Functions given by path, as answers to hooks; this one has none (`slime_core.compat.functions` has)."""
 
     def attach(self, plugins: Any) -> None:
         """Make the facade known to functions that ask for a reward by name."""
-        ...
+
+    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
+        """The function that answers an owner hook for the whole run."""
+        return None
+
+    def of_task(self, hook: str, path: str, config: Config) -> Answer:
+        """The function that a task chose."""
+        raise NotImplementedError
+
+    def listeners(self, hook: str, config: Config) -> list[Answer]:
+        """Functions for a vote or tell hook, in order."""
+        return []
+
+    def evaluation_listeners(self, config: Config) -> list[Answer]:
+        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
+        return []
+
+    def estimator(self, inner: Estimator, train: Any) -> Estimator:
+        """``inner``, or what stands in its place."""
+        return inner
+
+    def loss(self, inner: Loss) -> Loss:
+        """``inner``, or what stands before it in any stage."""
+        return inner
+
+    def seen(self, group: Group, config: Config) -> None:
+        """Note a group's samples, where a later function wants them."""
+
+    def finish_batch(self, batch: Batch, train: Any) -> None:
+        """Add the columns that functions around the loss need."""
 
     def files(self) -> list[Path]:
         """Files of all functions that were loaded."""
-        ...
+        return []
 
     def close(self) -> None:
         """Take the import finder and the server away again."""
-        ...
+
+
+def names_functions(config: Config) -> bool:
+    """Whether a config names a function by path, or more keys for one."""
+    sections = (config.rollout, config.train, config.reward, config.eval, config.report)
+    keys = (
+        getattr(section, key) for section in sections for key in type(section).model_fields if key.endswith("_path")
+    )
+    tasks = ((task.generate, task.reward) for task in declared_tasks(config))
+    return any(keys) or any(generate or (reward and not is_name(reward)) for generate, reward in tasks)
 
 
 def core_has_work(hook: str, config: Config) -> bool:
     """Whether core's own answer to a vote or tell hook does anything: it is asked for every sample."""
     train = config.train
     return hook != "slime_sample_done" or bool(train.teacher_load and train.teacher_place == "engine")
-
-
-class Terms(Protocol):
-    """What the [train] section adds to advantages (`slime_core.builtin.terms`)."""
-
-    def needed_roles(self, estimator: Estimator, train: Any) -> frozenset[Role]:
-        """Roles that the terms read."""
-        ...
-
-    def add_terms(self, estimator: Estimator, advantages: Any, batch: Batch, train: Any) -> Any:
-        """Advantages [R] with the terms, float32 [R]."""
-        ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.errors import PluginError, SlimeError, text_of
 from slime_core.plugins import Plugins, load_plugins
-from slime_core.plugins.guard import GUARD
 from slime_core.plugins.isolated import INSIDE
 from slime_core.types import Group, Prompt, Reward, Sample
 
@@ -35,7 +34,6 @@ def main() -> None:
     """Answer until the other side closes."""
     die_with(int(sys.argv[2]))
     os.environ[INSIDE] = "1"
-    GUARD.may_end = True
     os.dup2(2, 1)
     file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
 

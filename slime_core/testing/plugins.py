@@ -27,6 +27,7 @@ from slime_core.config.schema import Config, Task
 from slime_core.context import Context
 from slime_core.errors import SlimeError
 from slime_core.hookspecs import API_VERSION
+from slime_core.notices import notices_to
 from slime_core.plugins.assemble import connect, load_plugins, option_models
 from slime_core.plugins.boundary import call_now
 from slime_core.plugins.load import Loaded, load_plugin, options_model
@@ -72,7 +73,8 @@ def check_plugin(name: str) -> list[Finding]:
 
     A promise is a line: import, options, recipes, checks, command, prompts, generation, rewards, filter, names,
     state. The first that fails at import ends the list. Hooks may be called with garbage on purpose: a wrong answer
-    of a model is a low reward and never an exception.
+    of a model is a low reward and never an exception. Around each call it is looked at what hooks change that is not
+    theirs (`slime_core.testing.hook_checks`): arguments are an error, what is the process's a warning, as "manners".
     """
     had_torch = TORCH_FREE in sys.modules
     try:
@@ -87,8 +89,10 @@ def check_plugin(name: str) -> list[Finding]:
     if getattr(loaded.target, "slime_api", None) is None:
         fix = f"write slime_api = {API_VERSION} in its module: a later slime then says what to change"
         findings.append(Finding(name="API", status="warn", found="slime_api is not set", fix=fix))
-    suite = _Suite(name, loaded)
-    return [*findings, *(_tried(promise, fn) for promise, fn in suite.promises())]
+    suite, notices = _Suite(name, loaded), list[str]()
+    with notices_to(notices.append):
+        findings += [_tried(promise, fn) for promise, fn in suite.promises()]
+    return [*findings, *(Finding(name="manners", status="warn", found=text) for text in notices)]
 
 
 def _tried(promise: str, fn: Callable[[], str | None]) -> Finding:
@@ -285,10 +289,10 @@ class _Suite:
             declared = self.loaded.answers.get("slime_recipes")
             recipes = dict(call_now(declared, {}, about="its recipes")) if declared else {}
             if "default" in recipes:
-                config = stages(load_config(Path(recipes["default"]), models=option_models))[-1]
+                config = _watching(stages(load_config(Path(recipes["default"]), models=option_models))[-1])
                 self._made = load_plugins(config), config
             else:
-                config = Config(plugins=(self.entry,))
+                config = _watching(Config(plugins=(self.entry,)))
                 self._made = connect({self.name: load_plugin(self.entry)}, [config]), config
         return self._made
 
@@ -313,6 +317,10 @@ class _Suite:
         row = source.at(0) if source is not None else Prompt(id="", prompt="1+1=", label="2")
         tokens = row.tokens or ctx.tokenizer.encode(ascii(str(row.prompt)))
         return pending_group(replace(row, id="check/0", task=task.name, position=0, tokens=tokens), config, count=2)
+
+
+def _watching(config: Config) -> Config:
+    return config.model_copy(update={"report": config.report.model_copy(update={"check_hooks": True})})
 
 
 def _count(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""A call into C that holds the interpreter: limits are kept and signals heard by a process beside the run."""
+"""A hook that holds the interpreter or the event loop: limits are kept and signals heard by a process beside the run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from slime_core.report import RunDir
 pytestmark = pytest.mark.integration
 
 DRIVER = """
-import asyncio, ctypes, re, sys
+import asyncio, ctypes, re, sys, time
 from pathlib import Path
 
 from slime_cli.signals import Signals
@@ -36,16 +36,39 @@ def asleep(way):
     return ctypes.PyDLL(None).sem_wait(bytes(32))
 
 
+async def loops(way):
+    while True:
+        pass
+
+
+def loops_now(way):
+    while True:
+        try:
+            time.sleep(1)
+        except BaseException:
+            pass
+
+
+async def blocks(way):
+    time.sleep(8)
+    await asyncio.sleep(0)
+
+
+async def waits(way):
+    await asyncio.sleep(8)
+
+
 def asked(fn, limit=float(sys.argv[3])):
     provider = Provider(name="geo", origin="geo==1.0", source="plugin", home=Path(__file__))
     answer = Answer(provider=provider, hook="slime_reward", fn=fn, takes=None)
     about = {"about": "prompt 'main/3'", "key": "reward.reward_timeout"}
-    if sys.argv[2] == "now":
+    if sys.argv[2].endswith("now"):
         return call_now(answer, {"way": 1}, limit=limit, **about)
-    return asyncio.run(call(HookThreads(), answer, {"way": 1}, deadline=limit, **about))
+    return asyncio.run(signals.drive(call(HookThreads(), answer, {"way": 1}, deadline=limit, **about)))
 
 
 WAYS = {"now": slow, "thread": slow, "awaited": slow_later, "asleep": asleep}
+WAYS |= {"loops": loops, "loops now": loops_now, "blocks": blocks, "waits": waits}
 run, way, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[4])
 with Signals() as signals, signals.asking(Stop()), watched(run, timeout):
     print("begins", flush=True)
@@ -105,6 +128,42 @@ def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_
     assert (run_dir.log / "hang-0.txt").read_text().strip() in said
 
 
+@pytest.mark.parametrize(
+    ("way", "function"),
+    [
+        ("loops", "loops"),
+        pytest.param("loops now", "loops_now", marks=pytest.mark.nightly),
+    ],
+)
+def test_60_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_with_its_line(
+    driver, tmp_path, way, function
+):
+    """Case 60: where asyncio cannot run, because the hook holds its loop."""
+    process, run_dir = driver(way, 0.5, 0)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
+    assert "it holds the event loop" in said
+    assert f"stood at {function} ({tmp_path / 'driver.py'}:" in said
+    assert "own_process" in said
+    assert run_dir.read_info()["error"] == "PLG60"
+
+
+@pytest.mark.parametrize("way", ["blocks", pytest.param("waits", marks=pytest.mark.nightly)])
+def test_68_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_waits_is_not(driver, tmp_path, way):
+    """Case 68: a line on the terminal and in the log with plugin, hook and line; not an error."""
+    process, run_dir = driver(way, 600, 0)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    stood = place(tmp_path, "blocks", "time.sleep(8)")
+    lags = [line for line in said.splitlines() if "holds the event loop" in line]
+    assert len(lags) == (way == "blocks"), said
+    if lags:
+        assert lags[0].startswith("geo.slime_reward (prompt 'main/3') holds the event loop for ")
+        assert f"at {stood}" in lags[0]
+        assert lags[0] in (run_dir.log / "run.log").read_text()
+
+
 def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(driver, tmp_path):
     process, run_dir = driver("core", 600, 0.5)
     _, said = process.communicate(timeout=60)
@@ -161,12 +220,12 @@ def test_the_state_of_the_driver_can_be_read_while_it_runs(tmp_path):
     block = Block(os.memfd_create("pulse"))
     work = Work(limit=3.0, hook="geo.slime_reward", provider="geo", key="k", home="/x", about="prompt " + "é" * 900)
     slot = block.begin(work.limit, work.packed())
-    block.beat(), block.hear(), block.hear()
+    block.beat(), block.hear(), block.hear(), block.turn()
     other = Block(block.descriptor)
-    assert (other.beats, other.heard) == (1, 2)
-    assert json.dumps([(one.limit, one.hook, one.home) for one in other.works().values()]) == json.dumps(
-        [(3.0, "geo.slime_reward", "/x")]
-    )
+    assert (other.beats, other.heard, other.turns) == (1, 2, 1)
+    assert json.dumps(
+        [(one.limit, one.hook, one.home) for works in other.works().values() for one in works]
+    ) == json.dumps([(3.0, "geo.slime_reward", "/x")])
     block.end(slot)
     assert other.works() == {}
     os.close(block.descriptor)

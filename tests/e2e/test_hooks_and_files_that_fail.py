@@ -20,7 +20,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from slime_core.plugins.running import HOOK_LOOP
+from slime_core.plugins.boundary import HOOK_LOOP
 
 HERE = Path(__file__).parent
 count = 0

@@ -11,7 +11,7 @@ from slime_chat import converse, open_session
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.errors import DataError, EngineError
-from slime_core.plugins.running import DEADLINE, Deadline
+from slime_core.plugins.boundary import DEADLINE, Deadline
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Sample, SamplingParams, Status
 

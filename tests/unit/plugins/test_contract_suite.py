@@ -1,5 +1,7 @@
 """The suite that plugin authors run finds each broken promise, and only that one."""
 
+import signal
+
 import pytest
 
 from slime_core.testing.plugins import check_plugin
@@ -90,6 +92,7 @@ def test_a_plugin_that_keeps_everything_has_no_complaint(install_plugin):
         (STATE.replace('"level": self.level', '"level": {self.level}'), "state", "cannot be saved"),
         (STATE.replace('self.level = state["level"]', "self.level += 1"), "state", "differs after load"),
         (ESTIMATOR.replace("np.ones(len(batch.loss_mask))", "np.ones(len(batch))"), "names", "PLG59"),
+        (REWARD.replace("    return [", "    group.samples[0].tokens[0] = 9\n    return ["), "rewards", "PLG61"),
         (
             GENERATE.replace("    return group", "    group.rollouts.popitem()\n    return group"),
             "generation",
@@ -141,6 +144,25 @@ def test_what_is_doubtful_is_a_warning(install_plugin, source, promise, told):
     finding = findings(install_plugin, source)[promise]
     assert finding.status == "warn"
     assert told in finding.found
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("os.chdir('/')", "changed the working folder"),
+        ("signal.signal(signal.SIGUSR2, signal.SIG_IGN)", "changed the handler of SIGUSR2"),
+        ("random.random()", "drew from Python's random"),
+    ],
+)
+def test_what_a_hook_changes_of_the_process_is_a_warning(install_plugin, tmp_path, monkeypatch, harm, told):
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGUSR2)
+    source = REWARD.replace("def slime", "async def slime").replace("    return [", f"    {harm}\n    return [")
+    found = findings(install_plugin, "import os, random, signal\n" + source)
+    signal.signal(signal.SIGUSR2, handler)
+    assert found["manners"].status == "warn"
+    assert f"geo.slime_reward {told}" in found["manners"].found
+    assert found["rewards"].status == "ok"
 
 
 def test_a_plugin_that_does_not_load_has_that_one_finding(install_plugin):

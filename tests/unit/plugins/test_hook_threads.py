@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from slime_core.plugins import running
-from slime_core.plugins.running import HookThreads, Late
+from slime_core.plugins import boundary
+from slime_core.plugins.boundary import HookThreads, Late
 
 pytestmark = pytest.mark.unit
 
@@ -59,18 +59,24 @@ def test_the_thread_of_a_hook_that_hangs_serves_no_other_until_it_has_ended():
 
 def test_an_error_of_a_hook_whose_caller_has_gone_is_not_reported_as_unseen():
     """Another sample of the group failed in the same moment, and this one's caller was cancelled."""
-    unseen = []
+    unseen, begun, release = [], threading.Event(), threading.Event()
 
     def fail():
+        begun.set()
+        release.wait(60)
         raise ValueError("late")
 
     async def run():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
-        work = running._Work(fail, asyncio.get_running_loop())
-        work.run()
-        await asyncio.sleep(0)
-        assert work.future.done()
-        del work
+        threads = HookThreads(limit=1)
+        task = asyncio.create_task(threads.run(fail))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        release.set()
+        assert await threads.run(lambda: 1) == 1
+        del task
         gc.collect()
 
     asyncio.run(run())
@@ -78,7 +84,7 @@ def test_an_error_of_a_hook_whose_caller_has_gone_is_not_reported_as_unseen():
 
 
 def test_a_thread_without_work_ends(monkeypatch):
-    monkeypatch.setattr(running, "IDLE", 0.01)
+    monkeypatch.setattr(boundary, "IDLE", 0.01)
 
     async def run():
         return await HookThreads().run(threading.current_thread)

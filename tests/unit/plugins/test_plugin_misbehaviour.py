@@ -58,9 +58,9 @@ EASY = [
 def test_61_a_hook_that_changes_what_it_may_only_read_is_named_with_field_and_id(
     load, generated, ctx, name, change, told
 ):
-    """Case 61: found always, because it is nearly free to find."""
+    """Case 61: where hooks are watched."""
     with pytest.raises(PluginError) as caught:
-        changing(load, generated, ctx, name, change)
+        changing(load, generated, ctx, name, change, **WATCHED)
     error = caught.value
     assert error.code == "PLG61"
     assert f"geo.{name} changed {told}" in error.what
@@ -78,10 +78,8 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize(("name", "change", "told"), HIDDEN)
-def test_61_a_change_inside_a_list_is_found_by_its_hash_where_hooks_are_watched(
-    load, generated, ctx, name, change, told
-):
-    """Case 61: in the debug mode."""
+def test_61_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name, change, told):
+    """Case 61: where hooks are watched."""
     with pytest.raises(PluginError, match="changed") as caught:
         changing(load, generated, ctx, name, change, **WATCHED)
     assert caught.value.code == "PLG61"
@@ -122,48 +120,50 @@ def test_61_an_estimator_may_not_change_the_batch_that_it_scores(load):
 
 
 HARMS = [
-    ("os.chdir('/')", "changed the working folder to /"),
-    ("locale.setlocale(locale.LC_ALL, 'C')", "changed the locale"),
+    ("os.chdir('/')", "changed the working folder from {cwd} to /"),
+    ("locale.setlocale(locale.LC_ALL, OTHER)", "changed the locale"),
+    ("resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN[0] - 1, OPEN[1]))", "changed RLIMIT_NOFILE"),
 ]
+SETUP = """
+import os, locale, resource
+OPEN = resource.getrlimit(resource.RLIMIT_NOFILE)
+OTHER = "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C"
+"""
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """What hooks may change of this process is put back."""
+    monkeypatch.chdir(tmp_path)
+    before, limit = locale.setlocale(locale.LC_ALL), resource.getrlimit(resource.RLIMIT_NOFILE)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    locale.setlocale(locale.LC_ALL, before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
-@pytest.mark.parametrize(("harm", "told"), HARMS, ids=["chdir", "locale"])
-def test_62_what_belongs_to_the_process_is_put_back_and_told(
-    load, generated, ctx, said, tmp_path, monkeypatch, harm, told, kind
+@pytest.mark.parametrize(("harm", "told"), HARMS, ids=["chdir", "locale", "limit"])
+def test_62_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watched(
+    load, generated, ctx, said, process, harm, told, kind
 ):
-    """Case 62: the working folder and the locale."""
-    monkeypatch.chdir(tmp_path)
-    before = locale.setlocale(locale.LC_ALL)
-    other = "C.UTF-8" if before == "C" else "C"
-    harm = harm.replace("'C'", repr(other))
-    plugins = load(geo="import os, locale\n" + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", kind))
-    ask(plugins, "slime_reward", generated, ctx)
-    assert os.getcwd() == str(tmp_path)
-    assert locale.setlocale(locale.LC_ALL) == before
+    """Case 62: the working folder, the locale and limits."""
+    told = told.format(cwd=os.getcwd())
+    plugins = load(geo=SETUP + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", kind))
+    ask(plugins, "slime_reward", generated, ctx, **WATCHED)
     assert len(said) == 1
     assert said[0].startswith(f"geo.slime_reward {told}")
     assert "prompt 'main/3'" in said[0]
 
 
-def test_62_a_limit_is_put_back_and_told(load, generated, ctx, said):
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    harm = f"resource.setrlimit(resource.RLIMIT_NOFILE, (8, {before[1]}))"
-    plugins = load(geo="import resource\n" + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", "async def"))
-    ask(plugins, "slime_reward", generated, ctx)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-    assert said[0].startswith(f"geo.slime_reward changed RLIMIT_NOFILE from {before[0]} to 8")
-
-
 @pytest.mark.parametrize("name", ["slime_sampling", "slime_generate"])
-def test_62_signal_handlers_are_put_back_and_told(load, generated, ctx, said, name):
+def test_62_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, generated, ctx, said, process, name):
     """Case 62: a handler can be set on the main thread, where these hooks run."""
-    before = signal.getsignal(signal.SIGTERM)
     body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {ANSWERS[name]}"
     kind = "async def" if name == "slime_generate" else "def"
     plugins = load(geo="import signal\n" + hook(name, TAKES.get(name, "group, ctx"), body, kind))
-    ask(plugins, name, generated, ctx)
-    assert signal.getsignal(signal.SIGTERM) is before
+    ask(plugins, name, generated, ctx, **WATCHED)
     assert said == [line for line in said if line.startswith(f"geo.{name} changed the handler of SIGTERM")]
     assert len(said) == 1
 
@@ -212,7 +212,6 @@ MADE = """
     from pathlib import Path
     from slime_core.errors import PluginError
     from slime_core.plugins.boundary import HookThreads, call, call_now
-    from slime_core.plugins.calls import WATCH
     from slime_core.plugins.provider import Answer, Provider
 
     def answer(fn, hook="slime_reward"):
@@ -224,35 +223,9 @@ MADE = """
 """
 
 
-@pytest.mark.parametrize("kind", ["thread", "async", "now"])
-def test_62_the_child_of_a_hook_that_forks_does_not_come_back_into_our_code(kind, tmp_path):
-    """Case 62: the parent goes on, the child ends."""
-    call = {"thread": "ask(forks)", "async": "ask(later)", "now": "call_now(answer(forks), {}, about='x')"}[kind]
-    done = in_process(
-        MADE
-        + f"""
-    def forks():
-        child = os.fork()
-        if child:
-            open({str(tmp_path / "status")!r}, "w").write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        return child and 1
-
-    async def later():
-        return forks()
-
-    value = {call}
-    print("once", value)
-    """
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "once 1\n"
-    assert (tmp_path / "status").read_text() == "70"
-    assert "a hook forked" in done.stderr
-
-
 @pytest.mark.parametrize("kind", ["async", "now"])
 def test_62_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
-    """Case 62: only a KeyboardInterrupt that the plugin raises itself is contained."""
+    """Case 62: it is no error of the hook that runs just then."""
     call = {"async": "ask(later, 30)", "now": "call_now(answer(spins), {}, about='x')"}[kind]
     done = in_process(
         MADE
@@ -275,12 +248,35 @@ def test_62_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
     assert done.stdout == "interrupted\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("slime_sampling", "def"), ("slime_generate", "async def"), ("slime_reward", "def")]
-)
-def test_62_a_keyboard_interrupt_that_a_plugin_raises_is_its_own(load, generated, ctx, name, kind):
-    """Case 62: on the main thread and on others."""
-    plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), "raise KeyboardInterrupt", kind))
+def test_62_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generated, ctx):
+    """Case 62: Ctrl-C of a person interrupts the main thread alone."""
+    plugins = load(geo=hook("slime_reward", "group, ctx", "raise KeyboardInterrupt"))
     with pytest.raises(PluginError) as caught:
-        ask(plugins, name, generated, ctx)
+        ask(plugins, "slime_reward", generated, ctx)
     assert caught.value.code == "PLG62"
+
+
+def test_62_a_child_that_a_hook_forks_may_end_itself():
+    """Case 62: a run refuses os._exit to its own process alone."""
+    done = in_process(
+        MADE
+        + """
+    from slime_cli.failure import exit_refused
+
+    def forks():
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with exit_refused():
+        print(ask(forks))
+        try:
+            ask(lambda: os._exit(0))
+        except PluginError as error:
+            print(error.code)
+    sys.stdout.flush()
+    os._exit(3)
+    """
+    )
+    assert (done.stdout, done.returncode) == ("7\nPLG62\n", 3), done.stderr

@@ -22,7 +22,7 @@ from slime_buffer.client import BufferClient
 from slime_buffer.service import models
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import DataError, StorageError
-from slime_core.plugins.running import wait_for_future
+from slime_core.plugins.boundary import wait_for_future
 
 if TYPE_CHECKING:
     from slime_core.context import Recall
