@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from slime_core.compat import listeners, owners, rollouts, shapes
+from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import HookThreads, failure
-from slime_core.plugins.compat import Modules, slime_modules
 from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.plugins.router import Functions
@@ -197,7 +197,7 @@ class FunctionsByPath(Functions):
         """The function at ``path``, checked against the signature that slime gives it, or the ``hook``'s own."""
         if (key, path) not in self._located:
             if self._modules is None:
-                self._modules = slime_modules(key)
+                self._modules = slime_modules()
             fn: Function = locate(path, key)
             self._modules.check(key, path)
             self._check(fn, key, path, hook)

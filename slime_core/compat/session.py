@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat.args import Args, flat
+from slime_core.compat.modules import Server, server
 from slime_core.errors import SlimeError
-from slime_core.plugins.compat import Server, compat
 from slime_core.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Session:
         """
         with self._lock:
             if self._server is None:
-                self._server = compat("args.sglang_router_ip").server(self._calls)
+                self._server = server("args.sglang_router_ip", self._calls)
             return self._server
 
     def close(self) -> None:

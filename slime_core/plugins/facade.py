@@ -80,11 +80,10 @@ class Plugins:
         self._functions.seen(group, ctx.config)
         answer = self._owner("slime_reward", group.prompt.task, ctx)
         judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
-        checks = self._hook_checks() if ctx.config.report.check_hooks else None
-        copy = checks.copy(group, ctx) if checks is not None else None
+        copy = self._hook_checks().copy(group, ctx) if ctx.config.report.check_hooks else None
         rewards = await judge(answer, group, ctx)
         if copy is not None:
-            checks.compare(answer, copy, rewards, await judge(answer, copy, ctx))
+            self._hook_checks().compare(answer, copy, rewards, await judge(answer, copy, ctx))
         return rewards
 
     async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:

@@ -5,17 +5,17 @@ import pytest
 from slime_compat.finder import Finder
 from slime_compat.plugin import check_modules
 from slime_compat.server import GenerateServer
-from slime_core.plugins.compat import compat
+from slime_core.compat.modules import server, slime_modules
 from slime_core.plugins.load import load_plugin
 
 pytestmark = pytest.mark.unit
 
 
 def test_the_core_finds_modules_and_server_by_name():
-    modules = compat("reward.custom_rm_path").modules()
+    modules = slime_modules()
     modules.remove()
     assert isinstance(modules, Finder)
-    assert isinstance(compat("args.sglang_router_ip").server({}), GenerateServer)
+    assert isinstance(server("args.sglang_router_ip", {}), GenerateServer)
     assert set(load_plugin("compat").answers) == {"slime_checks"}
 
 

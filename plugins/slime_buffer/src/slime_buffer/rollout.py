@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime_buffer.rules import KEY
+from slime_core.compat.modules import Server, server
 from slime_core.errors import ConfigError
-from slime_core.plugins.compat import Server, compat
 from slime_core.plugins.router import INFRA
 from slime_core.seeds import seed_of
 from slime_core.types import Group, Sample, Status
@@ -68,7 +68,7 @@ class BufferRollout:
         from slime_buffer.service import models
 
         if self._door is None:
-            self._door = compat(KEY).server({}, self._token)
+            self._door = server(KEY, {}, self._token)
         port = self._door.port(ctx)
         return None if port is None else models.EngineDoor(url=f"http://127.0.0.1:{port}", token=self._token)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime_compat.handlers import Events
 from slime_core.data.chat import decode
-from slime_core.plugins.compat import Events
 from slime_core.types import Completion, Message
 
 if TYPE_CHECKING:

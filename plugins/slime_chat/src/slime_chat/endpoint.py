@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 from slime_chat.answers import model
 from slime_chat.parsing import Parser
 from slime_chat.session import Branches, Session, parser_of
+from slime_compat.handlers import LOOPBACK, HttpError, Request
 from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
-from slime_core.plugins.compat import LOOPBACK, HttpError, Loopback, Request, compat
 from slime_core.types import Group, Sample, Status
 
 if TYPE_CHECKING:
+    from slime_compat.loopback import LoopbackServer
     from slime_core.context import Context
 
 Agent = Callable[[Session], Awaitable[Any]]
@@ -46,7 +47,7 @@ class Endpoint:
         self._secret = secrets.token_bytes(32)
         self._opened = 0
         self._sessions: dict[str, Session] = {}  # by key
-        self._server: Loopback | None = None
+        self._server: LoopbackServer | None = None
 
     @classmethod
     def of(cls, ctx: Context) -> Endpoint:
@@ -73,9 +74,11 @@ class Endpoint:
     ) -> AsyncIterator[Session]:
         """See :func:`open_session`."""
         if self._server is None or self._server.orphaned:
+            from slime_compat.loopback import LoopbackServer
+
             routes = {"POST /v1/chat/completions": self._complete, "GET /v1/models": self._models}
             routes[f"GET /v1/models/{POLICY}"] = self._model
-            self._server = compat("slime_chat").loopback(routes, asyncio.get_running_loop(), self._authorize)
+            self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
         key = self._key(self._opened)
         self._opened += 1
         url = f"http://{LOOPBACK}:{self._server.port}/v1"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from slime_compat.handlers import HttpError
 from slime_core.data.turns import CLOSE, OPEN
-from slime_core.plugins.compat import HttpError
 from slime_core.types import Message
 
 Key = tuple[Any, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
+from slime_compat.handlers import LOOPBACK
 from slime_core import Check, CheckResult, hookimpl
-from slime_core.plugins.compat import LOOPBACK
 
 slime_api = 1
 

@@ -24,10 +24,10 @@ from slime_chat.messages import bad, call_of, split_reasoning
 from slime_chat.parsing import PARSERS, Parser
 from slime_chat.samples import samples_of
 from slime_chat.tree import Node, Tree
+from slime_compat.handlers import LOOPBACK, HttpError
 from slime_core.data.chat import encode, render
 from slime_core.errors import DataError, EngineError
 from slime_core.plugins.boundary import together
-from slime_core.plugins.compat import LOOPBACK, HttpError
 from slime_core.seeds import seed_of
 from slime_core.types import Completion, GenerateRequest, Message, Sample, SamplingParams, Status
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import uvicorn
 
+from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, Request
 from slime_core.errors import SlimeError
-from slime_core.plugins.compat import LOOPBACK, Authorize, Events, Handler, HttpError, Request
 
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10

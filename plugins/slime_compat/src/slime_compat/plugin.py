@@ -12,16 +12,12 @@ from slime_compat.finder import Finder, real_slime
 from slime_core import Check, CheckResult, hookimpl
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from slime_compat.loopback import LoopbackServer
     from slime_compat.server import GenerateServer
     from slime_core.compat.session import Call
-    from slime_core.plugins.compat import Authorize, Handler
 
 
 class Compat:
-    """See `slime_core.plugins.compat.Compat`."""
+    """What `slime_core.compat.modules` asks for, beside the hooks."""
 
     slime_api = 1
 
@@ -34,14 +30,6 @@ class Compat:
         from slime_compat.server import GenerateServer
 
         return GenerateServer(calls, token)
-
-    def loopback(
-        self, routes: Mapping[str, Handler], loop: asyncio.AbstractEventLoop, authorize: Authorize
-    ) -> LoopbackServer:
-        """Serve ``routes``, ``"POST /path"`` to handlers that run on ``loop``."""
-        from slime_compat.loopback import LoopbackServer
-
-        return LoopbackServer(routes, loop, authorize)
 
     @hookimpl
     def slime_checks(self) -> list[Check]:

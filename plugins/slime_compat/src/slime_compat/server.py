@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_compat import sglang
+from slime_compat.handlers import HttpError, Request
 from slime_compat.loopback import LoopbackServer, require_token
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import HOOK_LOOP
-from slime_core.plugins.compat import HttpError, Request
 from slime_core.seeds import seed_of
 from slime_core.types import GenerateRequest
 

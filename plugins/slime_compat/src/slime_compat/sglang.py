@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_core.plugins.compat import HttpError
+from slime_compat.handlers import HttpError
 from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
