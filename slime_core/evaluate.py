@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from slime_core.clusters import build_serving
 from slime_core.clusters.machine import resolve_machine
@@ -24,10 +24,8 @@ from slime_core.evaluation.record import Evaluation, write_record
 from slime_core.evaluation.statistics import figures_of
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.dump import Dump
-from slime_core.rollout.pending import pending_group
-from slime_core.rollout.rewards import note_reward, unjudged
-from slime_core.rollout.score import check_group, issued_ids
-from slime_core.rollout.supply import evaluation_params
+from slime_core.rollout.groups import check_group, evaluation_params, issued_ids, pending_group
+from slime_core.rollout.score import note_reward, unjudged
 from slime_core.types import Group
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from slime_core.report import Report
 
     Hold = Callable[[], AbstractAsyncContextManager[Engine]]
-
-T = TypeVar("T")
 
 
 class Evaluator:
@@ -142,7 +138,7 @@ class Evaluations:
 
     def __init__(self, evaluator: Evaluator, hold: Hold | None = None) -> None:
         self._evaluator, self._hold = evaluator, hold
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # the one that is under way
         self._version = 0
         self.seconds = 0.0  # the longest beside training so far
 
@@ -154,7 +150,7 @@ class Evaluations:
     @property
     def unfinished(self) -> int | None:
         """The version whose evaluation is under way."""
-        return None if self._task is None else self._version
+        return None if self.task is None else self._version
 
     async def run(self, version: int) -> bool:
         """Evaluate what is served, in place."""
@@ -168,7 +164,7 @@ class Evaluations:
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._hold())
             self._version, held = version, stack.pop_all()
-        self._task = asyncio.create_task(self._beside(version, engine, held), name=f"slime-evaluation-{version}")
+        self.task = asyncio.create_task(self._beside(version, engine, held), name=f"slime-evaluation-{version}")
 
     async def _beside(self, version: int, engine: Engine, held: AsyncExitStack) -> None:
         start = time.monotonic()
@@ -178,32 +174,14 @@ class Evaluations:
 
     def look(self) -> None:
         """Raise what the one that is under way ran into; forget one that is over."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
+        if self.task is not None and self.task.done():
+            task, self.task = self.task, None
             task.result()
-
-    async def beside(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The answer of ``work``; raises at once what an evaluation runs into meanwhile."""
-        waiting = asyncio.ensure_future(work())
-        try:
-            while not waiting.done():
-                tasks = {waiting} if self._task is None else {waiting, self._task}
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                self.look()
-            return waiting.result()
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():  # in this very moment: what it took out is not lost
-                return waiting.result()
-            raise
-        finally:
-            if not waiting.done():
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
 
     async def settle(self) -> None:
         """Wait for the one that is under way; raises what it ran into."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        if self.task is not None:
+            await asyncio.wait([self.task])
             self.look()
 
     async def __aenter__(self) -> Self:
@@ -212,7 +190,7 @@ class Evaluations:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        task, self._task = self._task, None
+        task, self.task = self.task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

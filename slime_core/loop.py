@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.rollout.supply import Supply
+    from slime_core.rollout.groups import Supply
 
 
 BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
@@ -127,8 +127,8 @@ async def run_stage(
             clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
                 recorded = positions(await parts.ledger.composition(version + 1))
-                taken = partial(collector.take, rollout.rollout_batch_size, recorded)
-                groups = await progress.stop.unless(evaluations.beside(taken))
+                taken = collector.take(rollout.rollout_batch_size, recorded)
+                groups = await progress.stop.unless(taken, evaluations)
             if groups is None:
                 return await progress.preempt(collector)
             if stage.dump.saves:
@@ -141,7 +141,7 @@ async def run_stage(
             last = progress.step == rollout.num_rollout
             progress.eval_due = last or bool(interval and progress.step % interval == 0)
             with clock.part("rollout"):
-                drained = await evaluations.beside(partial(stage.drained, progress.stop))
+                drained = await stage.drained(progress.stop)
             if not drained:
                 return await progress.preempt()  # groups of the old weights are under way: made again later
             evaluations.look()

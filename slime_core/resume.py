@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.rollout.supply import Supply
+    from slime_core.rollout.groups import Supply
 
 T = TypeVar("T")
 
@@ -54,14 +54,24 @@ class Stop:
         self.reason = self.reason or reason
         self._asked.set()
 
-    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The answer of ``work``; None where the run was asked to stop first and cancelling ``work`` ended it."""
-        if self.reason:
+    async def unless(
+        self, work: Coroutine[Any, Any, T], evaluations: Evaluations | None = None, *, heeded: bool = True
+    ) -> T | None:
+        """The answer of ``work``; None where the run was asked to stop first and cancelling ``work`` ended it.
+
+        Raises at once what one of the ``evaluations`` runs into meanwhile. Not ``heeded``, the flag is not looked at.
+        """
+        if heeded and self.reason:
             work.close()
             return None
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            while not task.done() and not (heeded and asked.done()):
+                evaluation = evaluations.task if evaluations is not None else None
+                others = {other for other in (asked if heeded else None, evaluation) if other is not None}
+                await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+                if evaluations is not None and evaluation is not None:
+                    evaluations.look()
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task])  # what it has by now is not lost: groups that were handed over

@@ -14,9 +14,9 @@ from slime_core.context import Context
 from slime_core.data.source import DataSource, open_source
 from slime_core.evaluate import Evaluations, Evaluator, holder
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
-from slime_core.rollout.collect import Collector
+from slime_core.rollout.collector import Collector
 from slime_core.rollout.dump import Dump, DumpedGroups
-from slime_core.rollout.supply import training_params
+from slime_core.rollout.groups import training_params
 from slime_core.types import Group, StepReport
 from slime_core.weights.update import Canary, sync_weights
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Parts
     from slime_core.report import Report
     from slime_core.resume import Progress, Stop
-    from slime_core.rollout.supply import Supply
+    from slime_core.rollout.groups import Supply
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +66,11 @@ class Stage:
 
     async def drained(self, stop: Stop) -> bool:
         """In lockstep, wait for what the old weights generate; False where the run was asked to stop first."""
-        if self.config.rollout.async_schedule != "lockstep":
+        rollout = self.config.rollout
+        if rollout.async_schedule != "lockstep":
             return True
-        done = self.collector.drain()  # at once where nothing runs ahead
-        return bool(await (stop.unless(done) if self.config.rollout.max_staleness else done))
+        drained = self.collector.drain()  # at once where nothing runs ahead
+        return bool(await stop.unless(drained, self.evaluations, heeded=rollout.max_staleness > 0))
 
     async def keep(self, version: int, groups: list[Group]) -> None:
         """Dump the groups of the step that makes ``version``."""

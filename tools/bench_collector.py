@@ -27,8 +27,8 @@ from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import Plugins, load_plugins
-from slime_core.rollout.collect import Collector
-from slime_core.rollout.supply import training_params
+from slime_core.rollout.collector import Collector
+from slime_core.rollout.groups import training_params
 from slime_core.testing.fakes import CharTokenizer
 from slime_core.types import Completion, GenerateRequest, Prompt
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import slime_core
 from slime_cli.main import main as slime
-from slime_core.rollout.collect import Collector
+from slime_core.rollout.collector import Collector
 from slime_core.trainers.threaded import WorkerTrainer
 
 CORE = str(Path(slime_core.__file__).parent) + "/"

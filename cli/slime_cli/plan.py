@@ -113,7 +113,7 @@ def stage_context(config: Config, tokenizer: Any) -> Context:
     """What the data source and plugins may see before anything runs."""
     from slime_core.config.load import stage_name
     from slime_core.context import Context
-    from slime_core.rollout.supply import training_params
+    from slime_core.rollout.groups import training_params
 
     return Context(config=config, tokenizer=tokenizer, sampling=training_params(config), stage=stage_name(config))
 

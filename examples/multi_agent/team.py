@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from slime_core import Context, Group, Reward, Sample
 from slime_core.data.chat import encode, render
 from slime_core.evaluation.questions import ANSWER, final_answer
-from slime_core.rollout.pending import sibling
+from slime_core.rollout.groups import sibling
 
 SOLVERS, REWRITERS = 3, 2  # of a team, each at the same time
 TOGETHER, APART = 1.2, 0.8  # what an agent's right answer is worth where the team is right, and where it is not

@@ -29,7 +29,7 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger import segments
 from slime_core.ledger.codec import decode, encode
-from slime_core.rollout.supply import Counts
+from slime_core.rollout.groups import Counts
 from slime_core.types import ArrayRef, Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -135,19 +135,11 @@ class Dump:
         self._run_dir, self._note = run_dir, note
         self._save = Path(rollout.save_debug_rollout_data) if rollout.save_debug_rollout_data else None
         self._load = Path(rollout.load_debug_rollout_data) if rollout.load_debug_rollout_data else None
+        self.saves = self._save is not None  # whether steps are written
+        self.loads = self._load is not None  # whether rollouts come from files
         self._arrays: segments.Segments | None = None
         if self._save is not None:
             _check_own(self._save, run_dir)
-
-    @property
-    def saves(self) -> bool:
-        """Whether steps are written."""
-        return self._save is not None
-
-    @property
-    def loads(self) -> bool:
-        """Whether rollouts come from files."""
-        return self._load is not None
 
     def write(self, version: int, stage: str, groups: Sequence[Group]) -> None:
         """Keep what the step that makes ``version`` trains on.

@@ -1,33 +1,47 @@
-"""A generated group in; out what of it trains, and what is dropped with its reason.
+"""A generated group is judged: what of it trains on which reward, and what is dropped with its reason.
 
-    check: lengths agree, ids are in the vocabulary, log-probs are finite; else an error that names the sample
     sample_done -> reward -> unfit samples leave -> rewards are shaped -> equal rewards? -> filters
 
 A reward is a score, a failed candidate (a score too) or an infrastructure error. The last is never trained on.
+The number that trains on a sample is shaped from what the reward said:
+
+    terms   reward.reward_weights, each normalised in its group first with reward.reward_terms_normalize
+    value   where no weights are set
+    + overlong punishment (reward.overlong_buffer_len), in training only
+
+A sample's ``metadata`` keeps the raw terms (``reward_terms``) and, where it is another, the reward before the
+punishment (``raw_reward``).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime_core.errors import EngineError, PluginError, TrainerError
-from slime_core.rollout.rewards import KIND, note_reward, shape_rewards, unjudged
+import numpy as np
+
+from slime_core.algo.shaping import soft_overlong, weighed
+from slime_core.errors import PluginError, TrainerError
 from slime_core.types import Drop, Group, Reward, Sample, Status
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config, RewardSection
     from slime_core.context import Context
     from slime_core.plugins import Plugins
 
-SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 FAILED = "failed"  # a generate function gave up on the sample
 EMPTY = "empty"  # no response token
 INFRA = "infra_error"  # the reward could not judge
 PLUGIN = "plugin_error"  # a hook raised, and `rollout.on_plugin_error` drops its group
 EQUAL = "equal_rewards"  # dynamic sampling: nothing to compare
+
+OVERLONG = "overlong"
+TERMS = "reward_terms"
+RAW = "raw_reward"
+KIND, REASON = "reward_kind", "reward_reason"
+REASONS_SHOWN, LONGEST = 3, 300  # reasons, and characters of one
 
 
 @dataclass(slots=True)
@@ -36,82 +50,6 @@ class Scored:
 
     group: Group | None
     drops: list[tuple[list[Sample], Drop]] = field(default_factory=list)
-
-
-def issued_ids(group: Group) -> dict[int, str]:
-    """Rollout id to sample id of a pending group; taken before plugins may change the group in place."""
-    return {rollout: group.samples[indices[0]].id for rollout, indices in group.rollouts.items()}
-
-
-def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> None:
-    """Check every sample and the rollout table of a group, and name fan-out siblings after the sample issued for them.
-
-    ``issued`` is :func:`issued_ids` of the group as it was handed out.
-
-    Raises:
-        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit.
-    """
-    members = sorted(i for indices in group.rollouts.values() for i in indices)
-    if members != list(range(len(group.samples))):
-        raise EngineError(
-            f"the rollouts of group {group.id} name samples {members}, the group has {len(group.samples)}",
-            code="ENG82",
-            where=f"group {group.id}",
-            fix="every sample belongs to exactly one rollout id of Group.rollouts",
-        )
-    if set(group.rollouts) != set(issued):
-        raise EngineError(
-            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued)}",
-            code="ENG82",
-            where=f"group {group.id}",
-            fix="keep every rollout id; a rollout that failed keeps its sample with status FAILED",
-        )
-    for rollout, indices in group.rollouts.items():
-        for k, index in enumerate(indices):
-            sample = group.samples[index]
-            sample.id = f"{issued[rollout]}.{k}" if k else issued[rollout]
-            sample.rollout_id, sample.group_index, sample.task = rollout, group.prompt.position, group.prompt.task
-            _check_sample(sample, vocab_size)
-
-
-def _check_sample(sample: Sample, vocab_size: int) -> None:
-    count = sample.response_length
-    if sample.loss_mask is None:
-        sample.loss_mask = [1] * count
-    if not sample.weight_versions:
-        sample.weight_versions = [-1] * count
-    lengths = {"loss_mask": len(sample.loss_mask), "weight_versions": len(sample.weight_versions)}
-    if sample.rollout_log_probs is not None:
-        lengths["rollout_log_probs"] = len(sample.rollout_log_probs)
-    wrong = {name: length for name, length in lengths.items() if length != count}
-    if wrong or not 0 <= count <= len(sample.tokens):
-        raise EngineError(
-            f"sample {sample.id} has {len(sample.tokens)} tokens, response_length {count}, and {wrong}",
-            code="ENG79",
-            where=f"sample {sample.id}",
-            why="loss_mask, rollout_log_probs and weight_versions have one entry a response token",
-            fix="add turns with sample.append_response(tokens, log_probs, mask)",
-        )
-    if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < vocab_size:
-        outside = next(token for token in sample.tokens if not 0 <= token < vocab_size)
-        raise EngineError(
-            f"sample {sample.id} holds token id {outside}, outside the vocabulary of {vocab_size}",
-            code="TOK44",
-            where=f"sample {sample.id}",
-            fix="use the model's own tokenizer; nothing may be re-encoded",
-        )
-    log_probs = sample.rollout_log_probs
-    if log_probs and (not math.isfinite(sum(log_probs)) or max(log_probs) > SLACK):  # NaN and inf stay in a sum
-        for position, value in enumerate(log_probs):
-            if not math.isfinite(value) or value > SLACK:
-                raise EngineError(
-                    f"sample {sample.id} has log-prob {value} at response token {position}",
-                    code="ENG80",
-                    where=f"sample {sample.id}",
-                    why="a log-prob is finite and not above 0",
-                )
-    if sample.loss_mask.count(0) + sample.loss_mask.count(1) != count:
-        raise EngineError(f"sample {sample.id} has a loss_mask entry other than 0 and 1", code="ENG79")
 
 
 async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
@@ -147,26 +85,120 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
     return Scored(group=kept, drops=drops)
 
 
-async def rolled_out(groups: list[Group], plugins: Plugins, ctx: Context) -> list[Group]:
-    """The groups as `slime_rollout` made them; none where it failed and `rollout.on_plugin_error` drops them all.
-
-    Raises:
-        PluginError: it failed, and the run ends with it.
-    """
-    try:
-        return await plugins.rollout(groups, ctx)
-    except PluginError as error:
-        if plugins.ends_run(error, ctx.config):
-            raise
-        return []
-
-
 def _unfit(sample: Sample, reward: Reward) -> str:
     if reward.kind == "infra_error":
         return INFRA
     if sample.status in (Status.FAILED, Status.ABORTED):
         return FAILED if sample.status == Status.FAILED else "aborted"
     return EMPTY if sample.response_length == 0 else ""
+
+
+def unjudged(samples: Iterable[Sample]) -> str:
+    """Why samples could not be judged, the most frequent reason first; "" where all were.
+
+    Example:
+        unjudged([sample])    # "remote_rm: no answer in 30 s (1 time)"
+    """
+    broken = [sample.metadata for sample in samples if sample.metadata.get(KIND) == "infra_error"]
+    told = Counter(str(metadata.get(REASON) or "no reason given")[:LONGEST] for metadata in broken)
+    shown = [f"{why} ({count} time{'s' if count > 1 else ''})" for why, count in told.most_common(REASONS_SHOWN)]
+    more = len(told) - len(shown)
+    return "; ".join(shown) + (f"; and {more} other reasons" if more > 0 else "")
+
+
+def note_reward(sample: Sample, reward: Reward, config: Config, *, evaluation: bool = False) -> None:
+    """Keep what the reward said: the raw weighed value as ``sample.reward``, terms, kind and reason in metadata.
+
+    Raises:
+        PluginError: PLG57 terms that are not those of ``reward.reward_weights``, or one that is named "overlong"
+            while overlong responses are punished.
+    """
+    section = config.reward
+    if reward.kind != "infra_error":
+        _check_terms(sample, reward, section, evaluation)
+    sample.reward = reward.value
+    if section.reward_weights and reward.kind != "infra_error":
+        sample.reward = sum(weight * reward.terms[name] for name, weight in section.reward_weights.items())
+    if reward.terms:
+        sample.metadata[TERMS] = dict(reward.terms)
+    if reward.kind != "score":
+        sample.metadata[KIND] = reward.kind
+    if reward.reason:
+        sample.metadata[REASON] = reward.reason
+
+
+def shape_rewards(group: Group, config: Config) -> list[float]:
+    """Set the rewards that train on a group's judged samples; the answer is each reward before the punishment.
+
+    Truncated samples are taken out of the loss here (``reward.mask_truncated``); they stay in the group's statistics.
+    """
+    section = config.reward
+    values = _weighed(group, section)
+    for sample, value in zip(group.samples, values, strict=True):
+        sample.reward = value
+        if section.mask_truncated and sample.status is Status.TRUNCATED:
+            sample.remove_sample = True
+    if section.overlong_buffer_len and section.overlong_penalty_factor:
+        _punish(group.samples, config)
+    return values
+
+
+def _weighed(group: Group, section: RewardSection) -> list[float]:
+    weights = section.reward_weights
+    if not (weights and section.reward_terms_normalize):
+        return [float(sample.reward) for sample in group.samples]  # type: ignore[arg-type]
+    rollout = {index: name for name, indices in group.rollouts.items() for index in indices}
+    terms = [[sample.metadata[TERMS][name] for sample in group.samples] for name in weights]
+    total = weighed(
+        np.array(terms, dtype=np.float64),
+        np.array(list(weights.values()), dtype=np.float64),
+        np.array([rollout[index] for index in range(len(group.samples))], dtype=np.int64),
+        normalize=True,
+    )
+    return [float(value) for value in total]
+
+
+def _punish(samples: Sequence[Sample], config: Config) -> None:
+    section = config.reward
+    lost = soft_overlong(
+        np.array([sample.response_length for sample in samples], dtype=np.int64),
+        config.rollout.rollout_max_response_len,
+        section.overlong_buffer_len,
+        section.overlong_penalty_factor,
+    )
+    for sample, loss in zip(samples, lost, strict=True):
+        before = float(sample.reward)  # type: ignore[arg-type]
+        sample.metadata[TERMS] = {**sample.metadata.get(TERMS, {}), OVERLONG: float(loss)}
+        sample.metadata[RAW] = before
+        sample.reward = before + float(loss)
+
+
+def _check_terms(sample: Sample, reward: Reward, section: RewardSection, evaluation: bool) -> None:
+    wanted: Mapping[str, float] = section.reward_weights
+    seen = ", ".join(sorted(reward.terms)) or "none"
+    where = f"sample {sample.id}"
+    if OVERLONG in reward.terms and section.overlong_buffer_len and not evaluation:
+        raise PluginError(
+            f"the reward of sample {sample.id} has a term named '{OVERLONG}'",
+            code="PLG57",
+            where=where,
+            why="the core's own punishment (reward.overlong_buffer_len) is reported under that name",
+            fix="rename the term, or set overlong_buffer_len to 0",
+        )
+    missing = sorted(set(wanted) - set(reward.terms))
+    unknown = sorted(set(reward.terms) - set(wanted)) if wanted else []
+    if not missing and not unknown:
+        return
+    told = [f"lacks {', '.join(missing)}"] if missing else []
+    told += [f"has {', '.join(unknown)}, which have no weight"] if unknown else []
+    raise PluginError(
+        f"the reward of sample {sample.id} {' and '.join(told)}",
+        code="PLG57",
+        where=where,
+        why=f"its terms are {seen} (kind {reward.kind}), reward.reward_weights names {', '.join(sorted(wanted))}",
+        fix="answer Reward(value=..., terms={...}) with every weighed term, of failed candidates too; "
+        "give terms that are only reported the weight 0",
+    )
 
 
 MANY_BATCHES = 3
@@ -179,7 +211,7 @@ FIX = (
 )
 
 
-class Streak:
+class DropLimit:
     """Dropped groups in a row (``rollout.max_dropped_groups``, 0 is no limit), and in a step."""
 
     def __init__(self, limit: int, batch: int, note: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""How old a group may be when it trains: which groups a free step takes, when it waits, and what has grown too old.
+"""Staleness of groups: which ones a free step takes, when it waits, what is too stale to train, and the figures of it.
 
 A group that version ``u`` began (the lowest version among its trainable tokens) may train in the steps up to version
 ``u + max_staleness``. Pure functions of numbers; the collector acts on the answers.
@@ -11,25 +11,32 @@ the version in training, so taking the oldest always fits: waiting ends when tho
 **restart, drop**: a step takes the oldest groups that are finished. What is then left and could not train at the next
 version is begun again, or dropped. **mask**: it goes on, and its tokens that are too old leave the loss when it is
 taken; only a group without any token young enough is dropped.
+
+A run that drops stale groups drops long responses first, so the figures are told by response length: a reward curve
+that rises because long answers are gone should be seen to.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Literal
 
-from slime_core.report.staleness import stale_metrics, staleness_metrics, trained_versions
 from slime_core.types import Group, Sample
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.rollout.surplus import Flight
+    from slime_core.rollout.groups import InFlight
     from slime_core.types import Completion
 
 STALE, RESTARTED = "stale", "restarted"
 """Reasons of samples that were dropped because of their age: for good, or because their group began again."""
+
+FIRST_BUCKET = 64  # tokens; every further one is twice as long
+KINDS = ("dropped", "restarted", "masked")
+"""What may become of samples that are too old: for each kind their lengths are counted."""
 
 Policy = Literal["wait", "restart", "mask", "drop"]
 
@@ -44,12 +51,6 @@ class Bound:
 
     def __init__(self, most: int, batch: int, policy: Policy = "wait") -> None:
         self.most, self.batch, self.policy = most, batch, policy
-
-    @classmethod
-    def of(cls, config: Config) -> Bound:
-        """The bound that a stage's config asks for."""
-        rollout = config.rollout
-        return cls(rollout.max_staleness, rollout.rollout_batch_size, rollout.stale_policy)
 
     def oldest(self, version: int) -> int:
         """The oldest weights whose tokens may train at ``version``."""
@@ -118,20 +119,20 @@ def mask_older(samples: Sequence[Sample]) -> None:
         mask_stale([sample], max(sample.weight_versions, default=-1))
 
 
-class Ageing:
+class Staleness:
     """One stage's groups, by position. ``restarts`` says what becomes of those that are too old.
 
     Example:
-        age = Ageing(config)
-        age.kept(7, group, version=3)                       # it is finished
-        positions = age.ready({7: group}, flying, 4)        # None: wait
-        age.took([group], 4)
-        metrics = age.pop_metrics()
+        staleness = Staleness(config)
+        staleness.kept(7, group, version=3)                       # it is finished
+        positions = staleness.ready({7: group}, flying, 4)        # None: wait
+        staleness.took([group], 4)
+        metrics = staleness.pop_metrics(())
     """
 
     def __init__(self, config: Config) -> None:
         rollout = config.rollout
-        self.bound = Bound.of(config)
+        self.bound = Bound(rollout.max_staleness, rollout.rollout_batch_size, rollout.stale_policy)
         self.restarts = rollout.stale_policy == "restart"
         self._ahead = rollout.max_staleness > 0
         self._free = self._ahead and rollout.async_schedule == "free"
@@ -147,12 +148,12 @@ class Ageing:
         """A group is finished; ``version`` stands where no model made a token."""
         self._began[position], self._newest[position] = began(group, version), newest(group, version)
 
-    def ready(self, kept: Iterable[int], flying: Mapping[int, Flight], version: int) -> list[int] | None:
+    def ready(self, kept: Iterable[int], flying: Mapping[int, InFlight], version: int) -> list[int] | None:
         """The positions of a free step's groups, None where it must wait."""
         finished = {position: self._began[position] for position in kept}
         return self.bound.ready(finished, {p: flight.version for p, flight in flying.items()}, version)
 
-    def overdue(self, kept: Iterable[int], flying: Mapping[int, Flight], version: int) -> list[int]:
+    def overdue(self, kept: Iterable[int], flying: Mapping[int, InFlight], version: int) -> list[int]:
         """Positions of what can no longer train at ``version`` or later; those that are being given up left out."""
         if not self._free:
             return []
@@ -162,7 +163,7 @@ class Ageing:
         ages |= {position: flight.version for position, flight in flying.items() if not flight.stale}
         return self.bound.overdue(ages, version)
 
-    def give_up(self, flight: Flight, parts: Sequence[Completion]) -> None:
+    def give_up(self, flight: InFlight, parts: Sequence[Completion]) -> None:
         """Count a group that is begun again or dropped; ``parts`` is what its aborted requests had."""
         made = {part.id: len(part.tokens) for part in parts}
         kind = "restarted" if self.restarts else "dropped"
@@ -185,14 +186,14 @@ class Ageing:
         self._metrics |= staleness_metrics(groups, version, self.bound.most)
         self._waited += waited
 
-    def watch(self, flying: Iterable[Flight]) -> None:
+    def watch(self, flying: Iterable[InFlight]) -> None:
         """Whether the engine has work: anything in flight that is not finished."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle += now - self._idle_since
         self._idle_since = None if any(not flight.generated for flight in flying) else now
 
-    def pop_metrics(self, flying: Iterable[Flight]) -> dict[str, float]:
+    def pop_metrics(self, flying: Iterable[InFlight]) -> dict[str, float]:
         """The figures since the last call; nothing in a run that is never ahead."""
         if not self._ahead:
             return {}
@@ -206,3 +207,83 @@ class Ageing:
 
 def _lengths(samples: Iterable[Sample]) -> list[int]:
     return [sample.response_length for sample in samples]
+
+
+def trained_versions(sample: Sample) -> set[int]:
+    """The versions that made a sample's trainable tokens."""
+    return set(trained_tokens(sample))
+
+
+def trained_tokens(sample: Sample) -> dict[int, int]:
+    """How many of a sample's trainable tokens each version made."""
+    versions, mask = sample.weight_versions, sample.loss_mask
+    if sample.remove_sample or not versions:
+        return {}
+    if len(only := set(versions)) == 1:  # as it is but for updates in flight: a tenth of the time
+        found = {only.pop(): len(versions) if mask is None else len(mask) - mask.count(0)}
+    else:
+        found = dict(Counter(versions if mask is None else compress(versions, mask)))
+    return {version: count for version, count in found.items() if version >= 0 and count}
+
+
+def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[str, float]:
+    """``staleness/mean min max`` of groups, ``staleness/N`` and ``staleness/tokens/N``: shares by age N.
+
+    The age of a group is ``version`` minus the lowest version among its trainable tokens, 0 where no model made one.
+    ``most`` is the bound: there is a share for each age up to it, and for older ones where there are any.
+    """
+    if not groups:
+        return {}
+    ages, tokens = [], Counter[int]()
+    for group in groups:
+        made = [trained_tokens(sample) for sample in group.samples]
+        ages.append(version - min(chain.from_iterable(made), default=version))
+        for of_sample in made:
+            tokens.update({version - v: count for v, count in of_sample.items()})
+    metrics = {
+        "staleness/mean": sum(ages) / len(ages),
+        "staleness/min": float(min(ages)),
+        "staleness/max": float(max(ages)),
+    }
+    highest = max([most, *ages, *tokens])
+    metrics |= {f"staleness/{age}": share for age, share in _shares(Counter(ages), highest)}
+    return metrics | {f"staleness/tokens/{age}": share for age, share in _shares(tokens, highest)}
+
+
+def stale_metrics(stale: Mapping[str, Sequence[int]], trained: Sequence[int]) -> dict[str, float]:
+    """Samples that were too old, by kind and by response length; nothing where there are none.
+
+    ``stale/KIND`` counts them and ``stale/KIND_rate`` is their share; ``stale/KIND/len_A_B`` and
+    ``stale/KIND_rate/len_A_B`` likewise of those with at least A and fewer than B tokens when they were given up. A
+    share is of those given up and those that ``trained``; masked ones are among these.
+
+    Args:
+        stale: response lengths of the samples, by kind (`KINDS`).
+        trained: response lengths of the samples that trained in the step.
+    """
+    metrics: dict[str, float] = {}
+    of = Counter(map(bucket, trained))
+    for kind in KINDS:
+        lengths = stale.get(kind, ())
+        if not lengths:
+            continue
+        extra = 0 if kind == "masked" else 1
+        metrics[f"stale/{kind}"] = float(len(lengths))
+        metrics[f"stale/{kind}_rate"] = len(lengths) / (len(trained) + extra * len(lengths))
+        for name, count in sorted(Counter(map(bucket, lengths)).items()):
+            metrics[f"stale/{kind}/{name}"] = float(count)
+            metrics[f"stale/{kind}_rate/{name}"] = count / (of[name] + extra * count)
+    return metrics
+
+
+def bucket(length: int) -> str:
+    """``len_0_64``, ``len_64_128``, ``len_128_256``, ... for a response of ``length`` tokens."""
+    low, high = 0, FIRST_BUCKET
+    while length >= high:
+        low, high = high, 2 * high
+    return f"len_{low}_{high}"
+
+
+def _shares(ages: Counter[int], highest: int) -> Iterable[tuple[int, float]]:
+    total = max(ages.total(), 1)
+    return [(age, ages[age] / total) for age in range(highest + 1)]

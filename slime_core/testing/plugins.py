@@ -32,8 +32,7 @@ from slime_core.plugins.assemble import connect, load_plugins, option_models
 from slime_core.plugins.boundary import call_now
 from slime_core.plugins.load import Loaded, load_plugin, options_model
 from slime_core.protocols import Check
-from slime_core.rollout.pending import pending_group
-from slime_core.rollout.supply import training_params
+from slime_core.rollout.groups import pending_group, training_params
 from slime_core.testing.fakes import CharTokenizer, ChatTokenizer, FakeEngine
 from slime_core.types import Batch, Group, Prompt, Status
 

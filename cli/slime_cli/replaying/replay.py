@@ -27,7 +27,7 @@ from slime_core.loop import Clock, train_on
 from slime_core.report import Report
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.rundir import RunDir
-from slime_core.rollout.staleness import Ageing
+from slime_core.rollout.staleness import Staleness
 from slime_core.seeds import set_generators
 from slime_core.types import Group
 
@@ -187,7 +187,7 @@ class _Making:
         last = version == answer.step
         members = self._recorded.members(version)
         groups = groups_of(members, self._recorded.samples(members))
-        age = Ageing(stage)
+        age = Staleness(stage)
         age.took(groups, version - 1)  # what was too old to train then is masked again
         for group in groups:
             self._plugins.seen(group, stage)

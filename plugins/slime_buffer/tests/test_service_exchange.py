@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.router import INFRA
 from slime_core.protocols import Recalled
-from slime_core.rollout.pending import pending_group
+from slime_core.rollout.groups import pending_group
 from slime_core.types import Prompt, Reward, SamplingParams, Status
 
 pytestmark = pytest.mark.unit

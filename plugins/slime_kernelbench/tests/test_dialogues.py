@@ -9,8 +9,8 @@ from speakers import speaker
 
 from slime_core import DataError, EngineError, Status
 from slime_core.plugins.answers import to_rewards
-from slime_core.rollout.rewards import note_reward
-from slime_core.rollout.score import check_group, issued_ids
+from slime_core.rollout.groups import check_group, issued_ids
+from slime_core.rollout.score import note_reward
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.dialogue.scoring import score_group, so_far
 from slime_kernelbench.dialogue.turns import generate_group, succeeded

@@ -8,7 +8,7 @@ from slime_core.config.load import load_config
 from slime_core.config.rollout_rules import notices
 from slime_core.config.schema import Config, EvalSection, EvalTask
 from slime_core.errors import ConfigError
-from slime_core.rollout.supply import evaluation_params
+from slime_core.rollout.groups import evaluation_params
 
 pytestmark = pytest.mark.unit
 

@@ -345,6 +345,6 @@ def test_what_was_taken_in_the_moment_of_a_stop_is_not_lost():
             stop.ask("SIGTERM")
             return ["groups"]
 
-        return await stop.unless(Evaluations(None, None).beside(take))
+        return await stop.unless(take(), Evaluations(None, None))
 
     assert asyncio.run(run()) == ["groups"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.report.staleness import bucket, stale_metrics, staleness_metrics, trained_versions
+from slime_core.rollout.staleness import bucket, stale_metrics, staleness_metrics, trained_versions
 from slime_core.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.unit

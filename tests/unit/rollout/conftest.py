@@ -9,8 +9,8 @@ from durability.memory_ledger import MemoryLedger
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.plugins import load_plugins
-from slime_core.rollout.collect import Collector
-from slime_core.rollout.supply import training_params
+from slime_core.rollout.collector import Collector
+from slime_core.rollout.groups import training_params
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Prompt, WeightUpdate
 

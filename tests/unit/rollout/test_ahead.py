@@ -15,12 +15,10 @@ from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
-from slime_core.report.staleness import trained_versions
 from slime_core.resume import positions
-from slime_core.rollout.collect import Collector
-from slime_core.rollout.staleness import Ageing
-from slime_core.rollout.supply import training_params
-from slime_core.rollout.surplus import Flight
+from slime_core.rollout.collector import Collector
+from slime_core.rollout.groups import InFlight, training_params
+from slime_core.rollout.staleness import Staleness, trained_versions
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Completion, Prompt, Sample, WeightUpdate
@@ -262,11 +260,11 @@ def test_what_is_dropped_on_its_way_is_stopped_on_the_engine_and_its_tokens_so_f
     assert {ran.ledger.rows[name].reason for name in stopped} == {"stale"}
     assert "aborted" not in sys.modules["judge_plugin_module"].judged
 
-    age = Ageing(load_config(None, ["--max-staleness", "1", "--no-colocate", "--async-schedule", "free"]))
+    age = Staleness(load_config(None, ["--max-staleness", "1", "--no-colocate", "--async-schedule", "free"]))
     sample = Sample(id="a-0", tokens=[1])
     sample.append_response([5] * 60, log_probs=[-1.0] * 60)
     part = Completion(id="a-0", tokens=[5] * 70, log_probs=[], plain_log_probs=[], finish="abort", versions=[])
-    age.give_up(Flight(0, [sample], 0), [part])
+    age.give_up(InFlight(Prompt(id="main/0"), [sample], 0), [part])
     metrics = age.pop_metrics(())
     assert (metrics["stale/dropped"], metrics["stale/dropped/len_128_256"]) == (1.0, 1.0)
 

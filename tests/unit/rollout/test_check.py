@@ -7,8 +7,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.errors import EngineError
-from slime_core.rollout.pending import pending_group
-from slime_core.rollout.score import check_group, issued_ids
+from slime_core.rollout.groups import check_group, issued_ids, pending_group
 from slime_core.types import Group, Prompt, Sample, Status
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from zlib import crc32
 import pytest
 
 from slime_core.errors import TrainerError
-from slime_core.rollout.score import Streak
+from slime_core.rollout.score import DropLimit
 from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Sample
 
@@ -155,7 +155,7 @@ def _dropped(streak, position, reward=0.0):
 
 
 def test_a_row_is_counted_in_prompt_order_whichever_verdict_came_first():
-    streak = Streak(3, 1, lambda text: None)
+    streak = DropLimit(3, 1, lambda text: None)
     for position in range(10):
         streak.issued(position + 4)
     _dropped(streak, 5)
@@ -169,7 +169,7 @@ def test_a_row_is_counted_in_prompt_order_whichever_verdict_came_first():
 
 
 def test_groups_that_were_not_needed_neither_count_nor_break_a_row():
-    streak = Streak(2, 9, lambda text: None)
+    streak = DropLimit(2, 9, lambda text: None)
     streak.issued(0)
     _dropped(streak, 0)
     streak.left_out(1)
@@ -178,7 +178,7 @@ def test_groups_that_were_not_needed_neither_count_nor_break_a_row():
 
 
 def test_no_limit_is_no_error():
-    streak = Streak(0, 1, lambda text: None)
+    streak = DropLimit(0, 1, lambda text: None)
     streak.issued(0)
     for position in range(50):
         _dropped(streak, position)
@@ -186,7 +186,7 @@ def test_no_limit_is_no_error():
 
 def test_only_a_few_rewards_are_shown():
     told = []
-    streak = Streak(0, 3, told.append)
+    streak = DropLimit(0, 3, told.append)
     streak.issued(0)
     for position in range(9):
         _dropped(streak, position, reward=float(position))
@@ -195,7 +195,7 @@ def test_only_a_few_rewards_are_shown():
 
 def test_what_could_not_be_judged_is_told_with_its_reason_and_again_when_it_goes_on():
     told = []
-    streak = Streak(0, 1, told.append)
+    streak = DropLimit(0, 1, told.append)
     streak.issued(0)
     broken = {"reward_kind": "infra_error", "reward_reason": "remote_rm: connection refused"}
     for position in range(13):
@@ -212,7 +212,7 @@ def test_what_could_not_be_judged_is_told_with_its_reason_and_again_when_it_goes
 
 def test_each_step_is_spoken_of_by_itself():
     told = []
-    streak = Streak(0, 1, told.append)
+    streak = DropLimit(0, 1, told.append)
     streak.issued(0)
     for position in range(8):
         if position == 4:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slime_core.plugins.boundary import DEADLINE
-from slime_core.rollout.gate import Gate
+from slime_core.rollout.partial_rollout import SuspendableEngine
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
 
@@ -21,7 +21,7 @@ def _gated(work, engine=None):
     async def main():
         served = engine or FakeEngine(vocab_size=16, stop_token=99)
         await served.load(WeightUpdate(version=0, epoch=1, transport="tensors"))
-        gate = Gate(served, CharTokenizer(), lambda: None)
+        gate = SuspendableEngine(served, CharTokenizer(), lambda: None)
         return await asyncio.wait_for(work(gate, served), 10)
 
     return asyncio.run(main())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_core.rollout.pending import sibling
+from slime_core.rollout.groups import sibling
 from slime_core.types import Sample
 
 pytestmark = pytest.mark.unit

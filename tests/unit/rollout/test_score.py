@@ -7,7 +7,7 @@ import pytest
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.plugins import load_plugins
-from slime_core.rollout.pending import pending_group
+from slime_core.rollout.groups import pending_group
 from slime_core.rollout.score import score_group
 from slime_core.types import Drop, Prompt, Status
 

@@ -15,7 +15,7 @@ from slime_core.errors import PluginError
 from slime_core.evaluate import Evaluator
 from slime_core.plugins import load_plugins
 from slime_core.report.metrics import evaluation_metrics, rollout_metrics
-from slime_core.rollout.pending import pending_group
+from slime_core.rollout.groups import pending_group
 from slime_core.rollout.score import score_group
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Prompt, Status

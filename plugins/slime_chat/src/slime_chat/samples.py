@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_chat.tree import Node
 from slime_core.context import FINISHED
-from slime_core.rollout.pending import sibling
+from slime_core.rollout.groups import sibling
 from slime_core.types import Sample, Status
 
 CHAT = "chat"

@@ -12,7 +12,7 @@ from slime_core.compat import owners
 from slime_core.compat.sample import FINISH, Sample
 from slime_core.plugins.boundary import together
 from slime_core.plugins.locate import locate
-from slime_core.rollout.supply import training_params
+from slime_core.rollout.groups import training_params
 from slime_core.types import Status
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core import Context, DataError, EngineError, Group, Sample, SamplingParams, Status
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
-from slime_core.rollout.pending import sibling
+from slime_core.rollout.groups import sibling
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.dialogue import feedback
 from slime_kernelbench.dialogue.context import Attempt, fitted, shown

@@ -22,58 +22,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime_core.rollout.pending import pending_group
-from slime_core.types import Group, Prompt, Sample
+from slime_core.types import Group, Sample
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.protocols import Recalled
-    from slime_core.rollout.gate import Gate
+    from slime_core.rollout.groups import InFlight
+    from slime_core.rollout.partial_rollout import SuspendableEngine
 
 OVER_SAMPLED = "over_sampled"
 ROUNDS = 16
 """Rounds of a longest response: more stop sooner after the last group that is needed, fewer stop less often."""
 
 
-@dataclass(slots=True)
-class Flight:
-    """A group on its way."""
+class OverSampling:
+    """Ranks the groups of a step. ``engine`` is the one that all its samples use."""
 
-    position: int
-    samples: list[Sample]  # as they were issued
-    version: int  # in training at the start
-    start: int = 0  # tick
-    task: asyncio.Task[None] | None = None
-    generated: bool = False  # and not yet kept or dropped
-    past: Recalled | None = None  # what an earlier process made of it
-    carried: bool = False  # it was finished when the step began
-    prompt: Prompt | None = None
-    stale: bool = False  # it is too old to train and being given up
-
-    @property
-    def ids(self) -> list[str]:
-        """Ids of the samples that were issued."""
-        return [sample.id for sample in self.samples]
-
-    def again(self, config: Config) -> tuple[Group, list[Sample]]:
-        """The same prompt's pending samples, as the next attempt; and those of this one that have no successor."""
-        assert self.prompt is not None
-        group = pending_group(self.prompt, config)
-        for sample in group.samples:
-            sample.attempt = self.samples[0].attempt + 1
-        names = {sample.id for sample in group.samples}
-        return group, [sample for sample in self.samples if sample.id not in names]
-
-
-class Race:
-    """Ranks the groups of a step. ``gate`` is the engine that all its samples use."""
-
-    def __init__(self, config: Config, gate: Gate) -> None:
+    def __init__(self, config: Config, engine: SuspendableEngine) -> None:
         rollout = config.rollout
-        self.gate = gate
+        self.engine = engine
         self.size = rollout.over_sampling_batch_size
         self.lockstep = rollout.async_schedule == "lockstep"
         self._quantum = -(-rollout.rollout_max_response_len // ROUNDS)
@@ -82,45 +51,47 @@ class Race:
     def begin(self) -> None:
         """A step: finished groups of the last one ended at tick 0, unfinished ones go on."""
         self._ended = dict.fromkeys(self._ended, 0)
-        self.gate.begin(self._quantum if self.lockstep else None)
+        self.engine.begin(self._quantum if self.lockstep else None)
 
     def more(self) -> None:
         """Another round of a lockstep step."""
-        self.gate.more(self._quantum)
+        self.engine.more(self._quantum)
 
-    def enter(self, flight: Flight, *, by_plugin: bool) -> None:
+    def enter(self, flight: InFlight, *, by_plugin: bool) -> None:
         """A group starts at the present tick."""
-        flight.start = self.gate.start
+        flight.start = self.engine.start
         if not (self.lockstep and by_plugin):
-            self.gate.watch(flight.ids)
+            self.engine.watch(flight.ids)
 
-    async def repeat(self, flight: Flight, past: Recalled, version: int) -> None:
+    async def repeat(self, flight: InFlight, past: Recalled, version: int) -> None:
         """Take as many ticks as the group did in the step of ``version``."""
         flight.carried = past.newest < version
         ticks = {} if flight.carried else past.ticks
-        if self.gate.watches(flight.ids):
-            await asyncio.gather(*(self.gate.pass_time(name, ticks.get(name, 0)) for name in flight.ids))
+        if self.engine.watches(flight.ids):
+            await asyncio.gather(*(self.engine.pass_time(name, ticks.get(name, 0)) for name in flight.ids))
 
-    def leave(self, flight: Flight, group: Group | None) -> None:
+    def leave(self, flight: InFlight, group: Group | None) -> None:
         """A group ended: with what was generated, or without."""
-        watched = self.gate.watches(flight.ids)
-        tick = self.gate.forget(flight.ids)
-        if group is not None:
+        watched = self.engine.watches(flight.ids)
+        tick = self.engine.forget(flight.ids)
+        if group is None:
+            self._ended.pop(flight.position, None)
+        else:
             longest = max((_sampled(sample) for sample in group.samples), default=0)
             ended = tick if watched else flight.start + longest
             self._ended[flight.position] = 0 if flight.carried else ended
 
     def drop(self, position: int) -> None:
-        """A group is out of the race."""
+        """A group is no candidate any more."""
         self._ended.pop(position, None)
 
-    def quiet(self, flying: Iterable[Flight]) -> bool:
+    def quiet(self, flying: Iterable[InFlight]) -> bool:
         """Whether nothing in flight can go on before the next round."""
-        if self.gate.busy:
+        if self.engine.busy:
             return False
-        return all(any(name in self.gate.held for name in flight.ids) for flight in flying)
+        return all(any(name in self.engine.held for name in flight.ids) for flight in flying)
 
-    def first(self, kept: Mapping[int, Group], flying: Iterable[Flight], count: int) -> list[int] | None:
+    def first(self, kept: Mapping[int, Group], flying: Iterable[InFlight], count: int) -> list[int] | None:
         """Positions of the ``count`` groups that the step takes, None while that is open."""
         if len(kept) < count or (self.lockstep and not self.quiet(flying)):
             return None

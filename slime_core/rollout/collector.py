@@ -6,25 +6,26 @@
 
 One number bounds the waiting: a prompt starts only while issued-but-untrained groups are fewer than
 ``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training. With over-sampling the number is
-``over_sampling_batch_size`` at the start of a step; the surplus makes up for dropped groups (see `rollout.surplus`).
+``over_sampling_batch_size`` at the start of a step; the rest makes up for dropped groups (`rollout.over_sampling`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.rollout.gate import Gate
-from slime_core.rollout.pending import pending_group
-from slime_core.rollout.score import PLUGIN, Scored, Streak, check_group, issued_ids, rolled_out, score_group
-from slime_core.rollout.staleness import RESTARTED, STALE, Ageing, mask_older
-from slime_core.rollout.supply import Counts, Marks, Memory, Source, Tasks, stands, stored_group
-from slime_core.rollout.surplus import OVER_SAMPLED, Flight, Race, version_metrics
+from slime_core.rollout.groups import Counts, InFlight, Source, Supply, check_group, issued_ids, pending_group
+from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling, version_metrics
+from slime_core.rollout.partial_rollout import SuspendableEngine
+from slime_core.rollout.recovery import Recovery, stands, stored_group
+from slime_core.rollout.score import PLUGIN, DropLimit, Scored, score_group
+from slime_core.rollout.staleness import RESTARTED, STALE, Staleness, mask_older
 from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Drops, Engine, Ledger, Recalled
 
+P = ParamSpec("P")
 
-class Collector:
+
+class Collector(Supply):
     """Keeps groups in flight and hands them over in order.
 
     In ``lockstep`` groups are taken in prompt order, so a run is a function of its seed; in ``free`` as they finish,
@@ -63,28 +66,27 @@ class Collector:
         self._steps_left = steps
         self._open = 0  # issued and not yet trained or dropped
         self._taken = 0  # of those, handed over for the step in training
-        self._flying: dict[int, Flight] = {}  # by position
+        self._flying: dict[int, InFlight] = {}  # by position
         self._kept: dict[int, Group] = {}  # by position, in the order in which they finished
         self._tasks = Tasks()
-        self._age = Ageing(ctx.config)
+        self._staleness = Staleness(ctx.config)
         self._filling = asyncio.Lock()
         self._ended = False  # the source has
-        self._streak = Streak(rollout.max_dropped_groups, self._batch, note)
-        self._race: Race | None = None
+        self._drop_limit = DropLimit(rollout.max_dropped_groups, self._batch, note)
+        self._selection: OverSampling | None = None
         over, supervised = rollout.over_sampling_batch_size > self._batch, ctx.config.train.loss_type == "sft_loss"
         if over and not supervised and ctx.engine is not None:
-            gate = Gate(ctx.engine, ctx.tokenizer, self._tasks.stir)
-            self._race, self._ctx = Race(ctx.config, gate), replace(ctx, engine=cast("Engine", gate))
+            engine = SuspendableEngine(ctx.engine, ctx.tokenizer, self._tasks.stir)
+            self._selection = OverSampling(ctx.config, engine)
+            self._ctx = replace(ctx, engine=cast("Engine", engine))
         self.counts = Counts()
-        self._memory = Memory(ledger, saved, known=resumed)
-        self._marks = Marks()
-        self._issued = self._memory.issued  # positions below it have begun
+        self._recovery = Recovery(ledger, saved) if resumed or saved is not None else None
+        self._recorded = self._recovery.issued if self._recovery is not None else 0  # positions below it, by then
+        self._issued = self._recorded  # positions below it have begun
+        self._marks: deque[dict[str, Any]] = deque()  # states of the source before it was asked, to the oldest open
         if saved is not None:
             source.restore(saved["source"])
-            self._streak.restore(saved["streak"])
-
-    async def __aenter__(self) -> Self:
-        return self
+            self._drop_limit.restore(saved["streak"])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -94,8 +96,11 @@ class Collector:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-ready: the open groups, and where the data source stood before them."""
         open_ = sorted({*self._flying, *self._kept})
-        source = self._marks.before(min(open_, default=self._issued)) or self._source.state()
-        return {"source": source, "issued": self._issued, "open": open_, "streak": self._streak.state()}
+        oldest = min(open_, default=self._issued)
+        while len(self._marks) > 1 and self._marks[1]["position"] <= oldest:
+            self._marks.popleft()
+        source = self._marks[0] if self._marks else self._source.state()
+        return {"source": source, "issued": self._issued, "open": open_, "streak": self._drop_limit.state()}
 
     async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
         """The next ``count`` kept groups, in prompt order; waits for them.
@@ -106,22 +111,22 @@ class Collector:
             SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many dropped.
         """
         asked, version = time.monotonic(), self._ctx.version
-        if self._race is not None:
-            self._race.begin()
+        if self._selection is not None:
+            self._selection.begin()
         await self._fill(new_step=True)
         if not forced:
             self._retire(version)  # it was kept under other settings, before the run went on
         while (ready := self._ready(count, forced)) is None:
             self._require_supply(count)
             await self._go_on()
-        if self._race is not None:
-            await self._cut(self._race, ready)  # a stop may end it: until it is done, nothing was handed over
+        if self._selection is not None:
+            await self._cut(self._selection, ready)  # a stop may end it: until it is done, nothing was handed over
         self._taken += len(ready)
         groups = [self._kept.pop(position) for position in sorted(ready)]
-        self._streak.step()
+        self._drop_limit.step()
         if self._ctx.config.rollout.partial_rollout:
             self.counts.metrics |= version_metrics(groups, version)
-        self._age.took(groups, version, time.monotonic() - asked)
+        self._staleness.took(groups, version, time.monotonic() - asked)
         if not forced and self._steps_left > 1:
             self._retire(version + 1)
         return groups
@@ -129,7 +134,7 @@ class Collector:
     async def drain(self) -> bool:
         """Wait until nothing flies or is being issued, or all stands still (before new weights in lockstep)."""
         flying = self._flying
-        while self._filling.locked() or (flying and not (self._race and self._race.quiet(flying.values()))):
+        while self._filling.locked() or (flying and not (self._selection and self._selection.quiet(flying.values()))):
             await self._tasks.wait()
         return True
 
@@ -145,27 +150,28 @@ class Collector:
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
         counts, self.counts = self.counts, Counts()
-        counts.metrics |= self._age.pop_metrics(self._flying.values())
+        counts.metrics |= self._staleness.pop_metrics(self._flying.values())
         return counts
 
     async def _go_on(self) -> None:
-        """Wait, or begin the next round of a race in lockstep."""
-        race = self._race
-        if race is not None and race.lockstep and race.quiet(self._flying.values()) and self._tasks.error is None:
-            race.more()
+        """Wait, or begin the next round of over-sampling in lockstep."""
+        selection = self._selection
+        quiet = selection is not None and selection.lockstep and selection.quiet(self._flying.values())
+        if selection is not None and quiet and self._tasks.error is None:
+            selection.more()
             await self._fill()
         else:
             await self._tasks.wait()
 
     def _ready(self, count: int, forced: Sequence[int] = ()) -> list[int] | None:
-        if self._race is not None:
-            ready = None if self._tasks.error else self._race.first(self._kept, self._flying.values(), count)
-            if not forced or (ready is None and self._race.lockstep):
+        if self._selection is not None:
+            ready = None if self._tasks.error else self._selection.first(self._kept, self._flying.values(), count)
+            if not forced or (ready is None and self._selection.lockstep):
                 return ready
         if forced:
             return list(forced) if all(position in self._kept for position in forced) else None
         if not self._lockstep:
-            return self._age.ready(self._kept, self._flying, self._ctx.version)
+            return self._staleness.ready(self._kept, self._flying, self._ctx.version)
         positions, oldest = sorted(self._kept)[:count], min(self._flying, default=None)
         if len(positions) < count or (oldest is not None and oldest < positions[-1]):
             return None
@@ -173,64 +179,62 @@ class Collector:
 
     def _require_supply(self, count: int) -> None:
         """Raises SlimeError DAT28 where the data ended and what is in flight cannot fill the step."""
-        if self._race is None:
+        if self._selection is None:
             over = self._tasks.over
         else:
-            short = len(self._kept) + len(self._flying) < count
-            over = short and not self._filling.locked() and not self._may_fill()
+            fills = self._filling.locked() or (
+                self._selection.lockstep and not self._ended
+            )  # at once, or the next round
+            over = len(self._kept) + len(self._flying) < count and not fills
         if self._tasks.error is None and over:
             what = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
             raise SlimeError(what, code="DAT28")
 
-    def _may_fill(self) -> bool:
-        """Whether a lockstep race fills up at its next round."""
-        race = self._race
-        return race is not None and race.lockstep and not self._ended
-
     def _wanted(self, new_step: bool) -> int:
         """Prompts that may start now."""
-        if self._race is None:
+        if self._selection is None:
             return min(self._ahead, self._steps_left) * self._batch - self._open
         if not new_step and self._open >= self._batch:
             return 0  # the surplus makes up for what was dropped
-        return self._race.size - self._open
+        return self._selection.size - self._open
 
     async def _fill(self, *, new_step: bool = False) -> None:
         async with self._filling:
             wanted = self._wanted(new_step)
             while wanted > 0 and not self._ended:
-                self._marks.add(self._source.state())
+                self._marks.append(self._source.state())
                 prompts = self._source.next(wanted)
                 self._ended = len(prompts) < wanted
-                groups = [pending_group(p, self._ctx.config) for p in prompts if not self._memory.closed(p.position)]
-                known = await self._memory.of(groups) if groups else {}
+                recovery = self._recovery
+                begun = [p for p in prompts if recovery is None or not recovery.closed(p.position)]
+                groups = [pending_group(prompt, self._ctx.config) for prompt in begun]
+                known = await recovery.of(groups) if recovery is not None and groups else {}
                 groups = [g for g in groups if g.prompt.position not in known or not known[g.prompt.position].version]
                 self._open += len(groups)
                 wanted -= len(groups)
                 await self._ledger.issue([g for g in groups if g.prompt.position not in known])
-                self.counts.issued += sum(g.prompt.position >= self._memory.issued for g in groups)
+                self.counts.issued += sum(g.prompt.position >= self._recorded for g in groups)
                 await self._launch(groups, known)
                 self._issued = max([self._issued, *(prompt.position + 1 for prompt in prompts)])
 
     async def _launch(self, groups: Sequence[Group], known: Mapping[int, Recalled]) -> None:
         config, by_plugin = self._ctx.config, self._plugins.generates_itself
-        if self._race is not None and known:
+        if self._selection is not None and known:
             ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in known]
-            self._race.gate.remember(await self._ledger.suspended(ids, self._ctx.version))
-        stored, whole, ranked = [], [], self._race is not None and self._race.lockstep
+            self._selection.engine.remember(await self._ledger.suspended(ids, self._ctx.version))
+        stored, whole, ranked = [], [], self._selection is not None and self._selection.lockstep
         for group in groups:
             position = group.prompt.position
-            flight = Flight(position, list(group.samples), self._ctx.version, past=known.get(position))
-            flight.prompt = group.prompt
+            flight = InFlight(group.prompt, list(group.samples), self._ctx.version, past=known.get(position))
             self._flying[position] = flight
-            self._streak.issued(position)
+            self._drop_limit.issued(position)
             replaced = self._plugins.replaces_rollout(group.prompt.task, config)
             if flight.past is not None and stands(flight.past, self._ctx.version, ranked=ranked):
                 stored.append(group)
             elif replaced:
                 whole.append(group)
-            if self._race is not None:
-                self._race.enter(flight, by_plugin=replaced or by_plugin(group.prompt.task, config))
+            if self._selection is not None:
+                self._selection.enter(flight, by_plugin=replaced or by_plugin(group.prompt.task, config))
         if whole:
             task = self._tasks.spawn(self._run_whole, whole, self._ctx)
             for group in whole:
@@ -239,11 +243,16 @@ class Collector:
             if group not in whole:
                 run = self._run_stored if group in stored else self._run_group
                 self._flying[group.prompt.position].task = self._tasks.spawn(run, group, self._ctx)
-        self._age.watch(self._flying.values())
+        self._staleness.watch(self._flying.values())
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
         issued = {group.prompt.position: issued_ids(group) for group in groups}
-        done = await rolled_out(groups, self._plugins, ctx)
+        try:
+            done = await self._plugins.rollout(groups, ctx)
+        except PluginError as error:
+            if self._plugins.ends_run(error, ctx.config):
+                raise
+            done = []
         for group in [] if done else groups:
             await self._discard(group, [(group.samples, Drop(reason=PLUGIN))])
         for group in done:
@@ -278,9 +287,9 @@ class Collector:
         """A group that an earlier process finished or dropped takes its place again."""
         flight = self._flying[group.prompt.position]
         assert flight.past is not None
-        if self._race is not None:
-            await self._race.repeat(flight, flight.past, ctx.version)
-        surplus = self._race is not None and self._race.lockstep  # the cut drops it again, in its time
+        if self._selection is not None:
+            await self._selection.repeat(flight, flight.past, ctx.version)
+        surplus = self._selection is not None and self._selection.lockstep  # the cut drops it again, in its time
         rolled_out = ctx.config.rollout.debug_rollout_only and flight.past.last_reason != OVER_SAMPLED
         if flight.past.samples and (flight.past.state != "dropped" or surplus or rolled_out):
             done = stored_group(group.prompt, flight.past)
@@ -292,9 +301,9 @@ class Collector:
     def _generated(self, group: Group) -> None:
         flight = self._flying[group.prompt.position]
         flight.generated = True
-        self._age.watch(self._flying.values())
-        if self._race is not None:
-            self._race.leave(flight, group)
+        self._staleness.watch(self._flying.values())
+        if self._selection is not None:
+            self._selection.leave(flight, group)
 
     async def _keep(self, group: Group, drops: Drops = ()) -> None:
         flight = self._flying[group.prompt.position]
@@ -305,12 +314,12 @@ class Collector:
             group = stored_group(group.prompt, past)  # what is stored stands
         self.counts.add(drops, past)
         self.counts.tokens += sum(sample.response_length for sample in group.samples)
-        self._streak.kept(position)
+        self._drop_limit.kept(position)
         if flight.stale:
             flight.samples = group.samples
             return
         self._kept[position] = group
-        self._age.kept(position, group, flight.version)
+        self._staleness.kept(position, group, flight.version)
         del self._flying[position]
 
     async def _discard(self, group: Group, drops: Drops) -> None:
@@ -321,22 +330,21 @@ class Collector:
         self.counts.add(drops, past)
         flight = self._flying.pop(position)
         self._open -= 1
-        if self._race is not None:
-            self._race.leave(flight, None)
-            self._race.drop(position)
-        self._streak.dropped(position, drops[-1][1].reason, [sample for samples, _ in drops for sample in samples])
-        if self._race is None or not self._race.lockstep:
+        if self._selection is not None:
+            self._selection.leave(flight, None)
+        self._drop_limit.dropped(position, drops[-1][1].reason, [sample for samples, _ in drops for sample in samples])
+        if self._selection is None or not self._selection.lockstep:
             await self._fill()
 
     def _retire(self, version: int) -> None:
         """Begin to give up what is too old to train at ``version``: it goes first to what is in flight."""
-        for position in self._age.overdue(self._kept, self._flying, version):
+        for position in self._staleness.overdue(self._kept, self._flying, version):
             if (group := self._kept.pop(position, None)) is not None:
-                self._flying[position] = Flight(position, group.samples, version, generated=True, prompt=group.prompt)
+                self._flying[position] = InFlight(group.prompt, group.samples, version, generated=True)
             self._flying[position].stale = True
             self._tasks.spawn(self._give_up, self._flying[position])
 
-    async def _give_up(self, flight: Flight) -> None:
+    async def _give_up(self, flight: InFlight) -> None:
         """Stop a group that is too old; begin it again as its next attempt, or drop it and let the next prompt in."""
         parts: Sequence[Any] = ()
         alone = all(other is flight or other.task is not flight.task for other in self._flying.values())
@@ -347,8 +355,8 @@ class Collector:
             await asyncio.gather(flight.task, return_exceptions=True)  # what is being judged ends in its own time
         if self._flying.get(flight.position) is not flight:
             return  # a filter dropped it meanwhile
-        self._age.give_up(flight, parts)
-        if self._age.restarts:
+        self._staleness.give_up(flight, parts)
+        if self._staleness.restarts:
             again, siblings = flight.again(self._ctx.config)
             await self._ledger.drop([(siblings, Drop(reason=RESTARTED))])
             await self._ledger.issue([again])
@@ -360,17 +368,17 @@ class Collector:
         self.counts.add(drops)
         del self._flying[flight.position]
         self._open -= 1
-        self._streak.left_out(flight.position)
+        self._drop_limit.left_out(flight.position)
         await self._fill()
 
-    async def _cut(self, race: Race, taken: Sequence[int]) -> None:
+    async def _cut(self, selection: OverSampling, taken: Sequence[int]) -> None:
         """Stop what the step did not take; drop it, unless the next step goes on with it."""
         for position in taken:
-            race.drop(position)
-        await race.gate.close()
+            selection.drop(position)
+        await selection.engine.close()
         if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
             names = [name for flight in self._flying.values() for name in flight.ids]
-            await self._ledger.suspend(race.gate.turns(names))
+            await self._ledger.suspend(selection.engine.turns(names))
             return
         while self._tasks.error is not None or any(flight.generated for flight in self._flying.values()):
             await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
@@ -386,10 +394,66 @@ class Collector:
         await self._ledger.drop(drops)
         self.counts.add(drops)
         for flight in flights:
-            race.leave(flight, None)
+            selection.leave(flight, None)
         self._flying.clear()
         for position in sorted(left):
             self._kept.pop(position, None)
-            race.drop(position)
+            selection.drop(position)
             self._open -= 1
-            self._streak.left_out(position)
+            self._drop_limit.left_out(position)
+
+
+class Tasks:
+    """Tasks whose ends and errors wake whoever is in :meth:`wait`.
+
+    Example:
+        tasks = Tasks()
+        tasks.spawn(work, group)
+        await tasks.wait()          # until one ended, or `stir` was called; raises what went wrong
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None  # the first
+        self._running: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing runs any more."""
+        return all(task.done() for task in self._running)
+
+    def stir(self) -> None:
+        """Wake who waits."""
+        self._changed.set()
+
+    def spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[None]:
+        """Run ``work`` beside everything else."""
+        task = asyncio.create_task(self._guarded(work, *args, **kwargs))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def wait(self) -> None:
+        """Until something happened; raises the first error of any task."""
+        if self.error is not None:
+            raise self.error
+        await self._changed.wait()
+        self._changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def cancel(self) -> None:
+        """End everything."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _guarded(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            await work(*args, **kwargs)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            self._changed.set()

@@ -1,6 +1,6 @@
 """An Engine before the run's own that can stop samples between two tokens and let them go on, under any weights.
 
-    sample's request -> Gate -> piece, piece, ... -> engine        one Completion comes back, whatever was in between
+    sample's request -> here -> piece, piece, ... -> engine        one Completion comes back, whatever was in between
 
 A *tick* is one token of each sample that runs. In a bounded round (``begin(limit)``, ``more``) a watched sample stops
 at the limit; ``close`` stops all at once, wherever they are. A stopped sample keeps its tokens, log-probs and the
@@ -24,16 +24,16 @@ from slime_core.types import Completion, GenerateRequest
 FULL = "ENG72"  # a prompt that fills the context
 
 
-class Gate:
+class SuspendableEngine:
     """See the module. ``changed`` is called whenever a watched sample stops or ends a request.
 
     Example:
-        gate = Gate(engine, tokenizer, changed=event.set)
-        gate.watch(["grpo/17-0"])
-        gate.begin(limit=16)           # sixteen tokens, then it is in gate.held
-        gate.more(16)
-        await gate.close()             # partial tokens are kept
-        gate.begin(limit=None)         # goes on
+        engine = SuspendableEngine(own, tokenizer, changed=event.set)
+        engine.watch(["grpo/17-0"])
+        engine.begin(limit=16)           # sixteen tokens, then it is in engine.held
+        engine.more(16)
+        await engine.close()             # partial tokens are kept
+        engine.begin(limit=None)         # goes on
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, changed: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class Gate:
         await self._engine.abort(sorted(self._running))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `protocols.Engine`; may take as long as the gate is closed."""
+        """See `protocols.Engine`; may take as long as samples are stopped."""
         name = request.id
         if name not in self._used:
             return await self._engine.generate(request)

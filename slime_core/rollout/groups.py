@@ -1,0 +1,265 @@
+"""A step's groups: where they come from, how their samples are issued and drawn, what they must be when they return.
+
+Checked on the way back from `generate`: lengths agree, ids are in the vocabulary, log-probs are finite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime_core.config.schema import EvalTask
+from slime_core.data.prompts import MEDIA
+from slime_core.errors import EngineError
+from slime_core.types import Group, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.protocols import Drops, Recalled
+
+SLACK = 1e-4  # a log-prob may exceed 0 by rounding
+
+
+class Source(Protocol):
+    """Where prompts come from, in the run's order."""
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts; fewer only where the source has ended for good."""
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, JSON-ready; ``position`` is the next prompt's."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+
+
+class Supply(AbstractAsyncContextManager["Supply"], Protocol):
+    """Where a step's groups come from: a collector, or a dump in its place."""
+
+    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
+        """The next step's groups; waits for them."""
+
+    async def drain(self) -> bool:
+        """Wait until nothing is in flight under the old weights."""
+
+    def admit(self, version: int) -> None:
+        """Say that the taken groups are trained and ``version`` is being served."""
+
+    def pop_counts(self) -> Counts:
+        """The counts since the last call."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the last :meth:`Collector.take`."""
+
+    issued: int = 0  # groups
+    drops: Counter[str] = field(default_factory=Counter)  # samples by reason
+    tokens: int = 0  # response tokens of kept and dropped groups
+    metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
+
+    def add(self, drops: Drops, past: Recalled | None = None) -> None:
+        """Count drops, or those that an earlier process recorded."""
+        if past is not None and past.state != "pending":
+            self.drops.update(past.drops)
+            return
+        for samples, drop in drops:
+            self.drops[drop.reason] += len(samples)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A group on its way."""
+
+    prompt: Prompt
+    samples: list[Sample]  # as they were issued
+    version: int  # in training at the start
+    start: int = 0  # tick
+    task: asyncio.Task[None] | None = None
+    generated: bool = False  # and not yet kept or dropped
+    past: Recalled | None = None  # what an earlier process made of it
+    carried: bool = False  # it was finished when the step began
+    stale: bool = False  # it is too old to train and being given up
+
+    @property
+    def position(self) -> int:
+        """Of its prompt."""
+        return self.prompt.position
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the samples that were issued."""
+        return [sample.id for sample in self.samples]
+
+    def again(self, config: Config) -> tuple[Group, list[Sample]]:
+        """The same prompt's pending samples, as the next attempt; and those of this one that have no successor."""
+        group = pending_group(self.prompt, config)
+        for sample in group.samples:
+            sample.attempt = self.samples[0].attempt + 1
+        names = {sample.id for sample in group.samples}
+        return group, [sample for sample in self.samples if sample.id not in names]
+
+
+def pending_group(prompt: Prompt, config: Config, *, count: int = 0) -> Group:
+    """The pending samples of one prompt, ``count`` of them or as many as its task says.
+
+    Sample ids are ``PROMPT_ID-J``; ``rollout_id`` and ``index`` are unique in the stage and a function of the prompt's
+    position alone.
+    """
+    default = config.rollout.n_samples_per_prompt
+    of_task = {task.name: task.n_samples_per_prompt or default for task in config.data.tasks}
+    n = count or of_task.get(prompt.task, default)
+    first = prompt.position * max([default, n, *of_task.values()])
+    samples = [
+        Sample(
+            id=f"{prompt.id}-{j}",
+            task=prompt.task,
+            prompt=prompt.prompt,
+            tokens=list(prompt.tokens),
+            label=prompt.label,
+            metadata={name: value for name, value in prompt.metadata.items() if name != MEDIA},
+            multimodal_inputs=prompt.metadata.get(MEDIA),
+            group_index=prompt.position,
+            index=first + j,
+            rollout_id=first + j,
+            temperature=config.rollout.rollout_temperature or 1.0,
+            session_id=f"{prompt.id}-{j}",
+        )
+        for j in range(n)
+    ]
+    return Group(prompt=prompt, samples=samples, rollouts={first + j: [j] for j in range(n)})
+
+
+def sibling(issued: Sample, number: int, tokens: Sequence[int] = ()) -> Sample:
+    """Another pending sample of a rollout: a later turn, or another branch of its dialogue, with its prompt's ids.
+
+    Example:
+        later = sibling(group.samples[0], 1, prompt_ids)      # "grpo/17-0.1"; it shares rollout_id with "grpo/17-0"
+    """
+    return Sample(
+        id=f"{issued.id}.{number}",
+        task=issued.task,
+        role=issued.role,
+        model=issued.model,
+        prompt=issued.prompt,
+        tokens=list(tokens),
+        label=issued.label,
+        metadata=dict(issued.metadata),
+        group_index=issued.group_index,
+        index=issued.index,
+        rollout_id=issued.rollout_id,
+        attempt=issued.attempt,
+        temperature=issued.temperature,
+        session_id=issued.session_id,
+    )
+
+
+def training_params(config: Config) -> SamplingParams:
+    """How training samples are drawn, before `slime_sampling` has its say."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+
+
+def evaluation_params(config: Config, task: EvalTask | None = None) -> SamplingParams:
+    """How evaluation samples are drawn, before `slime_sampling` has its say; a set's own keys come first."""
+    section, rollout = config.eval, config.rollout
+    own = task or EvalTask(name="default")
+    return SamplingParams(
+        max_new_tokens=own.max_response_len or section.eval_max_response_len or rollout.rollout_max_response_len,
+        temperature=own.temperature if own.temperature >= 0 else section.eval_temperature,
+        top_p=own.top_p or section.eval_top_p,
+        top_k=own.top_k if own.top_k >= 0 else section.eval_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+
+
+def issued_ids(group: Group) -> dict[int, str]:
+    """Rollout id to sample id of a pending group; taken before plugins may change the group in place."""
+    return {rollout: group.samples[indices[0]].id for rollout, indices in group.rollouts.items()}
+
+
+def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> None:
+    """Check every sample and the rollout table of a group, and name fan-out siblings after the sample issued for them.
+
+    ``issued`` is :func:`issued_ids` of the group as it was handed out.
+
+    Raises:
+        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit.
+    """
+    members = sorted(i for indices in group.rollouts.values() for i in indices)
+    if members != list(range(len(group.samples))):
+        raise EngineError(
+            f"the rollouts of group {group.id} name samples {members}, the group has {len(group.samples)}",
+            code="ENG82",
+            where=f"group {group.id}",
+            fix="every sample belongs to exactly one rollout id of Group.rollouts",
+        )
+    if set(group.rollouts) != set(issued):
+        raise EngineError(
+            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued)}",
+            code="ENG82",
+            where=f"group {group.id}",
+            fix="keep every rollout id; a rollout that failed keeps its sample with status FAILED",
+        )
+    for rollout, indices in group.rollouts.items():
+        for k, index in enumerate(indices):
+            sample = group.samples[index]
+            sample.id = f"{issued[rollout]}.{k}" if k else issued[rollout]
+            sample.rollout_id, sample.group_index, sample.task = rollout, group.prompt.position, group.prompt.task
+            _check_sample(sample, vocab_size)
+
+
+def _check_sample(sample: Sample, vocab_size: int) -> None:
+    count = sample.response_length
+    if sample.loss_mask is None:
+        sample.loss_mask = [1] * count
+    if not sample.weight_versions:
+        sample.weight_versions = [-1] * count
+    lengths = {"loss_mask": len(sample.loss_mask), "weight_versions": len(sample.weight_versions)}
+    if sample.rollout_log_probs is not None:
+        lengths["rollout_log_probs"] = len(sample.rollout_log_probs)
+    wrong = {name: length for name, length in lengths.items() if length != count}
+    if wrong or not 0 <= count <= len(sample.tokens):
+        raise EngineError(
+            f"sample {sample.id} has {len(sample.tokens)} tokens, response_length {count}, and {wrong}",
+            code="ENG79",
+            where=f"sample {sample.id}",
+            why="loss_mask, rollout_log_probs and weight_versions have one entry a response token",
+            fix="add turns with sample.append_response(tokens, log_probs, mask)",
+        )
+    if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < vocab_size:
+        outside = next(token for token in sample.tokens if not 0 <= token < vocab_size)
+        raise EngineError(
+            f"sample {sample.id} holds token id {outside}, outside the vocabulary of {vocab_size}",
+            code="TOK44",
+            where=f"sample {sample.id}",
+            fix="use the model's own tokenizer; nothing may be re-encoded",
+        )
+    log_probs = sample.rollout_log_probs
+    if log_probs and (not math.isfinite(sum(log_probs)) or max(log_probs) > SLACK):  # NaN and inf stay in a sum
+        for position, value in enumerate(log_probs):
+            if not math.isfinite(value) or value > SLACK:
+                raise EngineError(
+                    f"sample {sample.id} has log-prob {value} at response token {position}",
+                    code="ENG80",
+                    where=f"sample {sample.id}",
+                    why="a log-prob is finite and not above 0",
+                )
+    if sample.loss_mask.count(0) + sample.loss_mask.count(1) != count:
+        raise EngineError(f"sample {sample.id} has a loss_mask entry other than 0 and 1", code="ENG79")
