@@ -19,8 +19,8 @@ from slime_core.checkpoint import About, Checkpoints, Found, check_state
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
 from slime_core.errors import Preempted
-from slime_core.ledger.reads import conservation
-from slime_core.ledger.recovery import Standing
+from slime_core.ledger.ledger import conservation
+from slime_core.ledger.repair import Standing
 from slime_core.seeds import set_generators
 
 if TYPE_CHECKING:

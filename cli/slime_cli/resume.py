@@ -220,7 +220,7 @@ def recover_ledger(run_dir: RunDir, found: Found | None, config: Config) -> None
     Raises:
         StorageError: STO117 the ledger is damaged or gone, and there is no copy.
     """
-    from slime_core.ledger.recovery import recover
+    from slime_core.ledger.repair import recover
     from slime_core.resume import standing
 
     thorough = run_dir.read_info().get("error") == "STO117"

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.durable import FileMark
+from slime_core.errors import StorageError
 from slime_core.failpoints import failpoint
 from slime_core.ledger.commits import Commits, Points
-from slime_core.ledger.reads import Reads
 from slime_core.ledger.rows import Rows, forget_payloads, living, remove_segments
 from slime_core.ledger.schema import copy_database, damaged, database_path, sweep_copies
 from slime_core.ledger.segments import Segments
@@ -59,7 +59,6 @@ class SqliteLedger:
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
         sweep_copies(self.path)
         self.rows = Rows(self.commits.db, self.segments, self.path)
-        self.reads = Reads(self.commits.db, self.segments, self.path)
 
     async def issue(self, groups: Sequence[Group]) -> None:
         """See `protocols.Ledger`. An earlier attempt of a sample that is still open becomes dropped(restarted).
@@ -97,7 +96,7 @@ class SqliteLedger:
             StorageError: STO111 or STO112, a segment that is gone or damaged.
         """
         wanted = list(prompt_ids)
-        return await self.commits.run(lambda: self.reads.recall(wanted))
+        return await self.commits.run(lambda: self.rows.recall(wanted))
 
     async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
         """See `protocols.Ledger`. Samples that finished or were dropped meanwhile keep nothing.
@@ -111,7 +110,7 @@ class SqliteLedger:
     async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
         """See `protocols.Ledger`. Samples of which nothing is left are left out."""
         wanted = list(ids)
-        return await self.commits.run(lambda: self.reads.suspended(wanted, before))
+        return await self.commits.run(lambda: self.rows.suspended(wanted, before))
 
     async def rewind(self, version: int) -> None:
         """See `protocols.Ledger`.
@@ -153,7 +152,7 @@ class SqliteLedger:
             StorageError: an id without a stored payload, STO111 or STO112 a segment that is gone or damaged.
         """
         wanted = list(ids)
-        return await self.commits.run(lambda: self.reads.samples(wanted))
+        return await self.commits.run(lambda: self.rows.samples(wanted))
 
     async def prune(self, before_version: int) -> None:
         """See `protocols.Ledger`; segment files in which nothing lives any more are removed.
@@ -176,8 +175,31 @@ class SqliteLedger:
 
     async def counts(self) -> Mapping[str, int]:
         """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""
-        return await self.commits.run(self.reads.counts)
+        return await self.commits.run(self.rows.counts)
 
     async def close(self) -> None:
         """See `protocols.Ledger`. A second call does nothing."""
         await self.commits.close(self.segments.close)
+
+
+def dropped_in(counts: Mapping[str, int]) -> int:
+    """Samples of a ledger's counts that were dropped, whatever the reason."""
+    return sum(count for name, count in counts.items() if name.startswith("dropped/"))
+
+
+def conservation(counts: Mapping[str, int]) -> str:
+    """A ledger's counts as one line: ``24 issued = 20 trained + 4 dropped + 0 pending``.
+
+    Raises:
+        StorageError: STO00 with the counts, where they do not add up.
+    """
+    dropped = dropped_in(counts)
+    issued, trained, pending = counts["issued"], counts["trained"], counts["pending"]
+    if issued != trained + dropped + pending or min(counts.values()) < 0:
+        raise StorageError(
+            f"samples were lost or doubled: {dict(counts)}",
+            code="STO00",
+            why=f"issued = trained + dropped + pending, here {issued} and {trained} + {dropped} + {pending}",
+            fix="keep the run directory as it is and report this; slime show RUN_DIR tells the counts",
+        )
+    return f"{issued} issued = {trained} trained + {dropped} dropped + {pending} pending"

@@ -1,4 +1,4 @@
-"""Changes of state, each inside a transaction that its caller holds: what `SqliteLedger` promises, in SQL.
+"""What `SqliteLedger` promises, in SQL: changes of state and reads, each inside a transaction that its caller holds.
 
 issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind -> finished
             |                    |
@@ -12,16 +12,18 @@ next pruning removes.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.ledger.codec import encode, encode_turns, plain_reward
+from slime_core.ledger.codec import cut, decode, decode_turns, encode, encode_turns, plain_reward
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
 from slime_core.ledger.segments import Place, Segments
-from slime_core.protocols import Drops, Turn
+from slime_core.protocols import Drops, Recalled, Turn
 from slime_core.types import ArrayRef, Group, Sample
 
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
@@ -30,7 +32,7 @@ REASON_LENGTH = 64
 OF_PROMPT = "id >= ? AND id < ? AND instr(substr(id, ?), '-') = 0"
 """Rows of one prompt, with :func:`of_prompt`: PROMPT_ID-J and PROMPT_ID-J.K ('.' follows '-' in ASCII)."""
 MEASURES = ("place", "rollout", "version", "newest", "ticks", "reward", "tokens", "response_length")
-STORED = ("segment", "offset", "length", "crc32")
+STORED = Place._fields
 FINISH = f"""
 INSERT INTO samples (state, position, {", ".join(MEASURES)}, {", ".join(STORED)}, id, attempt)
 VALUES ({FINISHED}, ?, {", ".join("?" for _ in (*MEASURES, *STORED))}, ?, ?)
@@ -51,6 +53,29 @@ LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY
 OLD = f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 OR state = {TRAINED} AND step < ?1)"
 """Samples that no version from ``?1`` on had a part in."""
 
+KNOWN = f"""
+SELECT samples.id, attempt, state, coalesce(name, ''), place, step, newest, ticks, segment, offset, length, crc32
+FROM samples LEFT JOIN reasons ON reasons.id = samples.reason
+WHERE {OF_PROMPT.replace("id ", "samples.id ").replace("(id", "(samples.id")} ORDER BY place, serial
+"""
+
+
+class _Known(NamedTuple):
+    """What `recall` looks at of a row."""
+
+    id: str
+    attempt: int
+    state: int
+    reason: str
+    place: int | None
+    step: int | None
+    newest: int | None
+    ticks: int | None
+    segment: int | None
+    offset: int
+    length: int
+    crc32: int
+
 
 def of_prompt(prompt_id: str) -> tuple[str, str, int]:
     """The parameters of ``OF_PROMPT``."""
@@ -58,7 +83,7 @@ def of_prompt(prompt_id: str) -> tuple[str, str, int]:
 
 
 class Rows:
-    """Writes to the tables of one connection; nothing here begins or ends a transaction."""
+    """The tables of one connection; nothing here begins or ends a transaction."""
 
     def __init__(self, db: sqlite3.Connection, segments: Segments, where: Path) -> None:
         self._db, self._segments, self._where = db, segments, where
@@ -129,10 +154,10 @@ class Rows:
                 raise self.conflict(name, "unknown", "suspended")
             if row[1] != PENDING:
                 continue
-            self._forget_turns(row)
+            self._db.execute("DELETE FROM turns WHERE serial = ?", (row[0],))
             if kept:
                 place = self._segments.append(encode_turns(kept))
-                self._db.execute("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", (row[0], *_stored(place)))
+                self._db.execute("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", (row[0], *place))
 
     def journal(self, version: int, stage: str, ids: Sequence[str]) -> None:
         """See `protocols.Ledger`; ``version`` is the one that the step makes."""
@@ -203,6 +228,52 @@ class Rows:
         query = "SELECT id FROM members JOIN samples USING (serial) WHERE members.version = ? ORDER BY members.place"
         return [name for (name,) in self._db.execute(query, (version,))]
 
+    def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
+        """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out."""
+        found = {}
+        for prompt_id in prompt_ids:
+            rows = [_Known(*row) for row in self._db.execute(KNOWN, of_prompt(prompt_id))]
+            if rows:
+                found[prompt_id] = self._recalled(_latest(rows))
+        return found
+
+    def samples(self, ids: Sequence[str]) -> list[Sample]:
+        """See `protocols.Ledger`."""
+        query = "SELECT segment, offset, length, crc32 FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+        found = []
+        for name in ids:
+            row = self._db.execute(query, (name,)).fetchone()
+            if row is None or row[0] is None:
+                why = "it was never issued" if row is None else "it was not finished, or its payload was pruned"
+                raise StorageError(f"sample {name} has no payload", where=str(self._where), why=why)
+            found.append(decode(self._segments.read(Place(*row))))
+        return found
+
+    def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+        """See `protocols.Ledger`; samples of which nothing is left are left out."""
+        query = (
+            "SELECT turns.segment, turns.offset, turns.length, turns.crc32 "
+            "FROM samples LEFT JOIN turns USING (serial) WHERE id = ? ORDER BY attempt DESC LIMIT 1"
+        )
+        found = {}
+        for name in ids:
+            row = self._db.execute(query, (name,)).fetchone()
+            turns = cut(decode_turns(self._segments.read(Place(*row))), before) if row and row[0] is not None else []
+            if turns:
+                found[name] = turns
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""
+        (issued,) = self._db.execute("SELECT coalesce(max(serial), 0) FROM samples").fetchone()
+        counts = {"issued": issued, "trained": 0, "pending": 0}
+        query = "SELECT state, name, count FROM tally LEFT JOIN reasons ON reasons.id = tally.reason ORDER BY 1, 2"
+        for state, reason, count in self._db.execute(query):
+            name = {PENDING: "pending", FINISHED: "pending", TRAINED: "trained"}.get(state, f"dropped/{reason}")
+            if count:
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
     def conflict(self, name: str, state: str, wanted: str) -> StorageError:
         """The error for a sample that cannot leave its state that way."""
         return StorageError(
@@ -237,21 +308,13 @@ class Rows:
             raise self.conflict(name, f"journaled for version {step}", wanted)
 
     def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
-        values = (position, *_measures(sample, order), *_stored(place), sample.id, sample.attempt)
+        values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
         self._db.execute(FINISH, values)
-        others = self._other_segments(array_refs(sample), place)
-        if others:
+        named = {int(ref.segment[:-4]) for ref in array_refs(sample) if ref.segment[:-4].isdecimal()}
+        if others := named - {place.segment}:
             (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             rows = [(segment, serial) for segment in others]
             self._db.executemany("INSERT INTO arrays VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
-
-    def _other_segments(self, refs: Iterable[ArrayRef], place: Place) -> set[int]:
-        named = {int(ref.segment[:-4]) for ref in refs if ref.segment[:-4].isdecimal()}
-        return named - {place.segment}
-
-    def _forget_turns(self, row: Sequence[int] | None) -> None:
-        if row is not None:
-            self._db.execute("DELETE FROM turns WHERE serial = ?", (row[0],))
 
     def _reason(self, text: str) -> int:
         name = text[:REASON_LENGTH]
@@ -265,11 +328,46 @@ class Rows:
             f"UPDATE samples SET state = {DROPPED}, reason = ? WHERE serial = ?", (self._reason(reason), serial)
         )
 
+    def _recalled(self, rows: list[_Known]) -> Recalled:
+        states = {row.state for row in rows}
+        state = next(s for s in (PENDING, TRAINED, FINISHED, DROPPED) if s in states)
+        newest = max((row.newest for row in rows if row.newest is not None), default=-1)
+        stored = [
+            row for row in rows if row.state == state and (state in (FINISHED, TRAINED) or row.segment is not None)
+        ]
+        kept = [] if state == PENDING else stored
+        dropped = [row for row in rows if row.state == DROPPED and row.reason != REPLACED]
+        places = [Place(row.segment, row.offset, row.length, row.crc32) for row in kept if row.segment is not None]
+        return Recalled(
+            state=STATES[state],  # type: ignore[arg-type]
+            attempt=max(row.attempt for row in rows),
+            version=(kept[0].step or 0) if state == TRAINED else 0,
+            samples=[decode(self._segments.read(place)) for place in places],
+            drops=dict(Counter(row.reason for row in dropped if row not in kept)),
+            last_reason=dropped[-1].reason if dropped else "",
+            newest=newest,
+            ticks={row.id: row.ticks or 0 for row in rows if row.newest == newest and newest >= 0},
+        )
+
 
 def array_refs(sample: Sample) -> list[ArrayRef]:
     """The arrays that a sample names and that lie in records of their own."""
     refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
     return [ref for ref in [*refs, *(sample.multimodal_train_inputs or {}).values()] if ref is not None]
+
+
+def _latest(rows: list[_Known]) -> list[_Known]:
+    """The rows of each issued sample's latest attempt, fan-out siblings with it."""
+    attempts: dict[str, int] = {}
+    for row in rows:
+        attempts[_issued_as(row.id)] = max(row.attempt, attempts.get(_issued_as(row.id), 0))
+    return [row for row in rows if row.attempt == attempts[_issued_as(row.id)]]
+
+
+def _issued_as(name: str) -> str:
+    """PROMPT-J of a fan-out sibling PROMPT-J.K."""
+    prompt, _, rollout = name.rpartition("-")
+    return f"{prompt}-{rollout.partition('.')[0]}"
 
 
 def _measures(sample: Sample, place: int) -> tuple[object, ...]:
@@ -286,11 +384,6 @@ def _ages(versions: Sequence[int]) -> tuple[int | None, int | None, int | None]:
     made = [version for version in versions if version >= 0]
     newest = max(made, default=None)
     return min(made, default=None), newest, None if newest is None else made.count(newest)
-
-
-def _stored(place: Place) -> tuple[int, int, int, int]:
-    """The values of ``STORED``."""
-    return place.segment, place.offset, place.length, place.crc32
 
 
 def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:

@@ -14,13 +14,13 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from slime_core import durable
 from slime_core.durable import FileMark, storage_error
 from slime_core.errors import StorageError
-from slime_core.ledger.owner import locker
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
 SCHEMA_VERSION = 3
@@ -92,6 +92,8 @@ CREATE TRIGGER sample_kept BEFORE DELETE ON samples BEGIN
     SELECT RAISE(ABORT, 'a sample is never deleted');
 END;
 """
+MARKS = "SELECT coalesce((SELECT max(serial) FROM samples), 0), coalesce((SELECT max(version) FROM steps), 0)"
+"""The last row and the last step, 0 where there is none."""
 NAME = "ledger.sqlite"
 NETWORK = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -138,9 +140,7 @@ def _way_back(path: Path) -> str:
 
 
 def _check(db: sqlite3.Connection, path: Path, marks: tuple[int, int], thorough: bool) -> None:
-    serial, step = db.execute(
-        "SELECT coalesce((SELECT max(serial) FROM samples), 0), coalesce((SELECT max(version) FROM steps), 0)"
-    ).fetchone()
+    serial, step = db.execute(MARKS).fetchone()
     if serial < marks[0] or step < marks[1]:
         lost = f"it has {serial} samples and {step} steps, and {marks[0]} and {marks[1]} were committed"
         raise damaged(path, "the ledger has lost commits", f"{lost}: its -wal file was removed, or the file is older")
@@ -194,6 +194,20 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
                 why, fix = f"process {pid} holds it", f"one run directory has one run: stop process {pid}"
             return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=why, fix=fix)
     return StorageError(f"the ledger failed: {error}", where=str(path), why=name)
+
+
+def locker(path: Path) -> int:
+    """The pid of another process that has the database file, or its shared memory, locked; 0 where there is none."""
+    wanted = set()
+    for one in (path, path.with_name(f"{path.name}-shm")):
+        with suppress(OSError):
+            wanted.add(one.stat().st_ino)
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.replace("-> ", "").split()
+            if int(fields[5].rpartition(":")[2]) in wanted and int(fields[4]) not in (0, -1, os.getpid()):
+                return int(fields[4])
+    return 0
 
 
 def network_type(path: Path) -> str:

@@ -17,9 +17,8 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +42,7 @@ DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bi
 }
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Where a record's body lies; ``segment`` is the file's number, ``offset`` and ``length`` are bytes."""
 
     segment: int
@@ -130,9 +128,7 @@ class Segments:
         """
         with self._lock:
             body = _read_at(self._reader(place.segment), place.offset, place.length, self.path(place.segment))
-        if len(body) != place.length or zlib.crc32(body) != place.crc32:
-            raise _corrupt(self.path(place.segment), place.offset, place.length)
-        return body
+        return _verified(body, place, self.path(place.segment))
 
     def write_array(self, array: NDArray[Any]) -> ArrayRef:
         """Store a numeric array; durable after :meth:`sync`.
@@ -255,9 +251,7 @@ def read_array(folder: Path, ref: ArrayRef) -> NDArray[Any]:
         body = _read_at(fd, place.offset, place.length, folder / ref.segment)
     finally:
         os.close(fd)
-    if len(body) != place.length or zlib.crc32(body) != place.crc32:
-        raise _corrupt(folder / ref.segment, place.offset, place.length)
-    return _as_array(body, ref)
+    return _as_array(_verified(body, place, folder / ref.segment), ref)
 
 
 def _place_of(folder: Path, ref: ArrayRef) -> Place:
@@ -318,11 +312,13 @@ def _read_at(fd: int, offset: int, length: int, path: Path) -> bytes:
     return b"".join(pieces)
 
 
-def _corrupt(path: Path, offset: int, length: int) -> StorageError:
-    return StorageError(
+def _verified(body: bytes, place: Place, path: Path) -> bytes:
+    if len(body) == place.length and zlib.crc32(body) == place.crc32:
+        return body
+    raise StorageError(
         f"{path.name} holds other bytes than were written",
         code="STO112",
-        where=f"{path}: bytes {offset} to {offset + length}",
+        where=f"{path}: bytes {place.offset} to {place.offset + place.length}",
         why="the checksum differs: the file was cut short, changed, or the disk failed",
         fix=_way_back(path),
     )

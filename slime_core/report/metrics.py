@@ -11,7 +11,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from slime_core.ledger.reads import dropped_in
+from slime_core.ledger.ledger import dropped_in
 from slime_core.types import Batch, Group, Sample, Status
 
 Metrics = dict[str, float]

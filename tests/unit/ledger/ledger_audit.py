@@ -6,8 +6,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 
 from slime_core.errors import StorageError
-from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.reads import conservation
+from slime_core.ledger.ledger import SqliteLedger, conservation
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, TRAINED
 from slime_core.ledger.segments import Place, Segments
 
@@ -56,7 +55,7 @@ async def audit(ledger: SqliteLedger) -> list[str]:
     db = ledger.commits.db
 
     def look() -> list[str]:
-        return [*audit_tables(db, ledger.reads.counts()), *audit_payloads(db, ledger.segments)]
+        return [*audit_tables(db, ledger.rows.counts()), *audit_payloads(db, ledger.segments)]
 
     return await ledger.commits.run(look)
 

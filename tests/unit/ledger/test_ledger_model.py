@@ -13,8 +13,7 @@ from ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from durability.memory_ledger import MemoryLedger
 from slime_core.errors import SlimeError
-from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.reads import conservation
+from slime_core.ledger.ledger import SqliteLedger, conservation
 from slime_core.testing.contracts import sample_group
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Drop, Group

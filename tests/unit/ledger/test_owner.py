@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from slime_core.errors import StorageError
+from slime_core.ledger.commits import LOCK, Owner, start_of
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.owner import NAME, Owner, start_of
 from slime_core.testing.contracts import sample_group
 
 pytestmark = pytest.mark.unit
@@ -88,7 +88,7 @@ def test_116_a_foreign_program_that_locks_the_database_is_named(with_ledger, tmp
 def test_133_a_file_left_by_a_dead_process_blocks_nobody_even_if_its_pid_lives_again(tmp_path):
     """The pid in the file is this very process's; the start time is not."""
     left = {"pid": os.getpid(), "started": start_of(os.getpid()) - 1000, "host": "here"}
-    (tmp_path / NAME).write_text(json.dumps(left))
+    (tmp_path / LOCK).write_text(json.dumps(left))
     asyncio.run(SqliteLedger(tmp_path).close())
 
 
@@ -106,7 +106,7 @@ def test_133_a_lock_whose_owner_has_ended_is_not_blamed_on_who_has_its_pid_now(t
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff" * 600, b'{"serial": "many"}'])
 def test_a_lock_file_that_says_nothing_is_no_obstacle(tmp_path, content):
-    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / LOCK).write_bytes(content)
     asyncio.run(SqliteLedger(tmp_path).close())
 
 
@@ -116,7 +116,7 @@ def test_the_start_of_a_process_is_known_and_of_no_process_is_not():
 
 
 def test_110_a_lock_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / NAME).mkdir()
+    (tmp_path / LOCK).mkdir()
     with pytest.raises(StorageError) as caught:
         SqliteLedger(tmp_path)
     assert "cannot be locked" in caught.value.what

@@ -10,7 +10,7 @@ from ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.recovery import Standing, recover
+from slime_core.ledger.repair import Standing, recover
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 

@@ -22,8 +22,7 @@ from slime_buffer.service.leases import Leases
 from slime_buffer.service.store import Store
 from slime_buffer.service.tables import DROPPED, FINISHED, OPEN, STATES, Change, Limits, Stored, Tables
 from slime_core.failpoints import failpoint
-from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.reads import dropped_in
+from slime_core.ledger.ledger import SqliteLedger, dropped_in
 from slime_core.types import Drop, Sample
 
 R = TypeVar("R")
