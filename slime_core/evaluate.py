@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from slime_core.clusters import build_serving
 from slime_core.clusters.machine import resolve_machine
 from slime_core.context import Context
-from slime_core.data.source import EvalSet, eval_sets
+from slime_core.data.opening import EvalSet, eval_sets
 from slime_core.errors import ConfigError, EngineError
 from slime_core.evaluation.questions import questions_of
 from slime_core.evaluation.record import Evaluation, write_record

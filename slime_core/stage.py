@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from slime_core.config.load import stage_name
 from slime_core.context import Context
-from slime_core.data.source import DataSource, open_source
+from slime_core.data.opening import open_source
+from slime_core.data.source import DataSource
 from slime_core.evaluate import Evaluations, Evaluator, holder
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collector import Collector

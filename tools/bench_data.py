@@ -27,7 +27,8 @@ from typing import Any
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.data.source import DataSource, open_source
+from slime_core.data.opening import open_source
+from slime_core.data.source import DataSource
 from slime_core.testing.models import char_tokenizer
 
 BLOCK_ROWS = 20_000

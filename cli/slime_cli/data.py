@@ -47,9 +47,8 @@ def check(session: Session, file: str, words: tuple[str, ...], run_dir: Path | N
     from slime_cli.settings import load_words, split_words
     from slime_cli.survey import survey
     from slime_core.config.schema import Task
-    from slime_core.data.prompts import Keys
-    from slime_core.data.rows import open_rows
-    from slime_core.data.same import check_columns
+    from slime_core.data.opening import open_rows
+    from slime_core.data.prompts import Keys, check_columns
 
     config = load_words(split_words([*words, "--prompt-data", file]), session).config
     keys = Keys.of(config, Task(name="default"))
@@ -79,7 +78,7 @@ def encoder(config: Config) -> Encoder | None:
     Raises:
         ConfigError: CFG04 a chat template is asked for, and no model has one.
     """
-    from slime_core.data.source import encoder_of
+    from slime_core.data.opening import encoder_of
     from slime_core.errors import ConfigError
     from slime_core.weights.folder import ModelFolder
 
@@ -117,8 +116,8 @@ def check_run(run_dir: Path, rows: Rows, config: Config) -> None:
     Raises:
         DataError: DAT29 with both fingerprints; DAT17 the run has noted no data.
     """
-    from slime_core.data.source import KEPT, kept_sources
-    from slime_core.data.streams import changed
+    from slime_core.data.opening import KEPT, kept_sources
+    from slime_core.data.supply import changed
     from slime_core.errors import DataError
 
     tasks = [item for stage in kept_sources(run_dir / KEPT).values() for item in stage["tasks"].items()]
@@ -134,7 +133,8 @@ def check_run(run_dir: Path, rows: Rows, config: Config) -> None:
 
 def _as_far(state: Mapping[str, Any], config: Config) -> str:
     """The fingerprint of a JSONL file as far as it reached when the run began; "" where it has not grown."""
-    from slime_core.data.rows import open_rows, split_slice
+    from slime_core.data.opening import open_rows
+    from slime_core.data.rows import split_slice
 
     mark, path = state.get("file"), Path(split_slice(config.data.prompt_data)[0]).expanduser()
     if not mark or not path.is_file() or path.suffix in (".parquet", ".pq") or path.stat().st_size <= mark["bytes"]:

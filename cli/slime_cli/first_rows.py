@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.data.prompts import Encoder, Keys, Parsed
-from slime_core.data.rows import open_rows, split_slice
-from slime_core.data.same import check_columns, parse_of
-from slime_core.data.source import eval_tasks, no_data, train_tasks
-from slime_core.data.streams import BadRows, FileSupply
+from slime_core.data.opening import eval_tasks, no_data, open_rows, train_tasks
+from slime_core.data.prompts import Encoder, Keys, Parsed, check_columns, parse_of
+from slime_core.data.rows import split_slice
+from slime_core.data.supply import BadRows, FileSupply
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config, Task

@@ -74,7 +74,7 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
     """Sizes of one stage, its first row and its evaluation sets."""
     from slime_cli.dumps import first_prompt
     from slime_core.config.load import stage_name
-    from slime_core.data.source import eval_sets, open_source
+    from slime_core.data.opening import eval_sets, open_source
 
     rollout, train = config.rollout, config.train
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty
+from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty, parse_of
 from slime_core.data.rows import Rows
-from slime_core.data.same import SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of, parse_of
-from slime_core.data.streams import OVERLONG, nothing_left
+from slime_core.data.supply import OVERLONG, SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of, nothing_left
 from slime_core.errors import DataError
 
 if TYPE_CHECKING:

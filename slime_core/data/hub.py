@@ -14,6 +14,7 @@ from typing import Any
 
 from slime_core.config.paths import folder_of_set
 from slime_core.data.parquet import without_nulls
+from slime_core.data.rows import Rows
 from slime_core.errors import DataError, nearest
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(#(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
@@ -22,7 +23,7 @@ SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a folder."""
 
 
-class HubRows:
+class HubRows(Rows):
     """The rows of one split.
 
     Example:
@@ -32,8 +33,6 @@ class HubRows:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.path: Path | None = None
-        self.root: Path | None = None
         self._rows = _load(spec)
         self.keys = tuple(self._rows.column_names)
 
@@ -47,20 +46,9 @@ class HubRows:
         """``name[row]``, counted from 0."""
         return f"{self.spec}[{row}]"
 
-    def raw(self, row: int) -> bytes:
-        """Nothing: such a row has no bytes of its own."""
-        return b""
-
     def fingerprint(self) -> str:
         """The one that `datasets` keeps."""
         return f"datasets:{self._rows._fingerprint}:{len(self._rows)}"
-
-    def mark(self) -> dict[str, Any] | None:
-        """None: it is no one file."""
-        return None
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def is_hub_name(spec: str) -> bool:

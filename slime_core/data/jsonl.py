@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_core.data.rows import Rows
 from slime_core.data.strict import HINT, converted, parse_line
 from slime_core.errors import DataError
 from slime_core.notices import notice
@@ -35,7 +36,7 @@ PACKED = {
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class JsonlRows:
+class JsonlRows(Rows):
     """The objects of a JSONL file by row number; pins the bytes that were there at opening, or the first ``size``.
 
     Reading a row raises DataError DAT37 where those bytes are no longer there.
@@ -47,10 +48,10 @@ class JsonlRows:
 
     def __init__(self, path: Path, *, max_line_bytes: int, size: int | None = None) -> None:
         self.path = path
-        self.root: Path | None = path.parent
+        self.root = path.parent
         self._cap = max_line_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.close = weakref.finalize(self, os.close, self._fd)  # called, or when nothing holds the rows any more
+        self._close = weakref.finalize(self, os.close, self._fd)  # called, or when nothing holds the rows any more
         try:
             seen = os.fstat(self._fd)
             self._size = seen.st_size if size is None else min(size, seen.st_size)
@@ -106,6 +107,10 @@ class JsonlRows:
     def mark(self) -> dict[str, Any] | None:
         """Bytes, rows and hash of what was indexed."""
         return {"bytes": self._size, "rows": self._count, "sha256": self._pin.digest}
+
+    def close(self) -> None:
+        """See `Rows`."""
+        self._close()
 
     def _check_kind(self, head: bytes) -> None:
         for magic, (name, command) in PACKED.items():

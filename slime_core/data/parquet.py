@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from slime_core.data.jsonl import Pin, digest_of
+from slime_core.data.rows import Rows
 from slime_core.errors import DataError
 
 MAX_GROUP_BYTES = 1 << 30  # decoded size that a row group's footer may claim
 KEPT_BYTES = 256 << 20  # of decoded row groups
 
 
-class ParquetRows:
+class ParquetRows(Rows):
     """The rows of a Parquet file as dicts of the wanted columns (all of them where none are wanted by name).
 
     Example:
@@ -32,7 +33,7 @@ class ParquetRows:
         import pyarrow.parquet
 
         self.path = path
-        self.root: Path | None = path.parent
+        self.root = path.parent
         try:
             seen = path.stat()
             self._pin = Pin(path, seen, size=seen.st_size, digest=digest_of(path, seen.st_size))
@@ -64,10 +65,6 @@ class ParquetRows:
     def where(self, row: int) -> str:
         """``file[row]``, counted from 0."""
         return f"{self.path}[{row}]"
-
-    def raw(self, row: int) -> bytes:
-        """Nothing: a Parquet row has no bytes of its own."""
-        return b""
 
     def fingerprint(self) -> str:
         """Hash and size of the file."""

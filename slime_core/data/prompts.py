@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.schema import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
+from slime_core.data.rows import Rows
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
 from slime_core.errors import DataError, nearest
@@ -107,6 +109,43 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
     )
 
 
+def check_columns(rows: Rows, keys: Keys) -> None:
+    """Of rows that have columns, refuse ones that lack a wanted column.
+
+    Raises:
+        DataError: DAT18.
+    """
+    names = rows.keys
+    for name, setting in keys.required if names is not None else ():
+        if names is not None and name not in names:
+            raise DataError(
+                f"there is no column {name!r}",
+                code="DAT18",
+                where=rows.where(0),
+                why=f"the columns are {', '.join(map(repr, names[:20]))}",
+                fix=f"set {setting} to one of them{_maybe(nearest(name, names))}",
+            )
+
+
+def parse_of(rows: Rows, index: int, keys: Keys, row: dict[str, Any] | None = None) -> Parsed:
+    """`parse_row` of row ``index``, which ``row`` is where it was read before.
+
+    Raises:
+        DataError: as `parse_row`; DAT18 blames the row where a neighbour has the key that it lacks.
+    """
+    row = rows[index] if row is None else row
+    try:
+        return parse_row(row, keys, rows.where(index), rows.root)
+    except DataError as error:
+        lacking = [name for name, _ in keys.required if name not in row]
+        if error.code == "DAT18" and lacking and len(rows) > 1:
+            with suppress(DataError):  # the neighbour is broken in another way, and tells so itself
+                if lacking[0] in rows[index - 1 if index else 1]:
+                    error.why += f"; other rows have {lacking[0]!r}"
+                    error.fix = "complete the row, or leave such rows out: data.max_bad_rows=1"
+        raise
+
+
 @dataclass(slots=True)
 class Encoder:
     """Parsed rows and plugins' prompts to Prompts with tokens; ``limit`` is the longest prompt, 0 for none.
@@ -136,20 +175,9 @@ class Encoder:
         metadata = {"row_id": parsed.row_id, **parsed.metadata}
         if parsed.tools is not None:
             metadata["tools"] = parsed.tools
+        prompt = Prompt(id=id, task=task, position=position, label=parsed.label, metadata=metadata, where=parsed.where)
         text = self._text(parsed)
-        tokens = self.fit(encode(self.tokenizer, text), parsed.where, metadata)
-        if tokens is None:
-            return None
-        return Prompt(
-            id=id,
-            task=task,
-            position=position,
-            prompt=text,
-            tokens=tokens,
-            label=parsed.label,
-            metadata=metadata,
-            where=parsed.where,
-        )
+        return self._filled(prompt, text, encode(self.tokenizer, text), parsed.where)
 
     def tokens(self, parsed: Parsed) -> list[int]:
         """All tokens of a prompt, whatever the longest may have.
@@ -190,19 +218,13 @@ class Encoder:
             tokens = encode(self.tokenizer, text)
         elif isinstance(text, str):
             check_text(text, where)
-        fitted = self.fit(tokens, where, metadata)
-        if fitted is None:
-            return None
-        return Prompt(
-            id=id,
-            task=task,
-            position=position,
-            prompt=text,
-            tokens=fitted,
-            label=found.label,
-            metadata=metadata,
-            where=found.where or where,
-        )
+        place = found.where or where
+        prompt = Prompt(id=id, task=task, position=position, label=found.label, metadata=metadata, where=place)
+        return self._filled(prompt, text, tokens, where)
+
+    def _filled(self, prompt: Prompt, text: str | list[Message], tokens: list[int], where: str) -> Prompt | None:
+        fitted = self.fit(tokens, where, prompt.metadata)
+        return None if fitted is None else replace(prompt, prompt=text, tokens=fitted)
 
     def fit(self, tokens: list[int], where: str, metadata: dict[str, Any]) -> list[int] | None:
         """Apply the length policy: None drops, ``truncate`` keeps the last tokens and notes the length.

@@ -30,11 +30,12 @@ def converted(command: str, file: str | Path, mark: str) -> str:
 
 
 class _Refused(ValueError):
-    """What a parser hook found, with its code."""
+    """What is no JSON; ``place`` are the keys and numbers that lead to it, innermost first."""
 
-    def __init__(self, code: str, what: str) -> None:
+    def __init__(self, code: str, what: str, why: str = "", fix: str = HINT) -> None:
         super().__init__(what)
-        self.code = code
+        self.code, self.why, self.fix = code, why, fix
+        self.place: list[str] = []
 
 
 def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def parse_line(raw: bytes, *, file: str, line: int, offset: int) -> dict[str, An
             f"line {line} is not JSON: {error.msg}", code="DAT19", where=f"{where}:{error.colno}", fix=HINT
         ) from error
     except _Refused as error:
-        raise DataError(str(error), code=error.code, where=where, fix=HINT) from error
+        raise DataError(str(error), code=error.code, where=where, fix=error.fix) from error
     except RecursionError as error:
         raise too_deep(where) from error
     if not isinstance(value, dict):
@@ -72,7 +73,7 @@ def check_value(value: Any, where: str) -> None:
     """
     try:
         _look(value, 0)
-    except _NoJson as error:
+    except _Refused as error:
         place = "".join(reversed(error.place)).removeprefix(".")
         raise DataError(
             str(error), code=error.code, where=f"{where}: {place}" if place else where, why=error.why, fix=error.fix
@@ -81,40 +82,24 @@ def check_value(value: Any, where: str) -> None:
         raise too_deep(where) from error
 
 
-class _NoJson(ValueError):
-    """A value that JSON cannot say; ``place`` are the keys and numbers that lead to it, innermost first."""
-
-    def __init__(self, what: str, code: str, why: str, fix: str) -> None:
-        super().__init__(what)
-        self.code, self.why, self.fix = code, why, fix
-        self.place: list[str] = []
-
-
 def _look(value: Any, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise RecursionError
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise _NoJson(f"a key is a {type(key).__name__}, not a string", "DAT24", "", "")
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise _Refused("DAT24", f"a key is a {type(key).__name__}, not a string", fix="")
             try:
                 _look(item, depth + 1)
-            except _NoJson as error:
-                error.place.append(f".{key}")
-                raise
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            try:
-                _look(item, depth + 1)
-            except _NoJson as error:
-                error.place.append(f"[{number}]")
+            except _Refused as error:
+                error.place.append(f".{key}" if isinstance(value, dict) else f"[{key}]")
                 raise
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise _NoJson(f"a value is {value}", "DAT31", "NaN, Infinity and numbers beyond float64 are no JSON", HINT)
+            raise _Refused("DAT31", f"a value is {value}", "NaN, Infinity and numbers beyond float64 are no JSON")
     elif value is not None and not isinstance(value, (str, int)):
         fix = "keep strings, numbers, booleans, lists and objects in the columns that are read"
-        raise _NoJson(f"a value is a {type(value).__name__}, which JSON has no word for", "DAT24", "", fix)
+        raise _Refused("DAT24", f"a value is a {type(value).__name__}, which JSON has no word for", fix=fix)
 
 
 def too_deep(where: str) -> DataError:

@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from slime_cli.survey import survey
+from slime_core.data.opening import open_rows
 from slime_core.data.prompts import Keys
-from slime_core.data.rows import open_rows
 from slime_core.errors import DataError
 
 pytestmark = pytest.mark.integration

@@ -6,7 +6,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.data.source import eval_sets, open_source
+from slime_core.data.opening import eval_sets, open_source
 from slime_core.errors import ConfigError, DataError
 from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.data import jsonl, streams
+from slime_core.data import jsonl, supply
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 def test_memory_and_order_do_not_depend_on_the_files_size(tmp_path, source, monkeypatch, shuffle):
     monkeypatch.setattr(jsonl, "MAX_STARTS", 512)
-    monkeypatch.setattr(streams, "SCAN_ROWS", 100)
+    monkeypatch.setattr(supply, "SCAN_ROWS", 100)
     row = json.dumps({"input": "1+1=", "more": "x" * 1000}).encode() + b"\n"
     path, peaks = tmp_path / "rows.jsonl", []
     for megabytes in (8, 40):

@@ -6,8 +6,8 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slime_core.data import order
-from slime_core.data.order import SMALL, Permutation, pick
+from slime_core.data import source
+from slime_core.data.source import SMALL, Permutation, pick
 from slime_core.seeds import seed_of
 
 pytestmark = pytest.mark.unit
@@ -82,7 +82,7 @@ def test_places_outside_are_errors():
 def test_the_mixer_is_splitmix64s():
     """The first outputs of splitmix64 with seed 0, from Vigna's reference code."""
     golden = 0x9E3779B97F4A7C15
-    assert [order._mix(golden * i) for i in (1, 2, 3)] == [
+    assert [source._mix(golden * i) for i in (1, 2, 3)] == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,

@@ -7,8 +7,9 @@ import tracemalloc
 import pytest
 
 from slime_core.data.hub import HubRows, is_hub_name
+from slime_core.data.opening import open_rows
 from slime_core.data.parquet import ParquetRows
-from slime_core.data.rows import open_rows, split_slice
+from slime_core.data.rows import split_slice
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import pytest
 
 from slime_core.config.schema import Config, EvalSection, EvalTask
 from slime_core.context import Context
-from slime_core.data.source import eval_sets
+from slime_core.data.opening import eval_sets
 from slime_core.errors import DataError, PluginError
 from slime_core.rollout.groups import pending_group
 from slime_core.types import Prompt

@@ -1,33 +1,33 @@
-"""One task's rows in, its prompts out in order, epoch after epoch: of a file or set, or of a plugin.
+"""Where a task's prompts come from, by index: the rows of a file or set, checked before the start, or a plugin.
 
 What cannot be read is a bad row: counted, copied to rejected.jsonl and passed over up to `data.max_bad_rows`. What is
-too long is dropped and counted. Every place that was looked at is a prompt, a drop or a bad row.
+too long is dropped and counted. Equal ids are found by 64-bit hashes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from slime_core.data.order import Permutation
-from slime_core.data.prompts import Encoder, Keys, Parsed
+from slime_core.data.prompts import Encoder, Keys, Parsed, check_columns, parse_of
 from slime_core.data.rows import Rows
-from slime_core.data.same import Hashes, check_columns, duplicate_ids, equal_pairs, hash_of, parse_of
 from slime_core.errors import DataError, PluginError, SlimeError
 from slime_core.notices import notice
 from slime_core.protocols import PromptSource
 from slime_core.types import Prompt
 
 SCAN_ROWS = 20_000  # a set of up to so many rows is checked whole before the start, of a larger one its beginning
-ENDLESS_SKIPS = 100_000  # prompts that an endless source may bring in vain, one after another
-TEXT_ROWS = 64  # looked at for a few tokens of text
+SHOWN = 5  # pairs of equal ids
 OVERLONG = "overlong"
 BAD = "bad_row"
+Hashes = NDArray[np.uint64]
 
 
 class BadRows:
@@ -255,88 +255,30 @@ class PluginSupply:
             ) from error
 
 
-class Stream:
-    """A task's prompts in order: ``cursor`` counts places looked at, over all epochs."""
+def hash_of(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
-    def __init__(self, name: str, weight: float, supply: Supply, shuffle: Callable[[int], int] | None) -> None:
-        self.name, self.weight, self.supply = name, weight, supply
-        self._key_of_epoch = shuffle  # epoch -> key of its permutation; None keeps the rows' order
-        self._order: tuple[int, Permutation] | None = None
-        self.cursor = 0
-        self.prompts = 0
-        self.dropped: Counter[str] = Counter()
-        self.ended = False
 
-    def next(self, *, id: str, position: int) -> Prompt | None:
-        """The next prompt; None once an endless source has ended.
+def equal_pairs(hashes: Hashes) -> list[tuple[int, int]]:
+    """Each place whose hash stood at an earlier place, with the last of those, in order of the earlier ones.
 
-        Raises:
-            DataError: DAT27, a whole epoch went by without one.
-        """
-        count = self.supply.count()
-        patience = count if count is not None else ENDLESS_SKIPS
-        skipped: Counter[str] = Counter()
-        while skipped.total() < patience:
-            if count is not None and self.cursor % count == 0:
-                skipped.clear()  # an epoch is told whole, each row once
-            index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
-            try:
-                made = self.supply.make(index, id=id, position=position)
-            except IndexError:
-                self.ended = True
-                return None
-            self.cursor += 1
-            if isinstance(made, Prompt):
-                self.prompts += 1
-                return made
-            skipped[made] += 1
-            self.dropped[made] += 1
-        raise nothing_left(self.name, skipped, self.supply.encoder)
+    Example:
+        equal_pairs(np.array([5, 7, 5, 5], dtype=np.uint64)) == [(0, 2), (2, 3)]
+    """
+    order = np.argsort(hashes, kind="stable")
+    same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+    return sorted((int(order[i]), int(order[i + 1])) for i in same)
 
-    def text(self, count: int) -> list[int]:
-        """Return up to ``count`` tokens of the first rows' prompts, in the rows' order, whatever was drawn."""
-        rows, tokens, index = self.supply.count(), list[int](), 0
-        while len(tokens) < count and index < min(TEXT_ROWS, rows or TEXT_ROWS):
-            try:
-                row = self.supply.make(index, id="text", position=index)
-            except IndexError:  # the end of an endless source
-                break
-            tokens += row.tokens if isinstance(row, Prompt) else []
-            index += 1
-        return tokens[:count]
 
-    def state(self) -> dict[str, Any]:
-        """Where the stream stands, and what must be equal to go on from there."""
-        return {
-            "cursor": self.cursor,
-            "prompts": self.prompts,
-            "dropped": dict(self.dropped),
-            "ended": self.ended,
-            "fingerprint": self.supply.fingerprint(),
-            "file": self.supply.mark(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`. Rows that were appended to a file since then are left out.
-
-        Raises:
-            DataError: DAT29, the rows are not those of the saved run.
-        """
-        if state["fingerprint"] != self.supply.fingerprint() and state.get("file"):
-            self.supply.shorten(state["file"])
-        here = self.supply.fingerprint()
-        if state["fingerprint"] != here:
-            raise changed(self.name, f"saved {state['fingerprint']}, found {here}")
-        self.cursor, self.prompts = int(state["cursor"]), int(state["prompts"])
-        self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
-        self.ended = bool(state["ended"])
-
-    def _index(self, epoch: int, place: int, count: int) -> int:
-        if self._key_of_epoch is None:
-            return place
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, Permutation(count, self._key_of_epoch(epoch))
-        return self._order[1].at(place)
+def duplicate_ids(pairs: Sequence[str], where: str) -> DataError:
+    """DAT22, with the first pairs."""
+    return DataError(
+        f"{len(pairs)} ids occur more than once: {'; '.join(pairs[:SHOWN])}",
+        code="DAT22",
+        where=where,
+        fix="give every row its own id, or unset data.id_key: rows are then known by file and line",
+    )
 
 
 def changed(task: str, why: str) -> DataError:
