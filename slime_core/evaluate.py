@@ -14,8 +14,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from slime_core.clusters import build_serving
-from slime_core.clusters.machine import resolve_machine
 from slime_core.context import Context
 from slime_core.data.opening import EvalSet, eval_sets
 from slime_core.errors import ConfigError, EngineError
@@ -31,7 +29,7 @@ from slime_core.types import Group
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Engine, Serving
+    from slime_core.protocols import Engine
     from slime_core.report import Report
 
     Hold = Callable[[], AbstractAsyncContextManager[Engine]]
@@ -213,32 +211,3 @@ def holder(config: Config, hold: Hold | None) -> Hold | None:
             fix="--rollout-num-engines 2   or   --no-eval-async",
         )
     return hold
-
-
-async def evaluate(config: Config, plugins: Plugins, report: Report) -> dict[str, dict[str, float]]:
-    """Evaluate the model folder ``config.rollout.hf_checkpoint`` alone, with no trainer (`slime eval`).
-
-    Raises:
-        ConfigError: CFG04 the config names no evaluation set.
-    """
-    config = resolve_machine(config)
-    async with build_serving(config) as parts:
-        ctx = _context(config, parts, report)
-        evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
-        if not evaluator.sets:
-            raise ConfigError(
-                "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"
-            )
-        async with plugins.running(ctx):
-            return await evaluator.run(0)
-
-
-def _context(config: Config, parts: Serving, report: Report) -> Context:
-    return Context(
-        config=config,
-        engine=parts.engines,
-        engines=parts.roles,
-        tokenizer=parts.tokenizer,
-        run_dir=report.run_dir.path,
-        stage="eval",
-    )

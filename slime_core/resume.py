@@ -20,7 +20,6 @@ from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
 from slime_core.errors import Preempted
 from slime_core.ledger.ledger import conservation
-from slime_core.ledger.repair import Standing
 from slime_core.seeds import set_generators
 
 if TYPE_CHECKING:
@@ -250,27 +249,6 @@ async def begin(
         progress._saved = found.version
         set_generators(found.random)
     return progress
-
-
-def standing(found: Found | None, stages: int) -> Standing:
-    """What the ledger must still hold for a run of so many stages that goes on from ``found``."""
-    if found is None:
-        return Standing()
-    collector, issued = found.state["collector"], found.ledger.get("issued", 0)
-    in_last = collector is not None and found.state["stage"] == stages - 1
-    first = min(collector.get("open", ()), default=collector.get("issued", 0)) if collector and in_last else 0
-    return Standing(version=found.version, copy=found.ledger_copy, issued=issued, first=first)
-
-
-def evaluations_kept(found: Found | None) -> int:
-    """How many evaluations of each set at the checkpoint's own version will not be made again.
-
-    A stage that follows another begins with one at the version where the other ended with one.
-    """
-    if found is None:
-        return 0
-    between = int(found.state["step"] == 0 and found.state["stage"] > 0)
-    return between + (0 if found.state["eval_due"] else 1)
 
 
 def positions(sample_ids: list[str]) -> list[int]:

@@ -25,6 +25,7 @@ from slime_cli import history
 from slime_cli.failure import Session, Terminated, report_failure
 from slime_cli.restarts import MEMORY, Command, Death, Past, given_up, pause, refusal
 from slime_cli.signals import terminable
+from slime_cli.starts import starts_of
 from slime_core.clusters.channel import end_with
 from slime_core.clusters.detached import DETACHED, LETTER, LOG, code_of
 from slime_core.errors import Preempted, SlimeError
@@ -91,7 +92,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
         Preempted: it was asked to stop before it went on.
     """
     info = run_dir.read_info()
-    begun = any((start.get("epoch") or 0) > letter.epoch for start in run_dir.starts())
+    begun = any((start.get("epoch") or 0) > letter.epoch for start in starts_of(run_dir))
     if not (begun and run_dir.config.is_file()):
         wait_for_the_lock(run_dir)  # which the command holds until it has seen this process
         stop_after = [] if letter.left is None else ["--stop-after", str(letter.left)]
@@ -121,7 +122,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
 
 def death_of(run_dir: RunDir, info: Mapping[str, Any]) -> Death:
     """The end of the driver's last process, of which nobody but the run directory tells."""
-    start = run_dir.starts()[-1]
+    start = starts_of(run_dir)[-1]
     version = max((step["version"] for step in history.steps_of(run_dir)), default=0)
     after = f" after {info['error']}" if info.get("status") == "failed" else ""
     error = SlimeError(

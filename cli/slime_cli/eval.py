@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slime_cli.failure import Session, exit_refused
 from slime_cli.libraries import quiet_libraries
 from slime_cli.run import drive, reporting, terminable
+from slime_cli.starts import end
 from slime_cli.tables import heading, print_table
 from slime_cli.watched import watched
 from slime_cli.words import PASSING
 from slime_core.report.text import say
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
+    from slime_core.report import Report
 
 OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then brings no default recipe
 
@@ -87,7 +93,6 @@ def evaluate(
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
     from slime_core.errors import ConfigError
-    from slime_core.evaluate import evaluate as run_evaluation
     from slime_core.plugins import load_plugins
     from slime_core.report import RunDir
 
@@ -113,11 +118,40 @@ def evaluate(
             say(f"evaluation {run_dir.path}")
             watching = watched(run_dir.path, config.cluster.hang_timeout)
             with watching, reporting(settings, run_dir, config, session) as (report, _), exit_refused():
-                results: dict[str, Any] = asyncio.run(drive(run_evaluation(config, settings.plugins, report)))
-            run_dir.end("finished", {})
+                results: dict[str, Any] = asyncio.run(drive(alone(config, settings.plugins, report)))
+            end(run_dir, "finished", {})
     finally:
         settings.plugins.close()
     return results, str(run_dir.path)
+
+
+async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, dict[str, float]]:
+    """Evaluate the model folder ``config.rollout.hf_checkpoint``, with no trainer.
+
+    Raises:
+        ConfigError: CFG04 the config names no evaluation set.
+    """
+    from slime_core.clusters import build_serving
+    from slime_core.context import Context
+    from slime_core.errors import ConfigError
+    from slime_core.evaluate import Evaluator
+
+    async with build_serving(config) as parts:
+        ctx = Context(
+            config=config,
+            engine=parts.engines,
+            engines=parts.roles,
+            tokenizer=parts.tokenizer,
+            run_dir=report.run_dir.path,
+            stage="eval",
+        )
+        evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+        if not evaluator.sets:
+            raise ConfigError(
+                "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"
+            )
+        async with plugins.running(ctx):
+            return await evaluator.run(0)
 
 
 def find_model(text: str) -> tuple[str, Path | None]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slime_cli.starts import save_error
 from slime_core.errors import END_NOW, ConfigError, PluginError, Preempted, SlimeError, remade, shortened, text_of
 from slime_core.report.text import safe_text, say
 
@@ -201,7 +202,7 @@ def _ours(error: BaseException) -> SlimeError:
 def _save(trace: str, session: Session) -> Path | None:
     try:
         if session.run_dir is not None:
-            return session.run_dir.save_error("traceback", trace)
+            return save_error(session.run_dir, "traceback", trace)
         handle, name = tempfile.mkstemp(prefix="slime-error-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(trace)

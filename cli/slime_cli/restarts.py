@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime_cli.failure import Session, Terminated, placed, report_failure
 from slime_cli.signals import kill_descendants
+from slime_cli.starts import end, save_error
 from slime_core.errors import END_NOW, Hung, Preempted, SlimeError, remade
 from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
@@ -148,7 +149,7 @@ class Restarts:
     def _insist(self, error: SlimeError) -> None:
         run_dir = self._session.run_dir
         if run_dir is not None and not self._ending.wait(LEAVE):
-            run_dir.end("failed", {"error": error.code})
+            end(run_dir, "failed", {"error": error.code})
             try:
                 self.after(error, run_dir)
             except SlimeError as other:
@@ -192,7 +193,7 @@ class Restarts:
         say(scrub(placed(error, run_dir).render(), secrets))
         with suppress(OSError):
             trace = scrub("".join(traceback.format_exception(error)), secrets)
-            say(f"  full traceback: {run_dir.save_error('traceback', trace)}")
+            say(f"  full traceback: {save_error(run_dir, 'traceback', trace)}")
         say(f"RESTART {number} of {limit} in {pause(number):g} s, from where the run stands: {run_dir.path}")
 
 

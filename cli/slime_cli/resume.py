@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import Session
 from slime_cli.live import total_steps
+from slime_cli.starts import starts_of
 from slime_core.config.dump import REDACTED, texts_in
 from slime_core.config.load import Words, stages
 from slime_core.config.tokens import Word
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from slime_cli.settings import Settings
     from slime_core.checkpoint import Found
     from slime_core.config.schema import Config
+    from slime_core.ledger.repair import Standing
     from slime_core.plugins import Plugins
 
 AUTO = "auto"
@@ -156,9 +158,8 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
             ledger of which there is no copy.
     """
     from slime_cli.resume_compatibility import check_forced
-    from slime_cli.trim import trim_figures
+    from slime_cli.trim import evaluations_kept, trim_figures
     from slime_core.checkpoint import Checkpoints, check_dtype
-    from slime_core.resume import evaluations_kept
 
     check_forced(forced)
     run_dir = RunDir.reopen(path)
@@ -176,7 +177,7 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
         else:
             say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
         same = kind_of(config, settings.plugins)
-        kinds = {start.get("kind") or same for start in run_dir.starts()}
+        kinds = {start.get("kind") or same for start in starts_of(run_dir)}
         exact = kinds <= {same} and all(change.verdict == "safe" for change in changes)
         say_machine(run_dir, found, config)
         trim_figures(run_dir, found.version if found else 0, evaluations=evaluations_kept(found))
@@ -221,12 +222,23 @@ def recover_ledger(run_dir: RunDir, found: Found | None, config: Config) -> None
         StorageError: STO117 the ledger is damaged or gone, and there is no copy.
     """
     from slime_core.ledger.repair import recover
-    from slime_core.resume import standing
 
     thorough = run_dir.read_info().get("error") == "STO117"
     where = standing(found, len(stages(config)))
     for line in recover(run_dir.path, where, config.report.ledger_dir, thorough=thorough):
         say(line)
+
+
+def standing(found: Found | None, stages: int) -> Standing:
+    """What the ledger must still hold for a run of so many stages that goes on from ``found``."""
+    from slime_core.ledger.repair import Standing
+
+    if found is None:
+        return Standing()
+    collector, issued = found.state["collector"], found.ledger.get("issued", 0)
+    in_last = collector is not None and found.state["stage"] == stages - 1
+    first = min(collector.get("open", ()), default=collector.get("issued", 0)) if collector and in_last else 0
+    return Standing(version=found.version, copy=found.ledger_copy, issued=issued, first=first)
 
 
 def check_config(

@@ -18,6 +18,7 @@ import click
 from slime_cli.failure import Session, Terminated, ended_by_code, exit_refused, loop_kept
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
+from slime_cli.starts import begin, end
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.summary import Seen, say_answer, say_end
 from slime_cli.watched import watched
@@ -241,7 +242,7 @@ class Run:
         stop = Stop()
         clock = StopAfter(self._limit, stop, began=self._began) if self._limit is not None else None
         with (
-            self.signals.asking(stop, lambda status: run_dir.end(status, {})),
+            self.signals.asking(stop, lambda status: end(run_dir, status, {})),
             watched(run_dir.path, self.config.cluster.hang_timeout),
             reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
         ):
@@ -265,7 +266,7 @@ class Run:
             except SystemExit as error:
                 raise ended_by_code(error) from error
             seconds = time.monotonic() - started
-        run_dir.end("finished", {"version": version, "seconds": round(seconds, 3)})
+        end(run_dir, "finished", {"version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None
         say_end(run_dir, version, seconds, seen, final)
         return {
@@ -318,9 +319,8 @@ def reporting(
         sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
     sinks += settings.plugins.sinks(Context(config=config, run_dir=run_dir.path))
     report = Report(run_dir, config, sinks, make_live(sys.stderr), secrets=settings.loaded.secrets)
-    run_dir.begin(
-        going.version if going else 0, about(settings, config, session), kind=kind_of(config, settings.plugins)
-    )
+    version, kind = going.version if going else 0, kind_of(config, settings.plugins)
+    begin(run_dir, version, about(settings, config, session), kind=kind)
     try:
         report.start()
         report.on_hang = session.on_hang
@@ -333,7 +333,7 @@ def reporting(
         code = getattr(error, "exit_code", 1)
         facts = {"error": getattr(error, "code", type(error).__name__), "exit_code": code, "version": reached}
         with contextlib.suppress(OSError):  # a full disk: the error itself says so
-            run_dir.end(ended(error), facts)
+            end(run_dir, ended(error), facts)
         raise
     finally:
         report.finish()

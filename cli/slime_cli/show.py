@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slime_cli.starts import starts_of
 from slime_cli.tables import cell, heading, print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
             "cpu_threads": config.cluster.cpu_threads,
         },
         "version": steps[-1]["version"] if steps else 0,
-        "starts": run_dir.starts(),
+        "starts": starts_of(run_dir),
         "checkpoints": saved,
         "resume": where_to_resume(run_dir, config, info, saved),
         "stages": parts,

@@ -12,6 +12,7 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.failpoints import failpoint
 
 if TYPE_CHECKING:
+    from slime_core.checkpoint import Found
     from slime_core.report.rundir import RunDir
 
 
@@ -60,3 +61,14 @@ def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]
                 continue
         if made <= version:
             yield line
+
+
+def evaluations_kept(found: Found | None) -> int:
+    """How many evaluations of each set at the checkpoint's own version will not be made again.
+
+    A stage that follows another begins with one at the version where the other ended with one.
+    """
+    if found is None:
+        return 0
+    between = int(found.state["step"] == 0 and found.state["stage"] > 0)
+    return between + (0 if found.state["eval_due"] else 1)

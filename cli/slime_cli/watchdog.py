@@ -201,6 +201,7 @@ class Watchdog:
 
     def _end(self, status: str, error: SlimeError) -> None:
         """Write the page, note in the run how it ended, and kill the driver."""
+        from slime_cli.starts import end, starts_of
         from slime_core.report.rundir import RunDir
 
         error.exit_code = 128 + signal.SIGKILL
@@ -208,9 +209,9 @@ class Watchdog:
         run_dir = RunDir(self.run_dir)
         run_dir.save_hang(f"{error.render()}\n")
         with suppress(OSError):
-            starts = run_dir.starts()
+            starts = starts_of(run_dir)
             run_dir.epoch = starts[-1]["epoch"] if starts else run_dir.epoch
-            run_dir.end(status, {"error": error.code, "exit_code": error.exit_code})
+            end(run_dir, status, {"error": error.code, "exit_code": error.exit_code})
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

@@ -25,8 +25,6 @@ MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
 """Files that say that a folder holds a run."""
 EARLY = ("lock", "run.json", "driver.json", "log/driver.log")
 """Files that are there before a run has begun."""
-STARTS = 200
-"""Newest starts that ``run.json`` tells of."""
 
 
 class RunDir:
@@ -138,7 +136,7 @@ class RunDir:
             raise _in_use(self.path, holder) from None
         handle.seek(0)
         handle.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}, handle)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now()}, handle)
         handle.flush()
         self._lock = handle
 
@@ -158,34 +156,6 @@ class RunDir:
         """Make :attr:`epoch` one more than ``past``, durably; it never goes down."""
         self.epoch = max(self.epoch, past + 1)
         self.write_info({"epoch": self.epoch})
-
-    def begin(self, version: int, facts: Mapping[str, Any], *, kind: str = "") -> None:
-        """Note in ``run.json`` that a process starts from ``version``; ``facts`` are laid over what is there.
-
-        Two starts of one ``kind`` give the same bits.
-        """
-        start = {
-            "epoch": self.epoch,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": _now(),
-            "from_version": version,
-            "kind": kind,
-            "status": "running",
-        }
-        self.write_info({**facts, "status": "running", "starts": [*self.starts(), start][-STARTS:]})
-
-    def end(self, status: str, facts: Mapping[str, Any]) -> None:
-        """Note how the process ends: finished, stopped, interrupted, terminated or failed."""
-        starts = self.starts()
-        if starts and starts[-1].get("epoch") == self.epoch:
-            starts[-1] |= {"status": status, "ended": _now(), **facts}
-        self.write_info({**facts, "status": status, "starts": starts})
-
-    def starts(self) -> list[dict[str, Any]]:
-        """Every process that ran here, the oldest first; one that was killed is still "running"."""
-        found = self.read_info().get("starts")
-        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them.
@@ -216,15 +186,6 @@ class RunDir:
             data = json.loads(self.info.read_text(encoding="utf-8"))
             return data if isinstance(data, dict) else {}
         return {}
-
-    def save_error(self, name: str, text: str) -> Path:
-        """Keep a traceback as ``errors/NAME.txt`` (or NAME-1, ...); the answer is its path."""
-        for number in range(10_000):
-            path = self.errors / (f"{name}.txt" if number == 0 else f"{name}-{number}.txt")
-            with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-                return path
-        raise StorageError(f"too many files in {self.errors}", code="STO120")
 
     def save_hang(self, text: str) -> Path:
         """Write the page of a hang, ``log/hang-N.txt``; a full disk must not keep the run from ending."""
@@ -345,5 +306,6 @@ def _whole(value: Any, otherwise: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
 
 
-def _now() -> str:
+def now() -> str:
+    """Local time as ``run.json`` and the lock have it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from slime_cli import resume
+from slime_cli.starts import begin
 from slime_core.errors import ConfigError
 from slime_core.report import RunDir
 
@@ -35,7 +36,7 @@ def test_a_run_that_was_killed_before_its_first_sample_starts_afresh(tmp_path, c
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         line = {"kind": "eval", "version": 0, "name": "heldout", "metrics": {}, "seconds": {}}
         run_dir.metrics.write_text(json.dumps(line) + "\n")
-        run_dir.begin(0, {})
+        begin(run_dir, 0, {})
         resume.say_no_checkpoint(run_dir)
         assert "a fresh start at version 0" in capsys.readouterr().err
         run_dir.metrics.write_text(json.dumps({**line, "kind": "step", "version": 1}) + "\n")

@@ -26,6 +26,7 @@ import numpy as np
 from durability.audit import Audit, audit, differences
 from durability.chaos import ask, run_child, survive, tail
 from durability.fake_trainer import FakeTrainer
+from slime_cli.starts import begin, end
 from slime_cli.trim import trim_figures
 from slime_core import durable, loop
 from slime_core.checkpoint import Checkpoints
@@ -263,7 +264,7 @@ class World:
                 run_dir.raise_epoch(found.epoch if found else 0)
                 due = found is None or found.state["eval_due"]
                 trim_figures(run_dir, found.version if found else 0, evaluations=0 if due else 1)
-            run_dir.begin(found.version if found else 0, {})
+            begin(run_dir, found.version if found else 0, {})
             report = Report(run_dir, config, self.sinks)
             report.start()
             try:
@@ -271,7 +272,7 @@ class World:
             finally:
                 report.finish()
                 plugins.close()
-            run_dir.end("finished", {"version": version})
+            end(run_dir, "finished", {"version": version})
 
     @asynccontextmanager
     async def cluster(self, config: Any, plugins: Any, report: Any) -> AsyncIterator[Parts]:

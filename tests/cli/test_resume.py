@@ -11,10 +11,10 @@ import pytest
 
 from slime_cli import history
 from slime_cli.main import main
+from slime_cli.trim import evaluations_kept
 from slime_core import failpoints
 from slime_core.checkpoint import Found
 from slime_core.report import RunDir
-from slime_core.resume import evaluations_kept
 
 pytestmark = pytest.mark.integration
 

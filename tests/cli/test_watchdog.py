@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_cli.starts import begin
 from slime_core.report import RunDir
 
 pytestmark = pytest.mark.integration
@@ -91,7 +92,7 @@ def ticks(pid):
 def driver(tmp_path):
     """Start a process that holds its interpreter for ever, in a run."""
     with RunDir.create("demo", at=tmp_path / "run") as run_dir:
-        run_dir.begin(0, {})
+        begin(run_dir, 0, {})
         run_dir.ledger.touch()
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []

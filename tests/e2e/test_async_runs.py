@@ -17,6 +17,7 @@ from recorded import steps_of
 from small_task import write_task
 
 from slime_cli.main import main
+from slime_cli.starts import starts_of
 from slime_core.report import RunDir
 
 pytestmark = pytest.mark.system
@@ -171,7 +172,7 @@ def test_a_killed_engine_ends_the_run_with_5_and_a_resumed_one_has_the_weights_o
     assert [[s.to_dict() for s in step] for step in again] == [
         [s.to_dict() for s in step] for step in _steps(whole)[0]
     ]
-    assert RunDir.open(run).starts()[-1]["epoch"] == 2
+    assert starts_of(RunDir.open(run))[-1]["epoch"] == 2
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from durability.fake_trainer import FakeTrainer
-from slime_cli.trim import trim_figures
+from slime_cli.trim import evaluations_kept, trim_figures
 from slime_core import loop
 from slime_core.checkpoint import Checkpoints
 from slime_core.clusters.engine_set import holding
@@ -25,7 +25,6 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Parts
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
-from slime_core.resume import evaluations_kept
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from slime_cli import trim
+from slime_cli.starts import STARTS, begin, end, save_error, starts_of
 from slime_cli.trim import trim_figures
 from slime_core.errors import ConfigError, StorageError
 from slime_core.report import rundir
-from slime_core.report.rundir import FOLDERS, STARTS, RunDir, check_free, next_path
+from slime_core.report.rundir import FOLDERS, RunDir, check_free, next_path
 
 pytestmark = pytest.mark.unit
 
@@ -151,7 +152,7 @@ def test_info_is_merged_and_survives_a_broken_file(tmp_path):
 
 def test_tracebacks_never_overwrite_each_other(tmp_path):
     with RunDir.create("demo", root=tmp_path) as run_dir:
-        first, second = run_dir.save_error("traceback", "one"), run_dir.save_error("traceback", "two")
+        first, second = save_error(run_dir, "traceback", "one"), save_error(run_dir, "traceback", "two")
         assert (first.read_text(), second.read_text()) == ("one", "two")
 
 
@@ -160,7 +161,7 @@ def old(tmp_path):
     """The folder of a run that was started once and that nobody holds."""
     with RunDir.create("demo", at=tmp_path / "run") as run_dir:
         run_dir.write_config("seed = 1\n")
-        run_dir.begin(0, {"command": ["slime", "run"]})
+        begin(run_dir, 0, {"command": ["slime", "run"]})
     return run_dir.path
 
 
@@ -230,12 +231,12 @@ def test_a_run_that_cannot_be_written_is_a_storage_error(old, monkeypatch):
 
 def test_starts_are_kept_with_how_each_ended(old):
     with RunDir.reopen(old) as run_dir:
-        run_dir.begin(3, {"command": ["slime", "run", "--resume"]})
-        run_dir.end("stopped", {"version": 5})
+        begin(run_dir, 3, {"command": ["slime", "run", "--resume"]})
+        end(run_dir, "stopped", {"version": 5})
     with RunDir.reopen(old) as run_dir:
-        run_dir.begin(5, {})
-        run_dir.end("finished", {"version": 9, "seconds": 1.5})
-    killed, stopped, finished = RunDir(old).starts()
+        begin(run_dir, 5, {})
+        end(run_dir, "finished", {"version": 9, "seconds": 1.5})
+    killed, stopped, finished = starts_of(RunDir(old))
     assert (killed["epoch"], killed["status"], killed["from_version"]) == (1, "running", 0)
     assert (stopped["epoch"], stopped["status"], stopped["from_version"], stopped["version"]) == (2, "stopped", 3, 5)
     assert (finished["status"], finished["pid"], finished["host"]) == ("finished", os.getpid(), os.uname().nodename)
@@ -246,9 +247,9 @@ def test_starts_are_kept_with_how_each_ended(old):
 def test_only_the_newest_starts_are_kept(old):
     with RunDir.reopen(old) as run_dir:
         run_dir.write_info({"starts": [{"epoch": 0, "status": "running"}] * STARTS})
-        run_dir.begin(0, {})
-        assert len(run_dir.starts()) == STARTS
-        assert run_dir.starts()[-1]["epoch"] == 2
+        begin(run_dir, 0, {})
+        assert len(starts_of(run_dir)) == STARTS
+        assert starts_of(run_dir)[-1]["epoch"] == 2
 
 
 def lines(*rows):
