@@ -63,7 +63,7 @@ class Evaluator:
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
             if held is not None:
                 check_weights(groups, held.version)
-            await asyncio.to_thread(self._dump.write_evaluation, eval_set.name, version, ctx.stage, groups)
+            await asyncio.to_thread(self._dump.write, version, ctx.stage, groups, eval_set.name)
             if why := unjudged(sample for group in groups for sample in group.samples):
                 self._report.note(f"evaluation set {eval_set.name}: samples could not be judged: {why}")
             figures = await asyncio.to_thread(self._figures, eval_set, version, groups)

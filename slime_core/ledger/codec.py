@@ -29,6 +29,7 @@ LENGTH = struct.Struct("<I")
 FORMAT = 1
 FLOATS = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
 RUNS = ("loss_mask", "weight_versions")
+REFS = ("rollout_routed_experts", "rollout_top_p_token_ids")
 PLAIN = tuple(item.name for item in fields_of(Sample) if item.name not in ("tokens", *FLOATS, *RUNS))
 DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has its default is not written
 TURN_INTS = ("tokens", "versions")  # of a Completion, one entry a new token
@@ -79,7 +80,7 @@ def pack(fields: dict[str, Any], arrays: Sequence[tuple[str, NDArray[Any]]]) -> 
         TypeError, ValueError: fields that JSON cannot hold.
     """
     header = {"format": FORMAT, "fields": fields, "arrays": [[name, a.dtype.str, a.size] for name, a in arrays]}
-    text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
+    text = json.dumps(header, separators=(",", ":"), default=plain).encode("ascii")
     return [LENGTH.pack(len(text)), text, *(a.view(np.uint8).data for _, a in arrays if a.size)]
 
 
@@ -101,8 +102,20 @@ def unpack(body: bytes | memoryview) -> tuple[dict[str, Any], dict[str, NDArray[
     return header["fields"], arrays
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no word for, and we do."""
+def array_refs(sample: Sample) -> dict[str, ArrayRef]:
+    """The arrays that lie in records of their own, by field or by ``multimodal_train_inputs.KEY``."""
+    refs = {name: ref for name in REFS if (ref := getattr(sample, name)) is not None}
+    return refs | {
+        f"multimodal_train_inputs.{key}": ref for key, ref in (sample.multimodal_train_inputs or {}).items()
+    }
+
+
+def plain(value: Any) -> Any:
+    """What JSON has no word for, and we do.
+
+    Raises:
+        TypeError: we neither.
+    """
     if isinstance(value, ArrayRef):
         return asdict(value)
     if isinstance(value, np.generic):

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from slime_core import durable
 from slime_core.errors import StorageError
-from slime_core.ledger.codec import decode
+from slime_core.ledger.codec import array_refs, decode
 from slime_core.ledger.commits import Owner
-from slime_core.ledger.rows import OF_PROMPT, array_refs, of_prompt
+from slime_core.ledger.rows import OF_PROMPT, of_prompt
 from slime_core.ledger.schema import (
     APPLICATION_ID,
     DROPPED,
@@ -271,7 +271,7 @@ def _unreadable(
     for row in (_Row(*values) for values in db.execute(query, parameters)):
         try:
             body = segments.read(row.place)
-            for ref in array_refs(decode(body)) if query == STORED else ():
+            for ref in array_refs(decode(body)).values() if query == STORED else ():
                 segments.read_array(ref)
         except StorageError as error:
             if error.code not in UNREADABLE:

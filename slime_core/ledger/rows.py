@@ -20,11 +20,11 @@ from typing import NamedTuple
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.ledger.codec import cut, decode, decode_turns, encode, encode_turns, plain_reward
+from slime_core.ledger.codec import array_refs, cut, decode, decode_turns, encode, encode_turns, plain_reward
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
 from slime_core.ledger.segments import Place, Segments
 from slime_core.protocols import Drops, Recalled, Turn
-from slime_core.types import ArrayRef, Group, Sample
+from slime_core.types import Group, Sample
 
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
 RESTARTED = "restarted"  # a later attempt of the same sample was issued
@@ -310,7 +310,7 @@ class Rows:
     def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
         values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
         self._db.execute(FINISH, values)
-        named = {int(ref.segment[:-4]) for ref in array_refs(sample) if ref.segment[:-4].isdecimal()}
+        named = {int(ref.segment[:-4]) for ref in array_refs(sample).values() if ref.segment[:-4].isdecimal()}
         if others := named - {place.segment}:
             (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             rows = [(segment, serial) for segment in others]
@@ -348,12 +348,6 @@ class Rows:
             newest=newest,
             ticks={row.id: row.ticks or 0 for row in rows if row.newest == newest and newest >= 0},
         )
-
-
-def array_refs(sample: Sample) -> list[ArrayRef]:
-    """The arrays that a sample names and that lie in records of their own."""
-    refs = [sample.rollout_routed_experts, sample.rollout_top_p_token_ids]
-    return [ref for ref in [*refs, *(sample.multimodal_train_inputs or {}).values()] if ref is not None]
 
 
 def _latest(rows: list[_Known]) -> list[_Known]:

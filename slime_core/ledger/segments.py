@@ -156,7 +156,7 @@ class Segments:
         Raises:
             StorageError: STO111, STO112; a reference that is malformed is STO112 too.
         """
-        return _as_array(self.read(_place_of(self.folder, ref)), ref)
+        return as_array(self.read(_place_of(self.folder, ref)), ref)
 
     def path(self, number: int) -> Path:
         """The file of a segment number."""
@@ -240,7 +240,12 @@ def segment_name(number: int) -> str:
 
 
 def read_array(folder: Path, ref: ArrayRef) -> NDArray[Any]:
-    """Read one array of a run's ``segments/`` folder from any process.
+    """Read one array of a run's ``segments/`` folder from any process; raises as :func:`read_bytes`."""
+    return as_array(read_bytes(folder, ref), ref)
+
+
+def read_bytes(folder: Path, ref: ArrayRef) -> bytes:
+    """The little-endian bytes of one array of a run's ``segments/`` folder, from any process.
 
     Raises:
         StorageError: STO111 the file is gone, STO112 the bytes are not those that were written.
@@ -251,7 +256,7 @@ def read_array(folder: Path, ref: ArrayRef) -> NDArray[Any]:
         body = _read_at(fd, place.offset, place.length, folder / ref.segment)
     finally:
         os.close(fd)
-    return _as_array(_verified(body, place, folder / ref.segment), ref)
+    return _verified(body, place, folder / ref.segment)
 
 
 def _place_of(folder: Path, ref: ArrayRef) -> Place:
@@ -265,7 +270,8 @@ def _place_of(folder: Path, ref: ArrayRef) -> Place:
     return Place(segment=int(ref.segment[:-4]), offset=ref.offset, length=ref.nbytes, crc32=ref.crc32)
 
 
-def _as_array(body: bytes, ref: ArrayRef) -> NDArray[Any]:
+def as_array(body: bytes, ref: ArrayRef) -> NDArray[Any]:
+    """The array of a reference from its stored bytes, writable."""
     stored = np.frombuffer(bytearray(body), dtype=np.dtype(ref.dtype).newbyteorder("<"))
     return stored.astype(ref.dtype, copy=False).reshape(ref.shape)
 

@@ -17,19 +17,17 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger import segments
-from slime_core.ledger.codec import decode, encode
-from slime_core.rollout.groups import Counts
+from slime_core.ledger.codec import array_refs, decode, encode, plain
+from slime_core.rollout.groups import Counts, Supply
 from slime_core.types import ArrayRef, Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ SUFFIX = ".rollout"
 STEP = re.compile(r"step-(\d{6,})\.rollout")
 EVALUATION = re.compile(r"eval-([A-Za-z0-9._-]{1,64})-(\d{6,})\.rollout")
 ROLLED_OUT = "debug_rollout_only"  # why samples of a run that only rolls out are dropped
-REFS = ("rollout_routed_experts", "rollout_top_p_token_ids")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -76,9 +73,8 @@ def write_dump(path: Path, groups: Sequence[Group], about: About, *, arrays: Pat
     """
     bodies: list[bytes] = []
     rows = [_group_row(group, bodies, arrays) for group in groups]
-    head = {"version": about.version, "stage": about.stage, "set": about.set, "run": about.run, "groups": rows}
     try:
-        text = json.dumps(head, separators=(",", ":"), default=_plain).encode("ascii")
+        text = json.dumps({**asdict(about), "groups": rows}, separators=(",", ":"), default=plain).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise PluginError(
             f"the prompts of {path.name} cannot be stored: {error}",
@@ -109,16 +105,16 @@ def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Gr
 def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], About]:
     """:func:`read_dump`, and what the file says of itself."""
     data = _bytes_of(path)
-    head, place = _header(data, path)
+    about, rows, place = _header(data, path)
     groups = []
     reader = _Reader(data, place, path)
-    for row in head["groups"]:
+    for row in rows:
         samples = [reader.sample(item, arrays) for item in row["samples"]]
         rollouts = {int(name): list(members) for name, members in row["rollouts"].items()}
         groups.append(Group(prompt=Prompt(**row["prompt"]), samples=samples, rollouts=rollouts))
     if arrays is not None:
         arrays.sync()
-    return groups, _about(head)
+    return groups, about
 
 
 class Dump:
@@ -141,21 +137,16 @@ class Dump:
         if self._save is not None:
             _check_own(self._save, run_dir)
 
-    def write(self, version: int, stage: str, groups: Sequence[Group]) -> None:
-        """Keep what the step that makes ``version`` trains on.
+    def write(self, version: int, stage: str, groups: Sequence[Group], name: str = "") -> None:
+        """Keep what the step that makes ``version`` trains on, or what an evaluation of the set ``name`` at it made.
 
         Raises:
             PluginError, StorageError: as :func:`write_dump`.
         """
         if self._save is not None:
-            about = About(version=version, stage=stage, run=str(self._run_dir))
-            write_dump(step_path(self._save, version), groups, about, arrays=self._run_dir / "segments")
-
-    def write_evaluation(self, name: str, version: int, stage: str, groups: Sequence[Group]) -> None:
-        """Keep what an evaluation of the set ``name`` at ``version`` generated."""
-        if self._save is not None:
+            path = evaluation_path(self._save, name, version) if name else step_path(self._save, version)
             about = About(version=version, stage=stage, set=name, run=str(self._run_dir))
-            write_dump(evaluation_path(self._save, name, version), groups, about, arrays=self._run_dir / "segments")
+            write_dump(path, groups, about, arrays=self._run_dir / "segments")
 
     def groups(self, version: int, stage: str = "") -> list[Group] | None:
         """The groups of the step that makes ``version``; None where the run rolls out itself.
@@ -212,7 +203,7 @@ async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
     await ledger.drop([([sample for group in groups for sample in group.samples], Drop(reason=ROLLED_OUT))])
 
 
-class DumpedGroups:
+class DumpedGroups(Supply):
     """Hands a dump's groups over, a step a call, with what the loop asks of a `Collector`.
 
     Example:
@@ -232,9 +223,6 @@ class DumpedGroups:
         self._config: Config = ctx.config
         self._stage, self._version = ctx.stage, ctx.version
         self._counts = Counts()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -280,7 +268,7 @@ class DumpedGroups:
 def _check_own(folder: Path, run_dir: Path) -> None:
     """Refuse a folder in which another run's dump lies: two runs' steps would mix."""
     for path in sorted(folder.glob(f"*{SUFFIX}"))[:1]:
-        run = _about(_header(_bytes_of(path), path)[0]).run
+        run = _header(_bytes_of(path), path)[0].run
         if run != str(run_dir):
             raise ConfigError(
                 "the dump folder holds another run's rollouts",
@@ -295,10 +283,8 @@ def _group_row(group: Group, bodies: list[bytes], arrays: Path | None) -> dict[s
     rows = []
     for sample in group.samples:
         row = _add(b"".join(encode(sample)), bodies)
-        if refs := [(name, ref) for name, ref in _refs(sample) if arrays is not None]:
-            found = {name: segments.read_array(arrays, ref) for name, ref in refs if arrays is not None}
-            little = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in found.items()}
-            row["arrays"] = {name: _add(array.tobytes(), bodies) for name, array in little.items()}
+        if arrays is not None and (refs := array_refs(sample)):
+            row["arrays"] = {name: _add(segments.read_bytes(arrays, ref), bodies) for name, ref in refs.items()}
         rows.append(row)
     return {"prompt": asdict(group.prompt), "rollouts": group.rollouts, "samples": rows}
 
@@ -306,15 +292,6 @@ def _group_row(group: Group, bodies: list[bytes], arrays: Path | None) -> dict[s
 def _add(body: bytes, bodies: list[bytes]) -> dict[str, Any]:
     bodies.append(body)
     return {"size": len(body), "crc32": zlib.crc32(body)}
-
-
-def _refs(sample: Sample) -> Iterator[tuple[str, ArrayRef]]:
-    """Arrays that a sample refers to, by field or by ``multimodal_train_inputs.KEY``."""
-    for name in REFS:
-        if (ref := getattr(sample, name)) is not None:
-            yield name, ref
-    for key, ref in (sample.multimodal_train_inputs or {}).items():
-        yield f"multimodal_train_inputs.{key}", ref
 
 
 class _Reader:
@@ -325,13 +302,11 @@ class _Reader:
 
     def sample(self, row: Mapping[str, Any], arrays: segments.Segments | None) -> Sample:
         sample = decode(self._body(row))
-        refs = dict(_refs(sample))
+        refs = array_refs(sample)
         for name, item in row.get("arrays", {}).items():
             body = self._body(item)
             if arrays is not None:
-                ref = refs[name]
-                stored = np.frombuffer(body, np.dtype(ref.dtype).newbyteorder("<")).astype(ref.dtype)
-                _refer(sample, name, arrays.write_array(stored.reshape(ref.shape)))
+                _refer(sample, name, arrays.write_array(segments.as_array(body, refs[name])))
         return sample
 
     def _body(self, row: Mapping[str, Any]) -> bytes:
@@ -357,8 +332,8 @@ def _bytes_of(path: Path) -> bytes:
         raise storage_error(error, path, "a dump of rollouts cannot be read") from error
 
 
-def _header(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file's bytes, and where its bodies begin."""
+def _header(data: bytes, path: Path) -> tuple[About, list[dict[str, Any]], int]:
+    """What a file says of itself, its groups' rows, and where its bodies begin."""
     begin = len(MAGIC) + FRAME.size
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data[: len(MAGIC)]):
@@ -376,11 +351,8 @@ def _header(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     if len(text) != length or zlib.crc32(text) != crc:
         raise _damaged(path)
     head: dict[str, Any] = json.loads(text)
-    return head, begin + length
-
-
-def _about(head: Mapping[str, Any]) -> About:
-    return About(version=head["version"], stage=head["stage"], set=head["set"], run=head["run"])
+    rows = head.pop("groups")
+    return About(**head), rows, begin + length
 
 
 def _damaged(path: Path) -> StorageError:
@@ -391,9 +363,3 @@ def _damaged(path: Path) -> StorageError:
         why="a checksum differs: the file was cut short or changed",
         fix="restore the file, or write the dump again: --save-debug-rollout-data DIR",
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} is not JSON")

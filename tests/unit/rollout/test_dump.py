@@ -118,7 +118,7 @@ def test_a_prompt_that_json_cannot_hold_names_itself_and_leaves_no_file(tmp_path
 def test_a_run_without_the_keys_dumps_and_reads_nothing(tmp_path):
     dump = Dump(config_of(), tmp_path)
     dump.write(1, "main", groups_of(0))
-    dump.write_evaluation("set", 0, "main", groups_of(0))
+    dump.write(0, "main", groups_of(0), "set")
     assert (dump.loads, dump.groups(1), list(tmp_path.iterdir())) == (False, None, [])
 
 
@@ -127,7 +127,7 @@ def test_steps_and_evaluations_are_listed_in_order(tmp_path):
     dump = Dump(config_of(save_debug_rollout_data=folder), tmp_path / "run")
     dump.write(2, "grpo", groups_of(2, 3))
     dump.write(1, "warmup", groups_of(0))
-    dump.write_evaluation("held.out", 1, "warmup", groups_of(5))
+    dump.write(1, "warmup", groups_of(5), "held.out")
     rows = dumps_of(folder)
     assert [(row["version"], row["kind"], row["stage"], row["groups"], row["samples"]) for row in rows] == [
         (1, "eval held.out", "warmup", 1, 3),
