@@ -58,7 +58,7 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
         key = keys[name]
         value = getattr(sections.get(key.section) or getattr(config, key.section), name)
         preset = name in presets and value == presets[name]
-        rows.append(OptionRow(key.path, show(value), preset, key.text))
+        rows.append(OptionRow(key.path, show(value), preset, key.info.description or ""))
     return rows
 
 

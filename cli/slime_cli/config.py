@@ -180,8 +180,8 @@ def core_rows() -> list[dict[str, str]]:
             "key": key.path,
             "flag": f"--{name.replace('_', '-')}",
             "type": key.kind,
-            "default": show(key.default),
-            "text": key.text,
+            "default": show(key.info.default),
+            "text": key.info.description or "",
         }
         for name, key in core_keys().items()
     ]

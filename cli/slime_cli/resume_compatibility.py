@@ -19,7 +19,7 @@ from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import stage_name, stages
-from slime_core.config.validate import check_config
+from slime_core.config.validate import check_model
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.backends import brought_by
 
@@ -269,7 +269,7 @@ _ABSENT = _Absent()
 
 
 def _config(data: Mapping[str, Any]) -> Config:
-    found = check_config(data)
+    found = check_model(Config, data)
     if isinstance(found, list):
         raise error_of(found)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.algorithms import ALGORITHMS, GROUPED, settle
+from slime_core.config.fields import changed
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.values import show
 
@@ -79,11 +80,6 @@ def notices(config: Config) -> list[str]:
     return found
 
 
-def _set(train: Any, key: str) -> bool:
-    """Whether a [train] key is off its default."""
-    return bool(getattr(train, key) != type(train).model_fields[key].default)
-
-
 def _kl(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.kl_coef > 0 and train.kl_loss_coef > 0:
@@ -126,7 +122,7 @@ def _unread(config: Config) -> Iterator[Problem]:
     if name not in ALGORITHMS or name == "sft":
         return
     for key, readers in SELECTIVE.items():
-        if not _set(train, key) or name in readers:
+        if not changed(train, [key]) or name in readers:
             continue
         yield conflict(
             f"{key} = {show(getattr(train, key))} with advantage_estimator = {name}",
@@ -135,7 +131,7 @@ def _unread(config: Config) -> Iterator[Problem]:
             fix=f"leave {key} out, or set advantage_estimator = {readers[0]} (both in the same [[stage]])",
         )
     discounts = name == "ppo" or name == "reinforce_plus_plus" or train.credit_level != "trajectory"
-    if name in SELECTIVE["gae_gamma"] and _set(train, "gae_gamma") and not discounts:
+    if name in SELECTIVE["gae_gamma"] and changed(train, ["gae_gamma"]) and not discounts:
         yield conflict(
             f"gae_gamma = {train.gae_gamma} with advantage_estimator = {name} and credit_level = trajectory",
             ["train.gae_gamma", "train.advantage_estimator"],
@@ -317,7 +313,7 @@ def _loss_notices(config: Config) -> list[str]:
         )
     if not train.custom_tis_function_path:
         for switch, keys in SWITCHES.items():
-            idle = [key for key in keys if _set(train, key) and not getattr(train, switch)]
+            idle = changed(train, keys) if not getattr(train, switch) else []
             if idle:
                 found.append(f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing without {switch}")
     return found

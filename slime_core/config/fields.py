@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
@@ -38,16 +38,6 @@ class Key:
         """Its type and bounds in words."""
         return " ".join([describe(self.info.annotation), *bounds(self.info)])
 
-    @property
-    def text(self) -> str:
-        """What it does."""
-        return self.info.description or ""
-
-    @property
-    def default(self) -> Any:
-        """Its default."""
-        return self.info.default
-
 
 def core_keys() -> dict[str, Key]:
     """Every core key by its name, which is unique over all sections."""
@@ -67,6 +57,12 @@ def section_model(section: str) -> type[BaseModel]:
 def sections_of_keys() -> dict[str, str]:
     """Key name to section, for the keys that have one."""
     return {name: key.section for name, key in core_keys().items() if key.section}
+
+
+def changed(section: BaseModel, names: Iterable[str]) -> list[str]:
+    """Those of a section's keys that differ from their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].default]
 
 
 def unwrap(annotation: Any) -> Any:

@@ -25,7 +25,7 @@ from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
-from slime_core.config.validate import ModelsOf, check_config, check_table, not_finite, plain_options, unknown
+from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import BRINGS, Tables
 
@@ -244,9 +244,8 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
     problems += [
         _no_table(key, backends) for key in data if key not in Config.model_fields and not backends.is_table(key)
     ]
-    config = check_config(
-        {key: value for key, value in data.items() if not any(p.keys == ((key,),) for p in problems)}
-    )
+    sound = {key: value for key, value in data.items() if not any(p.keys == ((key,),) for p in problems)}
+    config = check_model(Config, sound)
     if problems or isinstance(config, list):
         problems += config if isinstance(config, list) else []
         raise error_of([origins.place(problem) for problem in problems])

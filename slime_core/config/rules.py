@@ -140,12 +140,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
         return
     keys = ["rollout.rollout_max_response_len", "rollout.rollout_max_context_len"]
     if response >= context:
-        yield conflict(
-            f"rollout_max_response_len = {response} leaves no room in rollout_max_context_len = {context}",
-            keys,
-            why="the context holds prompt and response",
-            fix="lower the response length or raise the context",
-        )
+        yield _no_room(keys[0], response, context)
     elif data.rollout_max_prompt_len + response > context:
         yield conflict(
             f"rollout_max_prompt_len + rollout_max_response_len = {data.rollout_max_prompt_len} + {response} "
@@ -156,12 +151,16 @@ def _lengths(config: Config) -> Iterator[Problem]:
         )
     evaluated = config.eval.eval_max_response_len
     if evaluated >= context:
-        yield conflict(
-            f"eval_max_response_len = {evaluated} leaves no room in rollout_max_context_len = {context}",
-            ["eval.eval_max_response_len", keys[1]],
-            why="the context holds prompt and response",
-            fix="lower the response length or raise the context",
-        )
+        yield _no_room("eval.eval_max_response_len", evaluated, context)
+
+
+def _no_room(key: str, length: int, context: int) -> Problem:
+    return conflict(
+        f"{key.partition('.')[2]} = {length} leaves no room in rollout_max_context_len = {context}",
+        [key, "rollout.rollout_max_context_len"],
+        why="the context holds prompt and response",
+        fix="lower the response length or raise the context",
+    )
 
 
 def _sampling(config: Config) -> Iterator[Problem]:

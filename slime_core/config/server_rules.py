@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from slime_core.config.fields import changed
 from slime_core.plugins.backends import chosen, cluster_of, engine_of, trainer_of
 
 if TYPE_CHECKING:
@@ -66,25 +67,19 @@ def notices(config: Config) -> Iterator[str]:
     """Sentences about settings that have no effect, and about an address that others can listen at."""
     cluster, rollout, train = config.cluster, config.rollout, config.train
     backend = cluster_of(config)
-    if not backend.remote and (idle := _changed(cluster, RAY_KEYS)):
+    if not backend.remote and (idle := changed(cluster, RAY_KEYS)):
         yield f"{', '.join(idle)}: no effect with cluster_backend = {cluster.cluster_backend}"
     if engine_of(config).embedded:
         apart = rollout.max_staleness or config.eval.eval_async
         placed = PLACED if backend.remote else PLACED[1:] if apart else ()
-        if idle := _changed(rollout, [name for name in SERVER_KEYS if name not in placed]):
+        if idle := changed(rollout, [name for name in SERVER_KEYS if name not in placed]):
             yield f"{', '.join(idle)}: no effect with rollout_engine = {rollout.rollout_engine}; servers read them"
     used = {backend.name for backend in chosen(config)}
     for name, table in config.tables.items():
         if table and name not in used:
             yield f"[{name}] {', '.join(table)}: no effect without the backend {name}"
-    for name in _changed(train, MEGATRON_HOOKS) if not trainer_of(config).megatron_hooks else ():
+    for name in changed(train, MEGATRON_HOOKS) if not trainer_of(config).megatron_hooks else ():
         yield f"{name}: no effect with train_backend = {train.train_backend}, which has no such place"
     url = rollout.rollout_buffer_url
     if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
         yield f"rollout_buffer_url = {url}: the token and the rollouts travel in clear text; put TLS before the buffer"
-
-
-def _changed(section: Any, names: Sequence[str]) -> list[str]:
-    """Those that differ from their defaults."""
-    fields = type(section).model_fields
-    return [name for name in names if getattr(section, name) != fields[name].default]

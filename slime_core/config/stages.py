@@ -11,7 +11,7 @@ from slime_core.config.algorithms import settle
 from slime_core.config.fields import section_model, sections_of_keys
 from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.config.schema import SECTIONS, Config
-from slime_core.config.validate import check_config, unknown
+from slime_core.config.validate import check_model, unknown
 
 MAIN = "main"
 FIXED = (
@@ -68,7 +68,7 @@ def resolve_stage(data: Mapping[str, Any], index: int) -> Config | list[Problem]
                 out.setdefault("plugin", {}).setdefault(name, {}).update(options)
         elif key in sections:
             out.setdefault(sections[key], {})[key] = value
-    return problems or check_config(out)
+    return problems or check_model(Config, out)
 
 
 def check_table(table: Mapping[str, Any], index: int) -> list[Problem]:
@@ -87,16 +87,14 @@ def check_table(table: Mapping[str, Any], index: int) -> list[Problem]:
             )
         )
     for key, value in table.items():
-        inner = list(value) if key in SECTIONS and isinstance(value, Mapping) else [key]
-        for name in inner:
-            path = (*at, key, name) if key in SECTIONS and isinstance(value, Mapping) else (*at, name)
+        nested = key in SECTIONS and isinstance(value, Mapping)
+        names = list(section_model(key).model_fields if nested else sections)
+        for name in value if nested else [key]:
+            path = (*at, key, name) if nested else (*at, key)
             if sections.get(name) == "cluster" or name in FIXED:
                 problems.append(_fixed(path))
-            elif key in SECTIONS and isinstance(value, Mapping):
-                if name not in section_model(key).model_fields:
-                    problems.append(unknown(path, list(section_model(key).model_fields)))
-            elif name not in sections and name not in ("name", "plugin"):
-                problems.append(unknown(path, list(sections)))
+            elif name not in names and (nested or name not in ("name", "plugin")):
+                problems.append(unknown(path, names))
     return problems
 
 

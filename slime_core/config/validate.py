@@ -82,7 +82,7 @@ def _shaped(value: Any, annotation: Any) -> Any:
 def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, Any], prefix: KeyPath) -> Problem:
     path = _within(data, detail["loc"])
     kind, value = detail["type"], detail["input"]
-    info = field_at(model, path)
+    annotation, info = _field_at(model, path)
     full = (*prefix, *path)
     if kind == "extra_forbidden":
         return unknown(full, _siblings(model, path))
@@ -95,7 +95,6 @@ def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, An
     if kind in ("value_error", "assertion_error"):
         return _refused(name, full, detail)
     shown = show(value, str(path[-1]) if path else "")
-    annotation = _annotation_at(model, path)
     if kind == "finite_number":
         return Problem(
             code="CFG15",
@@ -172,10 +171,10 @@ def _within(data: Any, loc: tuple[int | str, ...]) -> KeyPath:
     return tuple(path)
 
 
-def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The field that a path leads to; None below open tables and for elements of arrays."""
-    info: FieldInfo | None = None
+def _field_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInfo | None]:
+    """The type that a path leads to and its field: nothing below open tables, no field for elements of arrays."""
     current: Any = model
+    info: FieldInfo | None = None
     for part in path:
         if isinstance(part, int):
             current, info = element(current), None
@@ -183,24 +182,12 @@ def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
             info = unwrap(current).model_fields[part]
             current = info.annotation
         else:
-            return None
-    return info
-
-
-def _annotation_at(model: type[BaseModel], path: KeyPath) -> Any:
-    current: Any = model
-    for part in path:
-        if isinstance(part, int):
-            current = element(current)
-        elif is_model(current) and part in unwrap(current).model_fields:
-            current = unwrap(current).model_fields[part].annotation
-        else:
-            return None
-    return current
+            return None, None
+    return current, info
 
 
 def _siblings(model: type[BaseModel], path: KeyPath) -> list[str]:
-    parent = _annotation_at(model, path[:-1])
+    parent, _ = _field_at(model, path[:-1])
     return list(unwrap(parent).model_fields) if is_model(parent) else []
 
 
@@ -209,11 +196,6 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
     found = unwrap(annotation)
     return get_args(found) if get_origin(found) is Literal else ()
-
-
-def check_config(data: Mapping[str, Any]) -> Config | list[Problem]:
-    """Tables as a whole Config, or every problem they have."""
-    return check_model(Config, data)
 
 
 def validate_options(

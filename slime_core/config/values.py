@@ -35,7 +35,7 @@ def typed(text: str, annotation: Any) -> Any:
         return value if isinstance(value, list) else [typed(text, element(found))]
     if typing.get_origin(found) is dict or found is Any:
         return _parsed(text)
-    return _parsed(text) if _looks_structured(text) else text
+    return _parsed(text) if text[:1] in "[{" else text
 
 
 def _number(text: str) -> Any:
@@ -45,17 +45,13 @@ def _number(text: str) -> Any:
         return text
 
 
-def _looks_structured(text: str) -> bool:
-    return text[:1] in "[{"
-
-
 def _parsed(text: str) -> Any:
     try:
         return tomllib.loads(f"x = {text}")["x"] if "\n" not in text else text
     except (ValueError, KeyError, RecursionError):
         pass
     try:
-        return json.loads(text) if _looks_structured(text) else text
+        return json.loads(text) if text[:1] in "[{" else text
     except (ValueError, RecursionError):
         return text
 
