@@ -74,11 +74,11 @@ class Prompts:
     position = 0
 
     def state(self) -> dict[str, int]:
-        """See `rollout.supply.Source`."""
+        """See `rollout.groups.Source`."""
         return {"position": self.position}
 
     def next(self, count: int) -> list[Prompt]:
-        """See `rollout.supply.Source`."""
+        """See `rollout.groups.Source`."""
         first, self.position = self.position, self.position + count
         tokens = [2, 11, 3, 13]
         return [
