@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import slime_cli
 import slime_core
 from slime_core.pulse import PULSE, TICK, Block
 
@@ -44,7 +45,7 @@ def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
             "signal": int(STACK),
             "hang_timeout": hang_timeout,
             "run_dir": str(run_dir),
-            "path": [str(Path(slime_core.__file__).parents[1])],
+            "path": [str(Path(str(package.__file__)).parents[1]) for package in (slime_core, slime_cli)],
         }
         process = _process(order, (memory, signals, stacks))
         stack.callback(_end, signalled, process)
