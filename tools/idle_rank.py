@@ -28,12 +28,12 @@ class IdleRank(Service):
         flops = Flops(token=1e9, pair=1e5)
         return Seat(number=self._hello["rank"], ranks=self._hello["world"], over=1, flops=flops)
 
-    def score_portion(self, portion: Portion, roles: frozenset[str]) -> dict[str, Any]:
+    def score(self, portion: Portion, roles: frozenset[str]) -> dict[str, Any]:
         """Columns of its rows."""
         rows = np.full(len(portion.batch.loss_mask), -1.0, np.float32)
         return {role: {"log_probs": rows, "entropy": rows} for role in roles}
 
-    def step_portion(self, portion: Portion) -> dict[str, float]:
+    def step(self, portion: Portion) -> dict[str, float]:
         """Figures."""
         return {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "optimizer_steps": 1.0}
 

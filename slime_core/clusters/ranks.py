@@ -147,7 +147,7 @@ class RankTrainer:
     async def _dealt(self, phase: str, portions: Sequence[Portion], *args: Any) -> list[Any]:
         """Every rank's answer, each asked about its own portion."""
         seats = [seat.number for seat in self._seats]
-        return await self._ask(f"{phase}_portion", [(portion, *args) for portion in portions], seats, phase)
+        return await self._ask(phase, [(portion, *args) for portion in portions], seats, phase)
 
     async def _ask(self, method: str, args: Sequence[Sequence[Any]], which: Sequence[int], phase: str) -> list[Any]:
         """Every rank's answer, each asked with those of ``args`` that ``which`` says: one frame, however many get it.

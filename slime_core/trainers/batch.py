@@ -216,79 +216,46 @@ def check_shape(batch: Batch) -> None:
             )
 
 
-def check_columns(batch: Batch, loss: Loss) -> None:
-    """Refuse a batch that a loss cannot read.
+def check_columns(batch: Batch, names: Sequence[str], reader: str, more: str = "") -> None:
+    """Refuse a batch without the columns that ``reader`` reads; ``more`` ends the reason.
 
     Raises:
         TrainerError: a column is missing.
     """
-    if missing := [name for name in loss.columns if name not in batch.columns]:
-        raise TrainerError(
-            f"the batch has no column {missing[0]}, which the loss '{loss.name}' reads",
-            why=f"it has {sorted(batch.columns)}",
+    if missing := [name for name in names if name not in batch.columns]:
+        raise _wrong(
+            f"the batch has no column {missing[0]}, which {reader}", "", why=f"it has {sorted(batch.columns)}{more}"
         )
 
 
-def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Refuse tokens that the policy has no row for.
+def check_tokens(batch: Batch, vocab_size: int, *, whose: str = "", code: str = "TOK44", where: str = "") -> None:
+    """Refuse tokens that a model, the policy or ``whose``, has no row for.
 
     Raises:
-        TrainerError: TOK44 with the sample.
+        TrainerError: ``code`` with the sample.
     """
-    if sample := beyond(batch, vocab_size):
-        raise TrainerError(
-            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the vocabulary of {vocab_size}",
-            code="TOK44",
-            where=f"sample {sample}",
-        )
-
-
-def beyond(batch: Batch, vocab_size: int) -> str:
-    """The sample that holds the highest token id, where that id is outside a vocabulary; else an empty string."""
     place = int(batch.tokens.argmax())
     if int(batch.tokens[place]) < vocab_size:
-        return ""
-    return batch.sample_ids[int(np.searchsorted(batch.offsets, place, side="right")) - 1]
+        return
+    sample = batch.sample_ids[int(np.searchsorted(batch.offsets, place, side="right")) - 1]
+    raise _wrong(
+        f"sample {sample} holds token id {int(batch.tokens[place])}, outside the {whose}vocabulary of {vocab_size}",
+        where or f"sample {sample}",
+        code=code,
+    )
 
 
-def check_log_probs(batch: Batch, log_probs: NDArray[np.float32]) -> None:
-    """Refuse a model whose log-prob of a response token, [R], is not finite.
+def check_finite(batch: Batch, values: NDArray[np.float32], what: str, *, why: str, fix: str = "") -> None:
+    """Refuse ``what`` a model gave for response tokens, [R], where it is not finite.
 
     Raises:
         TrainerError: TRN95 with the sample.
     """
-    bad = np.flatnonzero(~np.isfinite(log_probs))
-    if bad.size:
-        sample = sample_at(batch, int(bad[0]))
-        raise TrainerError(
-            f"a log-prob of sample {sample} is {log_probs[bad[0]]}",
-            code="TRN95",
-            where=f"sample {sample}",
-            why="the weights or a logit are not finite",
-        )
-
-
-def check_values(batch: Batch, values: NDArray[np.float32]) -> None:
-    """Refuse a critic whose value of a response token, [R], is not finite.
-
-    Raises:
-        TrainerError: TRN95 a value that is not finite.
-    """
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
-        sample = sample_at(batch, int(bad[0]))
-        raise TrainerError(
-            f"a value of sample {sample} is {values[bad[0]]}",
-            code="TRN95",
-            where=f"sample {sample}",
-            why="the critic's weights are not finite",
-            fix="lower train.critic_lr",
-        )
-
-
-def sample_at(batch: Batch, row: int) -> str:
-    """The id of the sample that owns a response token."""
-    return batch.sample_ids[int(np.searchsorted(batch.response_offsets, row, side="right")) - 1]
+        sample = batch.sample_ids[int(np.searchsorted(batch.response_offsets, bad[0], side="right")) - 1]
+        where = f"sample {sample}"
+        raise _wrong(f"a {what} of {where} is {values[bad[0]]}", where, code="TRN95", why=why, fix=fix)
 
 
 def stamp_of(batch: Batch) -> int:

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -20,7 +20,6 @@ from slime_core.notices import notice
 log = logging.getLogger(__name__)
 
 Choice = Literal["auto", "on", "off"]
-F = TypeVar("F", bound=Callable[..., Any])
 COMPILING = (
     "compiling functions of the trainer's model (torch.compile): the first scoring and the first training step wait "
     "for it, some ten seconds each; without it: --compile off"
@@ -68,9 +67,3 @@ class Compiled:
                 "%s is not compiled, and slower: %s", self.plain.__qualname__, " ".join(str(error).split())[:300]
             )
             return self.plain(*args, **kwargs)
-
-
-def whole(function: F) -> F:
-    """A function that compiled callers call as it is: it is never looked into."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled

@@ -22,7 +22,7 @@ import numpy as np
 
 from slime_core.algo.aggregate import sample_weights
 from slime_core.errors import SlimeError, TrainerError
-from slime_core.trainers.batch import check_columns, check_log_probs, check_shape, check_values, prepared
+from slime_core.trainers.batch import check_columns, check_finite, check_shape, prepared
 from slime_core.trainers.packing import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts
 from slime_core.types import Batch, Columns, MicroBatch
 
@@ -280,7 +280,7 @@ class Dealer:
             TrainerError: what :func:`batch.check_columns` and :func:`batch.prepared` raise.
         """
         check_shape(batch)
-        check_columns(batch, self.loss)
+        check_columns(batch, self.loss.columns, f"the loss '{self.loss.name}' reads")
         return prepared(batch, self.loss, self.stage.train)
 
     def step(self, batch: Batch) -> list[Portion]:
@@ -305,9 +305,11 @@ class Dealer:
                     known.setdefault(name, np.zeros(len(batch.loss_mask), np.float32))[rows] = values[counts]
         for columns in whole.values():
             if "log_probs" in columns:
-                check_log_probs(batch, columns["log_probs"])
+                why = "the weights or a logit are not finite"
+                check_finite(batch, columns["log_probs"], "log-prob", why=why)
             if "values" in columns:
-                check_values(batch, columns["values"])
+                why = "the critic's weights are not finite"
+                check_finite(batch, columns["values"], "value", why=why, fix="lower train.critic_lr")
         return whole
 
     def gathered(self, batch: Batch, found: Found) -> Found:

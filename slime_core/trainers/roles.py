@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.errors import SlimeError, TrainerError
-from slime_core.trainers.batch import beyond
+from slime_core.trainers.batch import check_tokens
 from slime_core.trainers.data_parallel import READS
 from slime_core.trainers.optimizer_step import Schedule, Sums, on
 from slime_core.weights.folder import ModelFolder
@@ -108,19 +108,14 @@ def teacher_of(train: Any) -> str:
     return str(train.teacher_load)
 
 
-def known_to_teacher(batch: Batch, vocab_size: int, path: str, policy: ModelFolder) -> None:
+def check_teacher(batch: Batch, vocab_size: int, path: str, policy: ModelFolder) -> None:
     """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
 
     Raises:
         TrainerError: TRN104 with the sample.
     """
-    if sample := beyond(batch, vocab_size):
-        raise TrainerError(
-            f"sample {sample} holds token id {int(batch.tokens.max())}, outside the teacher's "
-            f"vocabulary of {vocab_size}",
-            code="TRN104",
-            where=f"train.teacher_load = {path}, rollout.hf_checkpoint = {policy.path}",
-        )
+    where = f"train.teacher_load = {path}, rollout.hf_checkpoint = {policy.path}"
+    check_tokens(batch, vocab_size, whose="teacher's ", code="TRN104", where=where)
 
 
 WHY = {
@@ -160,19 +155,6 @@ def critic_schedule(train: Any, optimizer_steps: int) -> Schedule:
         warmup=train.critic_lr_warmup_iters,
         decay=train.lr_decay_iters or optimizer_steps,
     )
-
-
-def check_critic(batch: Batch) -> None:
-    """Refuse a batch that the value loss cannot read.
-
-    Raises:
-        TrainerError: a column is missing.
-    """
-    if missing := [name for name in READS if name not in batch.columns]:
-        raise TrainerError(
-            f"the batch has no column {missing[0]}, which the critic learns from",
-            why=f"it has {sorted(batch.columns)}; an estimator that reads values gives returns",
-        )
 
 
 def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums | None) -> torch.Tensor:

@@ -62,8 +62,12 @@ class WorkerTrainer:
         """
         await self._thread.run(self._worker.begin, stage)
 
-    async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
-        """See `protocols.Trainer`; every role lives here, where the stage needs it."""
+    async def score(self, batch: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+        """See `protocols.Trainer`; every role lives here, where the stage needs it.
+
+        Of a portion that a driver has dealt to this rank: the columns of its rows, not checked. Nothing is answered
+        by ranks that another of their data-parallel rank speaks for.
+        """
         self._need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
@@ -73,21 +77,8 @@ class WorkerTrainer:
         found: Seat = self._worker.seat
         return found
 
-    async def score_portion(self, portion: Portion, roles: frozenset[Role]) -> dict[str, Columns]:
-        """:meth:`score` of what a driver has dealt to this rank: the columns of its rows, not checked.
-
-        Nothing is answered by ranks that another of their data-parallel rank speaks for.
-        """
-        self._need({"parameters"}, "score")
-        return await self._thread.run(self._worker.score, portion, roles)
-
-    async def step_portion(self, portion: Portion) -> dict[str, float]:
-        """:meth:`step` on what a driver has dealt to this rank."""
-        self._need(HOLDS, "step")
-        return await self._thread.run(self._worker.step, portion)
-
-    async def step(self, batch: Batch) -> dict[str, float]:
-        """See `protocols.Trainer`.
+    async def step(self, batch: Batch | Portion) -> dict[str, float]:
+        """See `protocols.Trainer`; on a portion too.
 
         Raises:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from slime_core.config.algorithms import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
-from slime_core.trainers.batch import check_tokens, stamp_of
-from slime_core.trainers.data_parallel import Dealer, Portion, Seat, agreed, pack
+from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
+from slime_core.trainers.data_parallel import READS, Dealer, Portion, Seat, agreed, pack
 from slime_core.trainers.meeting import meet
 from slime_core.trainers.offload import Parking, Staging
 from slime_core.trainers.optimizer_step import Guard, Outcome, Schedule, Sums, optimizer_steps, summary
-from slime_core.trainers.roles import check_critic, critic_figures, missing
+from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.plain import PRECISIONS
@@ -197,7 +197,8 @@ class Worker(ABC):
         known, alone = dict[str, float](), self.steps < self._critic_only_steps
         micros = others = self.packs(portion)
         if self.critic is not None:
-            check_critic(portion.batch)
+            giver = "; an estimator that reads values gives returns"
+            check_columns(portion.batch, READS, "the critic learns from", giver)
             known = portion.known
             if self.critic.model.packs != self.policy.packs:
                 others = self.packs(portion, self.critic.model)

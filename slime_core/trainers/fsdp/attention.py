@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from slime_core.trainers.compiling import whole
 from slime_core.trainers.flash import filled, has_cudnn, varlen
 
 NAME = "slime_segments"
@@ -285,4 +284,4 @@ def register() -> None:
     """Make :func:`segment_attention` known to transformers, with no mask; calling again changes nothing."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, whole(segment_attention))
+    AttentionInterface.register(NAME, torch.compiler.disable(segment_attention))  # compiled callers call it as it is

@@ -85,7 +85,7 @@ def model(tmp_path_factory):
 def test_two_ranks_get_half_the_bytes_each_and_train_as_one(model, tmp_path):
     scored, metrics, channels, batch, (error, sample) = asyncio.run(trained(model, tmp_path))
     whole = size(encode({"method": "step", "args": [batch]}))
-    sent = [size(channel.of("step_portion")) for channel in channels]
+    sent = [size(channel.of("step")) for channel in channels]
     assert max(sent) < 0.65 * whole
     assert sum(sent) < 1.2 * whole
     assert (error.code, sample in error.what) == ("TOK44", True)
@@ -107,9 +107,9 @@ def test_ranks_that_hold_a_tensor_together_get_the_same_frame_put_once(model, tm
     flags = {"tensor_model_parallel_size": 2}
     found = asyncio.run(trained(model, tmp_path, ("models",), flags, train_backend="megatron"))
     scored, metrics, (first, second), batch, (error, _) = found
-    for method in ("score_portion", "step_portion"):
+    for method in ("score", "step"):
         assert first.of(method) is second.of(method)
-    assert decode(first.of("step_portion"))["args"][0].places.tolist() == list(range(len(batch)))
+    assert decode(first.of("step"))["args"][0].places.tolist() == list(range(len(batch)))
     assert error.code == "TOK44"
     assert metrics["optimizer_steps"] == 2
     assert scored["policy"].std() > 0

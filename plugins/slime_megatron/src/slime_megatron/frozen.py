@@ -98,7 +98,7 @@ class Frozen:
         Raises:
             TrainerError: TRN104 with the sample.
         """
-        roles.known_to_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
+        roles.check_teacher(batch, self._teacher_vocab, self._teacher_path, self._folder)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights."""
