@@ -114,6 +114,8 @@ class EngineBackend(Backend):
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
     senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""
+    checksums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Kinds of its routes but ``sha256``: each makes a `weights.hashing.Sums` of a torch.dtype."""
 
     @property
     def embedded(self) -> bool:

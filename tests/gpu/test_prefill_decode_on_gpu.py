@@ -19,8 +19,8 @@ from slime_core.clusters.machine import resolve_machine
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.canary import TWIN, compare
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.hashing import expected
 from slime_sglang import held_ports as ports
+from slime_sglang.hashing import expected
 from slime_sglang.start import sglang_engines
 
 pytestmark = [

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from travelling import QK, TOP, sent, tensors_of
 
 from slime_core.types import WeightRoute
-from slime_core.weights import hashing
 from slime_core.weights.transports import disk
+from slime_sglang import hashing
 from slime_sglang.senders import nccl, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -66,7 +66,7 @@ def test_another_process_reads_each_update_through_the_same_handle():
     route = WeightRoute(transport="tensor", dtype="bfloat16", checksum="murmur", checks=(QK, TOP))
     try:
         for seed in range(4):
-            handle, fingerprints = sent(sender, on(device, seed), route)
+            handle, fingerprints = sent(sender, on(device, seed), route, sums=hashing.Murmur)
             (bucket,) = handle["buckets"]
             handles.append(bucket["handle"])
             print(bucket["handle"], file=other.stdin, flush=True)
@@ -129,7 +129,7 @@ def test_a_folder_holds_what_lay_on_the_gpu(tmp_path, monkeypatch, piece):
         route = WeightRoute(
             transport="disk", dtype="bfloat16", folder=str(tmp_path), checksum="murmur", checks=(QK, TOP)
         )
-        handle, fingerprints = sent(sender, on("cuda:0", seed), route, seed)
+        handle, fingerprints = sent(sender, on("cuda:0", seed), route, seed, hashing.Murmur)
         stored = load_file(str(Path(handle["folder"]) / "model.safetensors"))
         assert stored.keys() == cast(seed).keys()
         assert all(torch.equal(stored[name], value) for name, value in cast(seed).items())
@@ -157,7 +157,7 @@ def test_a_rank_on_the_other_gpu_receives_every_update(tmp_path, monkeypatch, fi
                 transport="nccl", dtype="bfloat16", buffer_bytes=600, address="127.0.0.1:0", world=2, group="gpus",
                 timeout=120.0, checksum="murmur", checks=(QK,),
             )  # fmt: skip
-            handle, fingerprints = sent(sender, on("cuda:0", number), route, number)
+            handle, fingerprints = sent(sender, on("cuda:0", number), route, number, hashing.Murmur)
             assert sender._staging.flats[0].is_cuda == fits
             assert handle["backend"] == "nccl"
             if handle["join"]:

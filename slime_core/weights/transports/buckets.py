@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.weights import hashing
 
 if TYPE_CHECKING:
     from slime_core.types import Held, WeightRoute
+    from slime_core.weights.hashing import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
@@ -156,19 +156,19 @@ class Tally:
     """Checksums of what is sent, as an engine will hold it: a tensor is let go as soon as no check waits for it.
 
     Example:
-        tally = Tally(route)
+        tally = Tally(route, Sums)
         tally.add("model.norm.weight", sent)
         update.fingerprints = tally.finish()
     """
 
-    def __init__(self, route: WeightRoute) -> None:
+    def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Sums]) -> None:
         self._checks: dict[str, list[Held]] = {}  # tensor -> checks that wait for it or for others beside it
         self._missing = {held: _names(held) for held in route.checks}
         for held, names in self._missing.items():
             for name in names:
                 self._checks.setdefault(name, []).append(held)
         self._kept: dict[str, torch.Tensor] = {}
-        self._sums = hashing.Sums(DTYPES[route.dtype], route.checksum)  # a GPU is waited for at the end
+        self._sums = sums(DTYPES[route.dtype])
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """The bytes of ``name`` that were sent; they must not change until the checks that need them are done."""

@@ -42,7 +42,7 @@ class DiskSender:
     """Writes folders.
 
     Example:
-        handle, fingerprints = DiskSender(device, config_text).send(parts, stream(sources), 4, route)
+        handle = DiskSender(device, config_text).send(parts, stream(sources), 4, route, tally)
     """
 
     def __init__(self, device: torch.device, texts: Mapping[str, str]) -> None:
@@ -54,9 +54,9 @@ class DiskSender:
         self._reserved = False
 
     def send(
-        self, parts: Sequence[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """``{"folder": absolute path}``, and checksums of the bytes.
+        self, parts: Sequence[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+    ) -> dict[str, Any]:
+        """``{"folder": absolute path}``.
 
         Raises:
             StorageError: STO109, STO110, ... the folder cannot be written; nothing of it stays.
@@ -66,7 +66,7 @@ class DiskSender:
         try:
             self._clear(folder)
             aside.mkdir()
-            fingerprints = self._write(aside, parts, tensors, route)
+            self._write(aside, parts, tensors, route, tally)
             final = self._name(folder, version)
             aside.rename(final)
         except OSError as error:
@@ -78,7 +78,7 @@ class DiskSender:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         self._kept.append(final)
-        return {"folder": str(final)}, fingerprints
+        return {"folder": str(final)}
 
     def drop(self) -> None:
         """Give locked host memory back; folders stay."""
@@ -101,10 +101,9 @@ class DiskSender:
             name = f"v-{version}.{count}"
         return folder / name
 
-    def _write(self, aside: Path, parts: Sequence[Part], tensors: Stream, route: WeightRoute) -> dict[str, str]:
+    def _write(self, aside: Path, parts: Sequence[Part], tensors: Stream, route: WeightRoute, tally: Tally) -> None:
         shards = lay_out(parts, route.dtype, SHARD)
         names = file_names(len(shards))
-        tally = Tally(route)
         files: list[int] = []
         jobs: deque[tuple[int, Future[None]]] = deque()
         try:
@@ -134,7 +133,6 @@ class DiskSender:
             for fd in files:
                 os.close(fd)
         self._describe(aside, names, shards)
-        return tally.finish()
 
     def _submit(self, jobs: deque[tuple[int, Future[None]]], fd: int, place: int, tensor: torch.Tensor) -> None:
         flat = tensor.reshape(-1).view(torch.uint8)

@@ -4,7 +4,7 @@ again (buffers, handles, process groups)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,8 @@ import torch
 from slime_core.errors import TrainerError
 from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
-from slime_core.weights.transports.buckets import Part, Source, Stream, stream
+from slime_core.weights.hashing import Sums
+from slime_core.weights.transports.buckets import Part, Source, Stream, Tally, stream
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -24,9 +25,9 @@ class Sender(Protocol):
     """One transport at rank 0."""
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The update's handle, and checksums of what was sent by `types.Held.key`."""
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+    ) -> dict[str, Any]:
+        """The update's handle; ``tally`` gets what was sent."""
         ...
 
     def drop(self) -> None:
@@ -64,8 +65,9 @@ class Senders:
             self.made[route.transport] = self._open(route)
         try:
             if rank == 0:
-                sent = self.made[route.transport].send(parts, tensors, version, route)
-                update.handle, update.fingerprints = sent
+                tally = Tally(route, self._sums(route))
+                update.handle = self.made[route.transport].send(parts, tensors, version, route, tally)
+                update.fingerprints = tally.finish()
         finally:
             for _ in tensors:
                 pass
@@ -89,12 +91,19 @@ class Senders:
             config.pop("torch_dtype", None)
             config["dtype"] = route.dtype
             return DiskSender(self._device, {"config.json": json.dumps(config, indent=2) + "\n"})
-        backend = engine_of(self._config)
-        if route.transport not in backend.senders:
-            raise TrainerError(
-                f"nothing sends weights by {route.transport} to rollout_engine = {backend.name}",
-                where="WeightRoute.transport",
-                fix="EngineBackend.senders names what does",
-            )
-        sender: Sender = backend.senders[route.transport](self._device)
+        sender: Sender = self._brought("senders", route.transport)(self._device)
         return sender
+
+    def _sums(self, route: WeightRoute) -> Callable[[torch.dtype], Sums]:
+        return Sums if route.checksum == "sha256" else self._brought("checksums", route.checksum)
+
+    def _brought(self, field: str, name: str) -> Callable[[Any], Any]:
+        """What the run's engine brings for its routes."""
+        backend = engine_of(self._config)
+        brought: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)
+        if name not in brought:
+            raise TrainerError(
+                f"rollout_engine = {backend.name} brings no {name}, which its WeightRoute names",
+                where=f"EngineBackend.{field}",
+            )
+        return brought[name]

@@ -3,7 +3,8 @@
 import torch
 
 from slime_core.types import Held, Piece
-from slime_core.weights.transports.buckets import Part, Source, stream
+from slime_core.weights.hashing import Sums
+from slime_core.weights.transports.buckets import Part, Source, Tally, stream
 
 QK = Held(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))
 TOP = Held(name="embed.weight", rank=1, pieces=(Piece(name="embed.weight", start=17),))
@@ -21,7 +22,8 @@ def sources_of(tensors):
     return [Source((Part(name, tuple(t.shape), lambda whole: whole),), lambda t=t: t) for name, t in tensors.items()]
 
 
-def sent(sender, tensors, route, version=4):
+def sent(sender, tensors, route, version=4, sums=Sums):
     """The handle and checksums of one update."""
-    sources = sources_of(tensors)
-    return sender.send([part for source in sources for part in source.parts], stream(sources), version, route)
+    sources, tally = sources_of(tensors), Tally(route, sums)
+    parts = [part for source in sources for part in source.parts]
+    return sender.send(parts, stream(sources), version, route, tally), tally.finish()

@@ -33,6 +33,7 @@ def slime_engine() -> list[EngineBackend]:
             count=rules.count,
             spreads=rules.spreads,
             senders={"tensor": _tensor, "nccl": _nccl},
+            checksums={"murmur": _murmur},
         )
     ]
 
@@ -77,6 +78,12 @@ def _nccl(device: Any) -> Any:
     from slime_sglang.senders.nccl import BroadcastSender
 
     return BroadcastSender(device)
+
+
+def _murmur(dtype: Any) -> Any:
+    from slime_sglang.hashing import Murmur
+
+    return Murmur(dtype)
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:

@@ -185,8 +185,8 @@ class Weights:
         """Checksums of all rows, from the folder of an update by disk; blocks for as long as reading it takes."""
         import torch
 
-        from slime_core.weights.hashing import expected
         from slime_core.weights.shards import Shards
+        from slime_sglang.hashing import expected
 
         kind, dtype = checksum_of(self._ways.device), getattr(torch, self._ways.dtype)
         return expected(Shards.open(folder), self.all_checks(), dtype, kind)

@@ -38,7 +38,9 @@ class Source:
     """A trainer over the served model's folder, whose weights a test changes."""
 
     def __init__(self, folder: Path) -> None:
-        config = Config.model_validate({"rollout": {"hf_checkpoint": str(folder)}, "train": {"dtype": "float32"}})
+        config = Config.model_validate(
+            {"rollout": {"hf_checkpoint": str(folder), "rollout_engine": "sglang"}, "train": {"dtype": "float32"}}
+        )
         self.thread, self.folder = TorchThread(1), ModelFolder.open(folder)
         self.trainer = FsdpTrainer(config, load_plugins(config), self.folder, thread=self.thread, epoch=EPOCH)
 

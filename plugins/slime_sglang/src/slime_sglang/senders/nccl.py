@@ -110,7 +110,7 @@ class BroadcastSender:
     """Rank 0 of the group.
 
     Example:
-        handle, fingerprints = BroadcastSender(device).send(parts, stream(sources), 4, route)
+        handle = BroadcastSender(device).send(parts, stream(sources), 4, route, tally)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,9 +121,9 @@ class BroadcastSender:
         self._stores: list[Store] = []  # of groups before: servers' ranks look there as long as they live
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """``{"buckets", "group", "address", "world", "backend", "number", "join"}``, and checksums of the bytes.
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+    ) -> dict[str, Any]:
+        """``{"buckets", "group", "address", "world", "backend", "number", "join"}``.
 
         ``join``: servers have to join the group first.
 
@@ -136,7 +136,6 @@ class BroadcastSender:
             self._staging = None
             self._staging = Staging(buckets, self._allocator(sum(bucket.size for bucket in buckets)))
         self._staging.fill(tensors)
-        tally = Tally(route)
         tally.add_all(self._staging.views)
         group = self._joined(route)
         join = group.process_group is None
@@ -145,7 +144,7 @@ class BroadcastSender:
         self._transfer = transfer
         for target in (self._run, _watch):
             threading.Thread(target=target, args=(transfer,), name="weights", daemon=True).start()
-        handle = {
+        return {
             "buckets": [bucket.described() for bucket in buckets],
             "group": group.name,
             "address": group.address,
@@ -154,7 +153,6 @@ class BroadcastSender:
             "number": transfer.number,
             "join": join,
         }
-        return handle, tally.finish()
 
     def drop(self) -> None:
         """Give the staging's memory back, when the transfer that reads it is over."""

@@ -41,7 +41,7 @@ class TensorSender:
     """Casts weights into a buffer and tells where it lies; the buffer is made at the first update.
 
     Example:
-        handle, fingerprints = TensorSender(device).send(parts, stream(sources), 4, route)
+        handle = TensorSender(device).send(parts, stream(sources), 4, route, tally)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,9 +54,9 @@ class TensorSender:
         self._everyone: list[Any] = []  # what each rank has told, while the buffers stay
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """``{"buckets": [{"names", "dtypes", "shapes", "handle"}]}``, and checksums of the bytes.
+        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+    ) -> dict[str, Any]:
+        """``{"buckets": [{"names", "dtypes", "shapes", "handle"}]}``.
 
         Raises:
             TrainerError: TRN96 the memory does not hold the buffer.
@@ -64,9 +64,8 @@ class TensorSender:
         staging = self._lay(parts, route)
         staging.fill(tensors)
         self._lend()
-        tally = Tally(route)
         tally.add_all(staging.views)
-        return {"buckets": list(self._told)}, tally.finish()
+        return {"buckets": list(self._told)}
 
     def spread(self, parts: list[Part], route: WeightRoute, rank: int) -> dict[str, list[dict[str, Any]]]:
         """Copy rank 0's buffer to the ranks of ``route.copies``; their buckets by rank. A collective of all ranks.

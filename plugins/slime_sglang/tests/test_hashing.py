@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_core.errors import EngineError
 from slime_core.types import Held, Piece
-from slime_core.weights import hashing, hashing_cpu
-from slime_core.weights.hashing import Sums, checksum, expected
+from slime_core.weights import hashing as of_core
+from slime_sglang import hashing, hashing_cpu
+from slime_sglang.hashing import KINDS, checksum, expected
 
 pytestmark = pytest.mark.unit
 
@@ -99,7 +100,7 @@ def test_the_cpu_kind_is_the_beginning_of_sha256():
 
 
 def test_the_cpu_kind_reads_rows_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(hashing, "CHUNK", 64)
+    monkeypatch.setattr(of_core, "CHUNK", 64)
     tensor = drawn(50, 9)
     assert checksum(tensor, "sha256") == hashlib.sha256(raw(tensor)).hexdigest()[:16]
 
@@ -201,7 +202,7 @@ def test_places_beyond_four_billion_words_wrap_around():
 
 def test_rows_may_come_one_after_another_and_their_tensors_change_afterwards():
     """A trainer gathers a tensor, hashes it and lets it go."""
-    sums, want = Sums(torch.bfloat16, "murmur"), {}
+    sums, want = KINDS["murmur"](torch.bfloat16), {}
     for name, tensor in TENSORS.items():
         mine = tensor.clone()
         held = Held(name=name, pieces=(cut(name),))
@@ -240,7 +241,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("sha256", torch.bfloat16), ("murmur", torch.float32)])
 def test_joined_tensors_are_never_copied_into_one(monkeypatch, kind, dtype):
-    monkeypatch.setattr(hashing, "CHUNK", 1 << 16)
+    monkeypatch.setattr(of_core, "CHUNK", 1 << 16)
     half = torch.zeros(1 << 9, 1 << 10)
     both = Held(name="both", pieces=(Piece(name="a"), Piece(name="a")))
     with Largest(half) as largest:

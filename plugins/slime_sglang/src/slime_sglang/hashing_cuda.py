@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slime_core.weights.hashing_cpu import MIX, PLACE, TILE
+from slime_sglang.hashing_cpu import MIX, PLACE, TILE
 
 BLOCK = 1024
 
