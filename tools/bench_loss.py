@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from slime_core.algo.fused_loss import linear_loss
-from slime_core.algo.logprobs import Head, HeadGradients, linear_log_probs
+from slime_core.algo.logprobs import Head, HeadGradients, linear_log_probs, linear_loss
 from slime_core.algo.losses import policy_loss
 
 MIB = 1 << 20

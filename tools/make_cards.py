@@ -101,7 +101,7 @@ def cell(text: str) -> str:
 
 
 def source_of(function: str) -> Path:
-    """The file of ``algo.kl.kl``."""
+    """The file of ``algo.losses.kl``."""
     return ROOT.joinpath("slime_core", *function.split(".")[:-1]).with_suffix(".py")
 
 

@@ -123,7 +123,7 @@ ALGORITHM_CARDS: tuple[Card, ...] = (
         options=(*GROUP, *STD, *CREDIT, *LOSS),
         advice="For mixture-of-experts models and several optimizer steps a rollout, where single tokens' ratios are "
         "noise. The ratio is a geometric mean, so the clip is narrow: 3e-4 and 4e-4.",
-        functions=("algo.estimators.grpo", "algo.ratios.importance_ratio", "algo.losses.clipped"),
+        functions=("algo.estimators.grpo", "algo.losses.importance_ratio", "algo.losses.clipped"),
         related=("grpo", "cispo", *PARTS),
     ),
     Card(
@@ -146,7 +146,7 @@ ALGORITHM_CARDS: tuple[Card, ...] = (
         options=(*GROUP, *STD, *CREDIT, *LOSS),
         advice="Where rare tokens that turn an argument must keep their gradient: a clipped weight still teaches, a "
         "clipped PPO token does not. Suits several optimizer steps a rollout and stale samples.",
-        functions=("algo.estimators.grpo", "algo.ratios.importance_ratio", "algo.losses.cispo"),
+        functions=("algo.estimators.grpo", "algo.losses.importance_ratio", "algo.losses.cispo"),
         related=("grpo", "gspo", *PARTS),
     ),
     Card(

@@ -17,5 +17,5 @@ class Card:
     differs: Mapping[str, str]  # "slime", "verl", "TRL" to what they do
     options: tuple[str, ...]  # the keys it reads, names as in the schema
     advice: str
-    functions: tuple[str, ...] = ()  # pure functions that compute it, below slime_core: "algo.kl.kl"
+    functions: tuple[str, ...] = ()  # pure functions that compute it, below slime_core: "algo.losses.kl"
     related: tuple[str, ...] = field(default=())  # names of other cards

@@ -90,7 +90,7 @@ PART_CARDS: tuple[Card, ...] = (
         options=("kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "kl_coef", "kl_reward_type", "ref_load"),
         advice="None is the usual start for verifiable rewards. In the loss use k3 or k2; on stale samples add "
         "use_unbiased_kl. In the reward use k1, with estimators that take token rewards.",
-        functions=("algo.kl.kl", "algo.returns.reward_kl"),
+        functions=("algo.losses.kl", "algo.returns.reward_kl"),
         related=("corrections", "aggregation"),
     ),
     Card(

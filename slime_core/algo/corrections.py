@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from slime_core.algo.kl import kl
-from slime_core.algo.ratios import bounded_exp, over_sequence
+from slime_core.algo.losses import bounded_exp, kl, over_sequence
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")

@@ -1,5 +1,8 @@
 """Hidden states and the output matrix in, log-prob and entropy of each target token out, a block of rows at a time.
 
+With a loss of them in, the loss out: its gradient is taken block by block inside the forward pass, so logits are made
+once and not twice. That is exact where a token's loss depends on its own log-prob and entropy alone.
+
     hidden [R, hidden] --block--> logits in compute dtype --part--> float32: log-prob, entropy, or their gradient
 
 Blocks are chosen by bytes. Logits of one block are alive at once, in the dtype of the product; of a part of it there
@@ -8,6 +11,7 @@ are one or two float32 arrays. The gradient takes the place of the logits, and i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +22,8 @@ import torch
 LOGITS = {"cpu": 64 << 20, "other": 512 << 20}  # bytes of logits alive at once
 EXACT = {"cpu": 1 << 20, "other": 128 << 20}  # bytes of one float32 array made of them
 Tensor = torch.Tensor
+BlockLoss = Callable[[slice, Tensor, Tensor], Tensor]
+"""Rows of a block, their log-probs and entropies [n] with gradient, to the scalar sum of their weighted losses."""
 
 
 class Softmax(NamedTuple):
@@ -293,3 +299,66 @@ class _LogitsLogProbs(torch.autograd.Function):
 def logits_log_probs(logits: Tensor, target: Tensor, *, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`linear_log_probs`, from logits [R, vocab] that a model made itself (soft caps, scales)."""
     return _LogitsLogProbs.apply(logits, target, inverse_of(temperature, logits))  # type: ignore[no-any-return]
+
+
+class _LinearLoss(torch.autograd.Function):
+    """See :func:`linear_loss`. The backward pass only hands over what the forward pass found, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        inverse: Tensor | None,
+        chunk: int,
+        loss: BlockLoss,
+    ) -> Tensor:
+        head = Head(weight, bias, target, inverse)
+        gradients = HeadGradients(hidden, head, ctx.needs_input_grad)
+        parts = head.blocks(len(hidden), chunk) or [slice(0, 0)]  # the loss is asked at least once
+        room = head.room(parts[0].stop)
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for part in parts:
+            logits = head.logits(hidden[part], room)
+            soft = head.softmax(logits, part)
+            value, *grads = _slopes(loss, part, soft)
+            total += value
+            head.gradient_(logits, part, soft, *grads)
+            gradients.add(logits, hidden[part], part)
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of a loss that was taken within its forward pass can be asked for once")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.finish(grads[0]), None, None, None, None
+
+
+def _slopes(loss: BlockLoss, part: slice, soft: Softmax) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss of a block, and its derivatives by log-probs and entropies (None where it reads none)."""
+    with torch.enable_grad():
+        log_probs, entropy = soft.log_probs.detach().requires_grad_(), soft.entropy.detach().requires_grad_()
+        value = loss(part, log_probs, entropy)
+        d_log_probs, d_entropy = torch.autograd.grad(value, (log_probs, entropy), allow_unused=True)
+    return value.detach(), d_log_probs, d_entropy
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    loss: BlockLoss,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    chunk: int = 0,
+) -> Tensor:
+    """The sum of ``loss`` over blocks of rows, a scalar in float32 (float64 for float64 inputs), with gradient.
+
+    Arguments as in :func:`linear_log_probs`. ``loss`` is asked at least once, with no rows where there are none.
+    """
+    return _LinearLoss.apply(hidden, weight, bias, target, inverse_of(temperature, hidden), chunk, loss)  # type: ignore[no-any-return]

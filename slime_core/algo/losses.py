@@ -1,18 +1,24 @@
-"""Log-probs and advantages of response tokens in, a loss value a token and named per-token metrics out.
+"""Losses of the policy and the critic, a value a token: importance ratios, surrogates, KL estimates, value loss.
 
 The trainer multiplies by the step's token weights (`aggregate.token_weights`) and sums, so nothing here averages.
-Masked tokens have loss 0 and no gradient, whatever their columns hold. `slime_core.builtin` binds these to
-`protocols.Loss`.
+Masked tokens have loss 0 and no gradient, whatever their columns hold, and enter no sum or mean of a sequence.
+`slime_core.builtin` binds these to `protocols.Loss`.
+
+A ratio's logarithm is cut at ``LOG_LIMIT`` before it is exponentiated, so no ratio, square or sum of them overflows;
+such tokens are counted and have no gradient.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from slime_core.algo.kl import kl
-from slime_core.algo.ratios import LOG_LIMIT, Ratio, importance_ratio
-
 OBJECTIVES = ("clip", "cispo")
+LEVELS = ("token", "sequence", "sequence_token")
+KINDS = ("k1", "k2", "k3", "low_var_kl")
+LOG_LIMIT = 20.0  # exp(20) = 4.9e8, the bound that verl and slime's MIS use
+LOW_VAR_BOUND = 10.0
 Metrics = dict[str, torch.Tensor]
 
 
@@ -44,12 +50,12 @@ def policy_loss(
         old_log_probs: [R]; where one optimizer step follows each rollout these are ``log_probs.detach()``, exactly
         advantages: [R]
         eps_clip, eps_clip_high, eps_clip_c, objective: see :func:`clipped` and :func:`cispo`
-        level, sample: see `ratios.importance_ratio`
+        level, sample: see :func:`importance_ratio`
         mask: [R], above 0 where the token trains; None trains all
         weights: [R], of the objective alone, without gradient (`corrections`)
         rejected: [R] bool, tokens that lose all terms
         ref_log_probs: [R], needed where ``kl_coef`` > 0
-        kl_type, unbiased_kl: see `kl.kl`; the unbiased form takes the token's own ratio at every level
+        kl_type, unbiased_kl: see :func:`kl`; the unbiased form takes the token's own ratio at every level
         entropy: [R], with gradient, needed where ``entropy_coef`` != 0
 
     Returns:
@@ -128,6 +134,119 @@ def cispo(
     ratio = ratio.detach()
     weight = ratio.clamp(1 - low, 1 + high)
     return -weight * advantages * log_probs, {"clip_fraction": (weight != ratio).to(log_probs.dtype)}
+
+
+class Ratio(NamedTuple):
+    """Importance ratios of a micro-batch, all [R]."""
+
+    value: torch.Tensor  # the ratio at the level asked for, with gradient
+    log_ratio: torch.Tensor  # of each token, log new - log old, with gradient; 0 where masked
+    overflow: torch.Tensor  # bool, where the ratio was cut
+
+
+def importance_ratio(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    sample: torch.Tensor | None,
+    level: str,
+) -> Ratio:
+    """Ratios of new to old probability.
+
+    ``token``: exp(new - old) of each token (Schulman et al. 2017).
+    ``sequence``: s = exp(mean of new - old over the sequence's trainable tokens), the same at all its tokens, with
+    gradient through all of them (Zheng et al. 2025, GSPO, eq. 7).
+    ``sequence_token``: sg[s] * exp(new - sg[new]), the value of s with the token's own gradient (the same, eq. 14).
+
+    Args:
+        log_probs: [R], with gradient
+        old_log_probs: [R], without
+        mask: [R], above 0 where the token trains
+        sample: [R] int64, a number a sequence; only ``token`` does without
+        level: one of ``LEVELS``
+
+    Raises:
+        ValueError: another level, or a sequence's level without ``sample``.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"importance level {level!r} is none of {LEVELS}")
+    log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0)
+    own = log_ratio
+    if level != "token":
+        own = over_sequence(log_ratio, mask, sample, mean=True).to(log_ratio.dtype)
+        if level == "sequence_token":
+            own = own.detach() + (log_ratio - log_ratio.detach())
+    value, overflow = bounded_exp(own)
+    return Ratio(value, log_ratio, overflow)
+
+
+def over_sequence(
+    values: torch.Tensor, mask: torch.Tensor, sample: torch.Tensor | None, *, mean: bool
+) -> torch.Tensor:
+    """Sum or mean of the trainable values of each token's sequence, [R] in float64, with gradient.
+
+    A sequence with no trainable token gives 0.
+
+    Args:
+        values: [R]
+        mask: [R], above 0 where the token trains
+        sample: [R] int64, a number a sequence, in any order
+        mean: divide by the sequence's trainable tokens
+
+    Raises:
+        ValueError: no ``sample``.
+    """
+    if sample is None:
+        raise ValueError("statistics of a sequence need the sequence of each token")
+    trains = mask > 0
+    numbers, index = torch.unique(sample, return_inverse=True)
+    zeros = torch.zeros(len(numbers), dtype=torch.float64, device=values.device)
+    total = zeros.index_add(0, index, torch.where(trains, values, 0).double())
+    if mean:
+        total = total / zeros.index_add(0, index, trains.double()).clamp(min=1)
+    return total[index]
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp of a log-ratio cut at ``LOG_LIMIT``, and where it was cut; NaN stays NaN."""
+    return log_ratio.clamp(max=LOG_LIMIT).exp(), log_ratio > LOG_LIMIT
+
+
+def kl(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str, *, old_log_probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Estimators of KL(policy || reference) from tokens of the policy (Schulman 2020, "Approximating KL divergence").
+
+    With d = log_probs - ref_log_probs: k1 = d (unbiased, may be negative, its gradient does not depend on the
+    reference); k2 = d^2 / 2; k3 = exp(-d) - 1 + d (unbiased, never negative); low_var_kl = k3 cut to [-10, 10].
+    d is cut at -20 in the last two, where exp(-d) would overflow; a cut estimate has no gradient.
+
+    With ``old_log_probs`` the tokens were drawn from an older policy, and the estimate is multiplied by the
+    importance ratio exp(log_probs - old_log_probs), through which the gradient flows (DeepSeek-V3.2, 2025, "unbiased
+    KL estimate"). low_var_kl is cut after that, as in THUDM/slime.
+
+    Args:
+        log_probs: [R], with gradient
+        ref_log_probs: [R]
+        kind: one of ``KINDS``
+        old_log_probs: [R], of the policy that drew the tokens
+
+    Raises:
+        ValueError: another kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"KL estimator {kind!r} is none of {KINDS}")
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        value = d
+    elif kind == "k2":
+        value = d * d / 2
+    else:
+        d = d.clamp(min=-LOG_LIMIT)
+        value = (-d).expm1() + d
+    if old_log_probs is not None:
+        value = value * bounded_exp(log_probs - old_log_probs)[0]
+    return value.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else value
 
 
 def value_loss(

@@ -23,7 +23,7 @@ def reward_kl(log_probs: Floats, ref_log_probs: Floats, kind: str) -> Floats:
 
     With d = log_probs - ref_log_probs: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d; low_var_kl is k3 within
     [-10, 10]. In a reward k1 is unbiased and needs no gradient of its own. These are numbers; the loss's KL, through
-    which gradients flow, is `algo.kl`.
+    which gradients flow, is `algo.losses.kl`.
 
     Raises:
         ValueError: another kind.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 CORE = "slime_core.builtin"  # layers above this one, loaded by name like every plugin
-TERMS = "slime_core.builtin.terms"
+TERMS = "slime_core.builtin.advantages"
 FUNCTIONS = "slime_core.compat.functions"
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from slime_core.algo.fused_loss import linear_loss
-from slime_core.algo.logprobs import gradient_, linear_log_probs, softmax
+from slime_core.algo.logprobs import gradient_, linear_log_probs, linear_loss, softmax
 
 pytestmark = pytest.mark.gpu
 

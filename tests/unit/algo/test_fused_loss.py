@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from slime_core.algo import logprobs
-from slime_core.algo.fused_loss import linear_loss
-from slime_core.algo.logprobs import linear_log_probs
+from slime_core.algo.logprobs import linear_log_probs, linear_loss
 
 pytestmark = pytest.mark.unit
 

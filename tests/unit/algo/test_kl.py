@@ -7,7 +7,7 @@ import ref_losses as ref
 import torch
 from hypothesis import given, settings, strategies as st
 
-from slime_core.algo.kl import KINDS, kl
+from slime_core.algo.losses import KINDS, kl
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from slime_core.algo.aggregate import MODES, token_weights
-from slime_core.algo.losses import policy_loss, sft_loss, value_loss
-from slime_core.algo.ratios import LEVELS
+from slime_core.algo.losses import LEVELS, policy_loss, sft_loss, value_loss
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import ref_losses as ref
 import torch
 from hypothesis import given, settings, strategies as st
 
-from slime_core.algo.ratios import LEVELS, LOG_LIMIT, bounded_exp, importance_ratio, over_sequence
+from slime_core.algo.losses import LEVELS, LOG_LIMIT, bounded_exp, importance_ratio, over_sequence
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,7 @@ import pytest
 import ref_advantages
 from hypothesis import given, settings, strategies as st
 
-from slime_core.builtin.advantages import estimators
-from slime_core.builtin.terms import add_terms, needed_roles
+from slime_core.builtin.advantages import add_terms, estimators, needed_roles
 from slime_core.config.algorithms import ALGORITHMS, GROUPED
 from slime_core.config.schema import TrainSection
 from slime_core.errors import ConfigError, TrainerError

@@ -85,7 +85,7 @@ def test_a_page_shows_the_docstring_of_the_code_and_stops_before_its_arguments(t
     assert "> Estimators of KL(policy || reference)" in text
     assert "with gradient\n" not in text
     with pytest.raises(SystemExit, match=r"algo\.kl\.nothing"):
-        tool.first_paragraphs("algo.kl.nothing")
+        tool.first_paragraphs("algo.losses.nothing")
 
 
 def test_cells_cannot_break_a_table(tool):
