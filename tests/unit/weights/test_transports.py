@@ -148,7 +148,9 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
             yield item
 
     sender = disk.DiskSender(CPU, {})
-    sender.send([part for source in sources for part in source.parts], looking(), 4, disk_route(tmp_path))
+    route = disk_route(tmp_path)
+    parts = [part for source in sources for part in source.parts]
+    sender.send(parts, looking(), 4, route, Tally(route, hashing.Sums))
     assert [path.name for path in tmp_path.iterdir()] == ["v-4"]
 
 
@@ -163,7 +165,7 @@ def test_a_write_that_breaks_off_leaves_nothing_and_the_next_one_works(tmp_path)
 
     sender = disk.DiskSender(CPU, {})
     with pytest.raises(ValueError, match="a gather failed"):
-        sender.send(parts, breaking(), 4, disk_route(tmp_path))
+        sender.send(parts, breaking(), 4, disk_route(tmp_path), Tally(disk_route(tmp_path), hashing.Sums))
     assert list(tmp_path.iterdir()) == []
     assert sent(sender, tensors, disk_route(tmp_path))[0] == {"folder": str(tmp_path / "v-4")}
 
