@@ -84,7 +84,7 @@ def test_a_page_shows_the_docstring_of_the_code_and_stops_before_its_arguments(t
     text = tool.pages()["kl.md"]
     assert "> Estimators of KL(policy || reference)" in text
     assert "with gradient\n" not in text
-    with pytest.raises(SystemExit, match=r"algo\.kl\.nothing"):
+    with pytest.raises(SystemExit, match=r"algo\.losses\.nothing"):
         tool.first_paragraphs("algo.losses.nothing")
 
 
