@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.engines.admission import check_vocabulary, too_long
-from slime_core.engines.local.scheduler import Scheduler, Texts
+from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.served import Served
 from slime_core.engines.local.slots import Job, make_job
 from slime_core.errors import EngineError
@@ -92,6 +92,7 @@ class LocalEngine:
             vocab_size=self._folder.vocab_size,
             context_len=self._context_len,
             eos=tuple(self._folder.eos_token_ids),
+            epoch=self.epoch,
         )
         self._inbox.append(job)
         self._stir()
@@ -240,10 +241,10 @@ class LocalEngine:
         waiting = [job for job in self._inbox if chosen(job)]
         self._inbox = [job for job in self._inbox if not chosen(job)]
         for job in waiting:
-            job.finish = "abort"
+            job.completion.finish = "abort"
         ended = waiting + await self._thread.run(self._end_running, chosen)
         self._deliver(ended)
-        return [job.completion(self.epoch) for job in ended]
+        return [job.completion for job in ended]
 
     def _deliver(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -252,7 +253,7 @@ class LocalEngine:
             if job.error is not None:
                 job.future.set_exception(job.error)
             else:
-                job.future.set_result(job.completion(self.epoch))
+                job.future.set_result(job.completion)
 
     def _fail(self, jobs: Sequence[Job], error: EngineError) -> None:
         for job in jobs:
@@ -282,7 +283,7 @@ class LocalEngine:
         served.load(update)
         if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
-        self._scheduler = Scheduler(served, Texts(self._folder.tokenizer), self._seats)
+        self._scheduler = Scheduler(served, self._folder.tokenizer, self._seats)
 
     def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
         assert self._scheduler is not None

@@ -14,8 +14,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -44,51 +45,23 @@ TOKENS_A_CHARACTER = 4
 MARGIN = 8
 
 
-class Texts:
-    """Decodes drawn tokens: once at the end, and as a short tail a step where a request has stop strings.
+class Scheduler:
+    """Owns the slots. ``seats`` is how many sequences run at once, fewer where memory is short.
 
-    The tokenizer is loaded when it is first needed.
+    ``load_tokenizer`` is called when a token is first decoded.
     """
 
-    def __init__(self, tokenizer: Callable[[], Any]) -> None:
-        self._load = tokenizer
-        self._tokenizer: Any = None
-
-    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def decode(self, job: Job) -> str:
-        """The new tokens' text, cut before the stop string that ended it."""
-        if not job.tokens:
-            return ""
-        text = self._decode(job.tokens, skip_special_tokens=True)
-        found = [text.find(stop) for stop in job.request.params.stop if stop in text]
-        return text[: min(found)] if found and job.finish == "stop" else text
-
-    def stops(self, slots: Slots, slot: int) -> bool:
-        """Whether the token just drawn completed a stop string."""
-        job = slots.jobs[slot]
-        assert job is not None
-        longest = max(map(len, job.request.params.stop))
-        count = TOKENS_A_CHARACTER * longest + MARGIN
-        tail = slots.new_tokens(slot, count)
-        before = job.earlier(count - len(tail))
-        text = self._decode([*before, *tail], skip_special_tokens=False)
-        return any(stop in text for stop in job.request.params.stop)
-
-
-class Scheduler:
-    """Owns the slots. ``seats`` is how many sequences run at once, fewer where memory is short."""
-
-    def __init__(self, served: Served, texts: Texts, seats: int) -> None:
-        self.served, self._texts, self._wished = served, texts, seats
+    def __init__(self, served: Served, load_tokenizer: Callable[[], Any], seats: int) -> None:
+        self.served, self._load_tokenizer, self._wished = served, load_tokenizer, seats
         self.seats, self.tokens = seats, 0  # sequences at once, and what a slot has for each: nothing yet
         self._most = 0  # what the longest request since the last weights may come to
         self._slots = Slots(served.counts.pad(seats), 1)
         self._queue: deque[Job] = deque()
         self._done: list[Job] = []  # ended and not yet handed over
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._load_tokenizer()
 
     @property
     def busy(self) -> bool:
@@ -125,10 +98,7 @@ class Scheduler:
         ended = [self._unseat(slot) for slot in self._seated(wanted)]
         ended += [job for job in self._queue if id(job) in wanted]
         self._queue = deque(job for job in self._queue if id(job) not in wanted)
-        for job in ended:
-            job.finish = "abort"
-            job.text = self._texts.decode(job)
-        return ended
+        return [self._finish(job, "abort") for job in ended]
 
     def jobs(self) -> list[Job]:
         """All jobs, seated first."""
@@ -186,12 +156,12 @@ class Scheduler:
         done: list[Job] = []
         while self._queue and not self._slots.active[: self.seats].all():
             free = int(self.seats - self._slots.active[: self.seats].sum())
-            self._make_room(max(len(job.prompt) + len(job.tokens) for job in islice(self._queue, free)))
+            self._make_room(max(len(job.prompt) + len(job.completion.tokens) for job in islice(self._queue, free)))
             pieces: list[tuple[int, int, int]] = []  # slot, and [begin, end) of its content without keys and values
             copies: list[tuple[int, int, int]] = []  # source, target, tokens; after the prefill, in order
             while self._queue and not self._slots.active[: self.seats].all():
                 job = self._queue[0]
-                if job.limit <= len(job.tokens):
+                if job.limit <= len(job.completion.tokens):
                     done.append(self._finish(self._queue.popleft(), "length"))
                 elif self._seat(job, pieces, copies):
                     self._queue.popleft()
@@ -300,16 +270,26 @@ class Scheduler:
         done = [] if sound.all() else [self._broken(int(slot)) for slot in rows[~sound]]
         stopped = (slots.stops[rows] == tokens[:, None]).any(1)
         if slots.texts[rows].any():
-            stopped |= np.array([slots.texts[s] and self._texts.stops(slots, int(s)) for s in rows])
+            stopped |= np.array([slots.texts[s] and self._stopped(int(s)) for s in rows])
         over = (stopped | (slots.left[rows] <= 0)) & sound
         for slot, stop in zip(rows[over], stopped[over]):
             done.append(self._finish(slots.give_up(int(slot)), "stop" if stop else "length"))
         return done
 
-    def _finish(self, job: Job, finish: str) -> Job:
-        job.finish = finish  # type: ignore[assignment]
-        job.text = self._texts.decode(job)
+    def _finish(self, job: Job, finish: Literal["stop", "length", "abort"]) -> Job:
+        done = job.completion
+        done.finish = finish
+        done.text = job.request.text(self._tokenizer, done.tokens, finish) if done.tokens else ""
         return job
+
+    def _stopped(self, slot: int) -> bool:
+        """Whether the token just drawn completed a stop string."""
+        job = self._slots.jobs[slot]
+        assert job is not None
+        count = TOKENS_A_CHARACTER * max(map(len, job.request.params.stop)) + MARGIN
+        tail = self._slots.new_tokens(slot, count)
+        text = str(self._tokenizer.decode([*job.earlier(count - len(tail)), *tail], skip_special_tokens=False))
+        return any(stop in text for stop in job.request.params.stop)
 
     def _broken(self, slot: int) -> Job:
         position = int(self._slots.position[slot])

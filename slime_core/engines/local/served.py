@@ -6,7 +6,6 @@ resize -> cache -> prefill, decode, score
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from slime_core.engines.local.slots import Slots
     from slime_core.types import WeightUpdate
     from slime_core.weights.folder import ModelFolder
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORE_ROWS = 512
@@ -80,10 +77,6 @@ class Served:
             found = verify.choose(self._twin.model, self.context_len, self.device)
         self._plan, self.counts = found.plan, found.counts
         self.batch_invariant = self.batch_invariant and found.batch_invariant
-        for line in found.remarks:
-            log.info("%s; running it as %s", line, found.plan.name)
-        for line in found.warnings:
-            log.warning("%s", line)
 
     def allocate(self, slots: int, tokens: int) -> None:
         """Make an empty cache, after the one before is gone."""

@@ -26,8 +26,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -60,19 +60,14 @@ NO_STOP = -1
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request, its tokens so far, and the future that its caller waits on."""
+    """A request, what it has so far, and the future that its caller waits on."""
 
     request: GenerateRequest
     future: asyncio.Future[Completion]
     prompt: NDArray[np.int64]
     limit: int  # new tokens, at most
     stop_ids: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)  # new ones, kept when the slot is given up
-    log_probs: list[float] = field(default_factory=list)
-    plain_log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort"] = "length"
-    text: str = ""
+    completion: Completion  # with the tokens of seats that were given up
     error: EngineError | None = None
 
     @property
@@ -82,25 +77,12 @@ class Job:
 
     def history(self) -> NDArray[np.int64]:
         """Prompt and new tokens."""
-        return np.concatenate([self.prompt, np.asarray(self.tokens, dtype=np.int64)])
+        return np.concatenate([self.prompt, np.asarray(self.completion.tokens, dtype=np.int64)])
 
     def earlier(self, count: int) -> list[int]:
         """The last ``count`` tokens of this response that were made before its present seat, or by an aborted try."""
         kept = self.prompt[len(self.prompt) - self.request.kept :].tolist() if self.request.kept else []
-        return [*kept, *self.tokens][-count:] if count else []
-
-    def completion(self, epoch: int) -> Completion:
-        """What the caller gets."""
-        return Completion(
-            id=self.request.id,
-            tokens=self.tokens,
-            log_probs=self.log_probs,
-            plain_log_probs=self.plain_log_probs,
-            finish=self.finish,
-            versions=self.versions,
-            epoch=epoch,
-            text=self.text,
-        )
+        return [*kept, *self.completion.tokens][-count:] if count else []
 
 
 def make_job(
@@ -110,6 +92,7 @@ def make_job(
     vocab_size: int,
     context_len: int,
     eos: tuple[int, ...],
+    epoch: int = 0,
 ) -> Job:
     """Check a request and turn it into a job.
 
@@ -131,7 +114,10 @@ def make_job(
     limit = room(request, context_len)
     params = request.params
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
-    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids)
+    begun = Completion(
+        id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[], epoch=epoch
+    )
+    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=begun)
 
 
 class Slots:
@@ -197,7 +183,7 @@ class Slots:
         self.jobs[slot] = job
         self.active[slot] = True
         self.position[slot], self.token[slot], self.start[slot] = last, tokens[last], last + 1
-        self.left[slot] = job.limit - len(job.tokens)
+        self.left[slot] = job.limit - len(job.completion.tokens)
         self.seed[slot] = job.seed
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         if len(job.stop_ids) > self.stops.shape[1]:
@@ -216,10 +202,10 @@ class Slots:
         job = self.jobs[slot]
         assert job is not None
         new = slice(int(self.start[slot]), int(self.position[slot]) + 1)
-        job.tokens += self.content[slot, new].tolist()
-        job.log_probs += self.log_probs[slot, new].tolist()
-        job.plain_log_probs += self.plain[slot, new].tolist()
-        job.versions += self.versions[slot, new].tolist()
+        job.completion.tokens += self.content[slot, new].tolist()
+        job.completion.log_probs += self.log_probs[slot, new].tolist()
+        job.completion.plain_log_probs += self.plain[slot, new].tolist()
+        job.completion.versions += self.versions[slot, new].tolist()
         self.jobs[slot] = None
         self.active[slot] = False
         return job

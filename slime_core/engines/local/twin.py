@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 TRANSPORTS = ("shared", "tensors")
-CHUNK = 1 << 26
 
 
 class Twin:
@@ -129,8 +128,4 @@ class Twin:
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """crc32 of a tensor's bytes in its own dtype, in hex."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    value = 0
-    for begin in range(0, len(raw), CHUNK):
-        value = zlib.crc32(raw[begin : begin + CHUNK].data, value)
-    return f"{value:08x}"
+    return f"{zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data):08x}"

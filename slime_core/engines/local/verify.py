@@ -7,8 +7,9 @@ the sequences run one at a time and in other slots.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from slime_core.engines.local.slots import KVCache
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 """Largest difference of logits, relative to the largest logit."""
@@ -35,13 +38,11 @@ GPU_ROWS = 4096
 
 @dataclass(slots=True)
 class Found:
-    """The plan, and what the log should say."""
+    """The plan, the counts of rows that it may have, and whether they are independent."""
 
     plan: Any
     counts: RowCounts
-    batch_invariant: bool = True
-    remarks: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    batch_invariant: bool
 
 
 def choose(model: nn.Module, context_len: int, device: str) -> Found:
@@ -50,37 +51,36 @@ def choose(model: nn.Module, context_len: int, device: str) -> Found:
     wanted = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
     kind = type(model).__name__
     before = getattr(model.config, "_attn_implementation", None)
-    found = Found(plan=None, counts=RowCounts())
-    makers: tuple[Callable[[], Any], ...] = (
-        lambda: LeanPlan(model),
-        lambda: PackedPlan(model, device),
-    )
+    makers: tuple[Callable[[], Any], ...] = (lambda: LeanPlan(model), lambda: PackedPlan(model, device))
+    reasons: list[str] = []
     for make in makers:
         try:
-            _try(make(), found, sequences, wanted, device)
+            found = _tried(make(), sequences, wanted, device)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
-            found.remarks.append(f"{kind}: {reason}")
+            reasons.append(str(reason))
             if getattr(model.config, "_attn_implementation", None) != before:
                 model.set_attn_implementation(before)  # type: ignore[operator]
             continue
         if not found.batch_invariant:
-            found.warnings.append(f"{kind}: rows of this model depend on their neighbours; batch invariance is off")
-        return found
-    found.plan, found.counts, found.batch_invariant = RescanPlan(model), RowCounts(), device == "cpu"
-    found.warnings.append(f"{kind}: every token recomputes its whole sequence, which is slow")
+            log.warning("%s: rows of this model depend on their neighbours; batch invariance is off", kind)
+        break
+    else:
+        found = Found(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
+        log.warning("%s: every token recomputes its whole sequence, which is slow", kind)
+    for text in reasons:
+        log.info("%s: %s; running it as %s", kind, text, found.plan.name)
     return found
 
 
-def _try(plan: Any, found: Found, sequences: list[torch.Tensor], wanted: list[torch.Tensor], device: str) -> None:
+def _tried(plan: Any, sequences: list[torch.Tensor], wanted: list[torch.Tensor], device: str) -> Found:
     threads = torch.get_num_threads()
     counts = measure(plan.products(), threads) if device == "cpu" else RowCounts(most=GPU_ROWS)
     trial = _Trial(plan, counts, device, max(map(len, sequences)))
     got = trial.together(sequences)
     _compare(got, wanted)
-    found.plan, found.counts = plan, counts
-    if device == "cpu":
-        settled = threads <= 2 or not plan.hidden_widths
-        found.batch_invariant = settled and trial.independent(sequences, got)
+    settled = threads <= 2 or not plan.hidden_widths
+    independent = device != "cpu" or (settled and trial.independent(sequences, got))  # on a GPU nothing is claimed
+    return Found(plan, counts, batch_invariant=independent)
 
 
 def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:

@@ -53,12 +53,12 @@ def test_a_job_that_gives_up_its_seat_keeps_what_was_drawn_and_goes_on_from_it(s
     for token in (5, 6):
         slots.advance(np.array([0]), np.array([token]), 3)
     assert slots.give_up(0) is job
-    assert (job.tokens, job.versions) == ([5, 6], [3, 3])
+    assert (job.completion.tokens, job.completion.versions) == ([5, 6], [3, 3])
     slots.take(0, job, job.history())
     slots.advance(np.array([0]), np.array([7]), 4)
     assert slots.left[0] == 12 - 3
     slots.give_up(0)
-    assert (job.tokens, job.versions) == ([5, 6, 7], [3, 3, 4])
+    assert (job.completion.tokens, job.completion.versions) == ([5, 6, 7], [3, 3, 4])
 
 
 def test_a_moved_sequence_takes_its_state_along(seat):
@@ -68,7 +68,7 @@ def test_a_moved_sequence_takes_its_state_along(seat):
     slots.move(2, 0)
     assert (slots.rows, slots.active.tolist()) == (1, [True, False, False])
     assert slots.give_up(0) is job
-    assert job.tokens == [5]
+    assert job.completion.tokens == [5]
 
 
 def test_far_rows_attend_apart_where_few_are_long():
