@@ -136,7 +136,7 @@ class Scheduler:
             ids = torch.from_numpy(tokens[at]).to(logp.device)
             out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
         if not np.isfinite(out).all():
-            self.served.clear()
+            self.served.cache.clear(self.served.cache.spare)
             raise self._not_finite("score")
         return out
 
@@ -145,7 +145,7 @@ class Scheduler:
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
             slots.filled[slot] = 0
-            self.served.clear(slot)
+            self.served.cache.clear(slot)
         return slots.give_up(slot)
 
     def _seated(self, wanted: set[int]) -> list[int]:
@@ -169,7 +169,7 @@ class Scheduler:
                     break  # it begins like one that is about to be computed: next round
             self._prefill(pieces)
             for source, target, count in copies:
-                self.served.copy(source, target, 0, count)
+                self.served.cache.copy(source, target, 0, count)
         return done
 
     def _seat(self, job: Job, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
@@ -193,7 +193,7 @@ class Scheduler:
         if count and source in pending:
             copies.append((source, target, count))
         elif count and source != target:
-            self.served.copy(source, target, 0, count)
+            self.served.cache.copy(source, target, 0, count)
         if count < last:
             pieces.append((target, count, last))
         return True
@@ -241,7 +241,7 @@ class Scheduler:
     def _resize(self, seats: int, tokens: int) -> None:
         count, length = self.served.counts.pad(seats), slot_length(tokens)
         if self.tokens and count == self._slots.count:
-            self.served.grow(tokens, self._slots.held().tolist())
+            self.served.cache.grow(tokens, self._slots.held().tolist())
             self._slots.grow(length)
         else:
             self.retract()
@@ -295,7 +295,7 @@ class Scheduler:
         position = int(self._slots.position[slot])
         job = self._slots.give_up(slot)
         self._slots.filled[slot] = 0
-        self.served.clear(slot)
+        self.served.cache.clear(slot)
         job.error = self._not_finite(f"request {job.request.id}", f"position {position}, ")
         return job
 
@@ -318,5 +318,5 @@ class Scheduler:
             source = slots.rows - 1
             if target >= pad(active) or source <= target or pad(slots.rows) == pad(active):
                 return
-            self.served.copy(source, int(target), 0, int(slots.position[source]))
+            self.served.cache.copy(source, int(target), 0, int(slots.position[source]))
             slots.move(source, int(target))

@@ -40,7 +40,7 @@ class Served:
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code)
         self._plan: Any = None
-        self._cache: KVCache | None = None
+        self.cache = KVCache((), 0, 0, self._dtype, device)  # of no layers, until `allocate`
         self._resting = False  # copies of weights are dropped until they are used again
         self.holds_cache = True  # False while its memory is given back
 
@@ -81,17 +81,11 @@ class Served:
     def allocate(self, slots: int, tokens: int) -> None:
         """Make an empty cache, after the one before is gone."""
         self.drop()
-        if not self.rescans:
-            self._cache = KVCache(self._plan.shapes, slots, tokens, self._dtype, self.device)
-
-    def grow(self, tokens: int, used: Sequence[int]) -> None:
-        """Make the slots longer, of which each holds so many positions."""
-        if self._cache is not None:
-            self._cache.grow(tokens, used)
+        self.cache = KVCache(self._plan.shapes, slots, tokens, self._dtype, self.device)
 
     def drop(self) -> None:
         """Give the cache's memory back until the next :meth:`allocate`."""
-        self._cache = None
+        self.cache = KVCache((), 0, 0, self._dtype, self.device)
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -121,16 +115,6 @@ class Served:
         """Checksums of what is served."""
         return self._twin.fingerprints()
 
-    def copy(self, source: int, target: int, begin: int, end: int) -> None:
-        """Copy a slot's cache."""
-        if self._cache is not None:
-            self._cache.copy(source, target, begin, end)
-
-    def clear(self, slot: int | None = None) -> None:
-        """Forget a slot (the spare one where none is named) that may hold numbers that are not finite."""
-        if self._cache is not None:
-            self._cache.clear(self._cache.spare if slot is None else slot)
-
     def prefill(self, segments: Sequence[Segment], content: NDArray[np.int64]) -> None:
         """Fill the cache for packed pieces of prompts."""
         tokens = np.concatenate([content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
@@ -140,13 +124,11 @@ class Served:
         """Feed every active slot's token; logits [count, V], where rows of idle slots mean nothing."""
         if self.rescans:
             return self._rescan(slots, count)
-        cache = self._cache
-        assert cache is not None
         parts = []
         for first in range(0, count, self.counts.most):
             at = slice(first, min(first + self.counts.most, count))
-            rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], cache, self.device, first)
-            parts.append(self._plan.forward(rows, cache, logits=True))
+            rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], self.cache, self.device, first)
+            parts.append(self._plan.forward(rows, self.cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequence_logits(self, tokens: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -154,21 +136,17 @@ class Served:
         if self.rescans:
             yield 0, self._plan.logits(self._to(tokens))
             return
-        assert self._cache is not None
         room = min(self.counts.most, SCORE_ROWS)
         for begin in range(0, len(tokens), room):
             part = tokens[begin : begin + room]
-            segment = Segment(self._cache.spare, begin, 0, len(part))
+            segment = Segment(self.cache.spare, begin, 0, len(part))
             logits = self._pack([segment], part, logits=True)
             assert logits is not None
             yield begin, logits[: len(part)]
 
     def _pack(self, segments: list[Segment], tokens: NDArray[np.int64], *, logits: bool) -> torch.Tensor | None:
-        cache = self._cache
-        assert cache is not None
-        return self._plan.forward(  # type: ignore[no-any-return]
-            pack(segments, tokens, self.counts, cache, self.device), cache, logits=logits
-        )
+        rows = pack(segments, tokens, self.counts, self.cache, self.device)
+        return self._plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
 
     def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
         out: torch.Tensor | None = None

@@ -108,8 +108,13 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
             memory = 10 * 300 * tight._scheduler.served.position_bytes / slots.SHARE
             monkeypatch.setattr(scheduler, "free_memory", lambda device, held: int(memory))
             lengths = []
-            grow = tight._scheduler.served.grow
-            tight._scheduler.served.grow = lambda tokens, used: (lengths.append(tokens), grow(tokens, used))
+            grow = slots.KVCache.grow
+
+            def grown(cache, tokens, used):
+                lengths.append(tokens)
+                grow(cache, tokens, used)
+
+            monkeypatch.setattr(slots.KVCache, "grow", grown)
             found = await asyncio.gather(*(tight.generate(r) for r in asked))
             assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
             assert lengths
