@@ -66,7 +66,7 @@ class Collector(Supply):
         self._steps_left = steps
         self._open = 0  # issued and not yet trained or dropped
         self._taken = 0  # of those, handed over for the step in training
-        self._flying: dict[int, InFlight] = {}  # by position
+        self._in_flight: dict[int, InFlight] = {}  # by position
         self._kept: dict[int, Group] = {}  # by position, in the order in which they finished
         self._tasks = Tasks()
         self._staleness = Staleness(ctx.config)
@@ -95,7 +95,7 @@ class Collector(Supply):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-ready: the open groups, and where the data source stood before them."""
-        open_ = sorted({*self._flying, *self._kept})
+        open_ = sorted({*self._in_flight, *self._kept})
         oldest = min(open_, default=self._issued)
         while len(self._marks) > 1 and self._marks[1]["position"] <= oldest:
             self._marks.popleft()
@@ -132,9 +132,11 @@ class Collector(Supply):
         return groups
 
     async def drain(self) -> bool:
-        """Wait until nothing flies or is being issued, or all stands still (before new weights in lockstep)."""
-        flying = self._flying
-        while self._filling.locked() or (flying and not (self._selection and self._selection.quiet(flying.values()))):
+        """Wait until nothing is in flight or being issued, or all stands still (before new weights in lockstep)."""
+        in_flight = self._in_flight
+        while self._filling.locked() or (
+            in_flight and not (self._selection and self._selection.quiet(in_flight.values()))
+        ):
             await self._tasks.wait()
         return True
 
@@ -150,13 +152,13 @@ class Collector(Supply):
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
         counts, self.counts = self.counts, Counts()
-        counts.metrics |= self._staleness.pop_metrics(self._flying.values())
+        counts.metrics |= self._staleness.pop_metrics(self._in_flight.values())
         return counts
 
     async def _go_on(self) -> None:
         """Wait, or begin the next round of over-sampling in lockstep."""
         selection = self._selection
-        quiet = selection is not None and selection.lockstep and selection.quiet(self._flying.values())
+        quiet = selection is not None and selection.lockstep and selection.quiet(self._in_flight.values())
         if selection is not None and quiet and self._tasks.error is None:
             selection.more()
             await self._fill()
@@ -165,14 +167,14 @@ class Collector(Supply):
 
     def _ready(self, count: int, forced: Sequence[int] = ()) -> list[int] | None:
         if self._selection is not None:
-            ready = None if self._tasks.error else self._selection.first(self._kept, self._flying.values(), count)
+            ready = None if self._tasks.error else self._selection.first(self._kept, self._in_flight.values(), count)
             if not forced or (ready is None and self._selection.lockstep):
                 return ready
         if forced:
             return list(forced) if all(position in self._kept for position in forced) else None
         if not self._lockstep:
-            return self._staleness.ready(self._kept, self._flying, self._ctx.version)
-        positions, oldest = sorted(self._kept)[:count], min(self._flying, default=None)
+            return self._staleness.ready(self._kept, self._in_flight, self._ctx.version)
+        positions, oldest = sorted(self._kept)[:count], min(self._in_flight, default=None)
         if len(positions) < count or (oldest is not None and oldest < positions[-1]):
             return None
         return positions
@@ -182,10 +184,9 @@ class Collector(Supply):
         if self._selection is None:
             over = self._tasks.over
         else:
-            fills = self._filling.locked() or (
-                self._selection.lockstep and not self._ended
-            )  # at once, or the next round
-            over = len(self._kept) + len(self._flying) < count and not fills
+            round_to_come = self._selection.lockstep and not self._ended
+            fills = self._filling.locked() or round_to_come
+            over = len(self._kept) + len(self._in_flight) < count and not fills
         if self._tasks.error is None and over:
             what = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
             raise SlimeError(what, code="DAT28")
@@ -206,8 +207,8 @@ class Collector(Supply):
                 prompts = self._source.next(wanted)
                 self._ended = len(prompts) < wanted
                 recovery = self._recovery
-                begun = [p for p in prompts if recovery is None or not recovery.closed(p.position)]
-                groups = [pending_group(prompt, self._ctx.config) for prompt in begun]
+                open_prompts = [p for p in prompts if recovery is None or not recovery.closed(p.position)]
+                groups = [pending_group(prompt, self._ctx.config) for prompt in open_prompts]
                 known = await recovery.of(groups) if recovery is not None and groups else {}
                 groups = [g for g in groups if g.prompt.position not in known or not known[g.prompt.position].version]
                 self._open += len(groups)
@@ -226,7 +227,7 @@ class Collector(Supply):
         for group in groups:
             position = group.prompt.position
             flight = InFlight(group.prompt, list(group.samples), self._ctx.version, past=known.get(position))
-            self._flying[position] = flight
+            self._in_flight[position] = flight
             self._drop_limit.issued(position)
             replaced = self._plugins.replaces_rollout(group.prompt.task, config)
             if flight.past is not None and stands(flight.past, self._ctx.version, ranked=ranked):
@@ -238,12 +239,12 @@ class Collector(Supply):
         if whole:
             task = self._tasks.spawn(self._run_whole, whole, self._ctx)
             for group in whole:
-                self._flying[group.prompt.position].task = task
+                self._in_flight[group.prompt.position].task = task
         for group in groups:
             if group not in whole:
                 run = self._run_stored if group in stored else self._run_group
-                self._flying[group.prompt.position].task = self._tasks.spawn(run, group, self._ctx)
-        self._staleness.watch(self._flying.values())
+                self._in_flight[group.prompt.position].task = self._tasks.spawn(run, group, self._ctx)
+        self._staleness.watch(self._in_flight.values())
 
     async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
         issued = {group.prompt.position: issued_ids(group) for group in groups}
@@ -261,7 +262,7 @@ class Collector(Supply):
         await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
 
     async def _run_group(self, group: Group, ctx: Context) -> None:
-        ids, flight = issued_ids(group), self._flying[group.prompt.position]
+        ids, flight = issued_ids(group), self._in_flight[group.prompt.position]
         try:
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
             done = await self._plugins.generate(group, group_ctx)
@@ -285,7 +286,7 @@ class Collector(Supply):
 
     async def _run_stored(self, group: Group, ctx: Context) -> None:
         """A group that an earlier process finished or dropped takes its place again."""
-        flight = self._flying[group.prompt.position]
+        flight = self._in_flight[group.prompt.position]
         assert flight.past is not None
         if self._selection is not None:
             await self._selection.repeat(flight, flight.past, ctx.version)
@@ -299,14 +300,14 @@ class Collector(Supply):
             await self._discard(group, [(group.samples, Drop(reason=flight.past.last_reason))])
 
     def _generated(self, group: Group) -> None:
-        flight = self._flying[group.prompt.position]
+        flight = self._in_flight[group.prompt.position]
         flight.generated = True
-        self._staleness.watch(self._flying.values())
+        self._staleness.watch(self._in_flight.values())
         if self._selection is not None:
             self._selection.leave(flight, group)
 
     async def _keep(self, group: Group, drops: Drops = ()) -> None:
-        flight = self._flying[group.prompt.position]
+        flight = self._in_flight[group.prompt.position]
         position, past = flight.position, flight.past
         if past is None or past.state == "pending":
             await self._ledger.finish(group, drops)
@@ -320,15 +321,15 @@ class Collector(Supply):
             return
         self._kept[position] = group
         self._staleness.kept(position, group, flight.version)
-        del self._flying[position]
+        del self._in_flight[position]
 
     async def _discard(self, group: Group, drops: Drops) -> None:
         """Drop what is left of a group and free its place, which the next prompt takes."""
-        position, past = group.prompt.position, self._flying[group.prompt.position].past
+        position, past = group.prompt.position, self._in_flight[group.prompt.position].past
         if past is None or past.state == "pending":
             await self._ledger.drop(drops)
         self.counts.add(drops, past)
-        flight = self._flying.pop(position)
+        flight = self._in_flight.pop(position)
         self._open -= 1
         if self._selection is not None:
             self._selection.leave(flight, None)
@@ -338,22 +339,22 @@ class Collector(Supply):
 
     def _retire(self, version: int) -> None:
         """Begin to give up what is too old to train at ``version``: it goes first to what is in flight."""
-        for position in self._staleness.overdue(self._kept, self._flying, version):
+        for position in self._staleness.overdue(self._kept, self._in_flight, version):
             if (group := self._kept.pop(position, None)) is not None:
-                self._flying[position] = InFlight(group.prompt, group.samples, version, generated=True)
-            self._flying[position].stale = True
-            self._tasks.spawn(self._give_up, self._flying[position])
+                self._in_flight[position] = InFlight(group.prompt, group.samples, version, generated=True)
+            self._in_flight[position].stale = True
+            self._tasks.spawn(self._give_up, self._in_flight[position])
 
     async def _give_up(self, flight: InFlight) -> None:
         """Stop a group that is too old; begin it again as its next attempt, or drop it and let the next prompt in."""
         parts: Sequence[Any] = ()
-        alone = all(other is flight or other.task is not flight.task for other in self._flying.values())
+        alone = all(other is flight or other.task is not flight.task for other in self._in_flight.values())
         if flight.task is not None:
             if alone and not flight.generated and self._ctx.engine is not None:
                 parts = await self._ctx.engine.abort(flight.ids)
                 flight.task.cancel()
             await asyncio.gather(flight.task, return_exceptions=True)  # what is being judged ends in its own time
-        if self._flying.get(flight.position) is not flight:
+        if self._in_flight.get(flight.position) is not flight:
             return  # a filter dropped it meanwhile
         self._staleness.give_up(flight, parts)
         if self._staleness.restarts:
@@ -366,7 +367,7 @@ class Collector(Supply):
         drops = [(flight.samples, Drop(reason=STALE))]
         await self._ledger.drop(drops)
         self.counts.add(drops)
-        del self._flying[flight.position]
+        del self._in_flight[flight.position]
         self._open -= 1
         self._drop_limit.left_out(flight.position)
         await self._fill()
@@ -377,12 +378,12 @@ class Collector(Supply):
             selection.drop(position)
         await selection.engine.close()
         if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
-            names = [name for flight in self._flying.values() for name in flight.ids]
+            names = [name for flight in self._in_flight.values() for name in flight.ids]
             await self._ledger.suspend(selection.engine.turns(names))
             return
-        while self._tasks.error is not None or any(flight.generated for flight in self._flying.values()):
+        while self._tasks.error is not None or any(flight.generated for flight in self._in_flight.values()):
             await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
-        flights = list(self._flying.values())
+        flights = list(self._in_flight.values())
         tasks = [flight.task for flight in flights if flight.task is not None]
         for task in tasks:
             task.cancel()
@@ -395,7 +396,7 @@ class Collector(Supply):
         self.counts.add(drops)
         for flight in flights:
             selection.leave(flight, None)
-        self._flying.clear()
+        self._in_flight.clear()
         for position in sorted(left):
             self._kept.pop(position, None)
             selection.drop(position)

@@ -85,15 +85,15 @@ class OverSampling:
         """A group is no candidate any more."""
         self._ended.pop(position, None)
 
-    def quiet(self, flying: Iterable[InFlight]) -> bool:
+    def quiet(self, in_flight: Iterable[InFlight]) -> bool:
         """Whether nothing in flight can go on before the next round."""
         if self.engine.busy:
             return False
-        return all(any(name in self.engine.held for name in flight.ids) for flight in flying)
+        return all(any(name in self.engine.held for name in flight.ids) for flight in in_flight)
 
-    def first(self, kept: Mapping[int, Group], flying: Iterable[InFlight], count: int) -> list[int] | None:
+    def first(self, kept: Mapping[int, Group], in_flight: Iterable[InFlight], count: int) -> list[int] | None:
         """Positions of the ``count`` groups that the step takes, None while that is open."""
-        if len(kept) < count or (self.lockstep and not self.quiet(flying)):
+        if len(kept) < count or (self.lockstep and not self.quiet(in_flight)):
             return None
         if not self.lockstep:
             return list(kept)[:count]

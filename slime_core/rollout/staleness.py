@@ -56,23 +56,23 @@ class Bound:
         """The oldest weights whose tokens may train at ``version``."""
         return version - self.most
 
-    def ready(self, kept: Mapping[int, int], flying: Mapping[int, int], version: int) -> list[int] | None:
+    def ready(self, kept: Mapping[int, int], in_flight: Mapping[int, int], version: int) -> list[int] | None:
         """The positions of a step's groups, None where it must wait for more of them.
 
         Args:
             kept: finished groups, position to the version that began them, in the order in which they finished.
-            flying: unfinished ones, likewise.
+            in_flight: unfinished ones, likewise.
             version: of the weights in training.
         """
         ranked = sorted(kept, key=lambda position: kept[position])  # ties stay in the order of finishing
         taken, left = ranked[: self.batch], ranked[self.batch :]
         if len(taken) < self.batch:
             return None
-        if self.policy != "wait" or self.fits([*(kept[p] for p in left), *flying.values()], version):
+        if self.policy != "wait" or self.fits([*(kept[p] for p in left), *in_flight.values()], version):
             return taken
         # Where no choice is in time (a resumed run with other settings), waiting must still end.
         youngest = kept[taken[-1]]
-        return taken if all(began >= youngest for began in flying.values()) else None
+        return taken if all(began >= youngest for began in in_flight.values()) else None
 
     def fits(self, began: Iterable[int], version: int) -> bool:
         """Whether groups that are open after the take at ``version`` can all train in time."""
@@ -125,7 +125,7 @@ class Staleness:
     Example:
         staleness = Staleness(config)
         staleness.kept(7, group, version=3)                       # it is finished
-        positions = staleness.ready({7: group}, flying, 4)        # None: wait
+        positions = staleness.ready({7: group}, in_flight, 4)        # None: wait
         staleness.took([group], 4)
         metrics = staleness.pop_metrics(())
     """
@@ -148,19 +148,19 @@ class Staleness:
         """A group is finished; ``version`` stands where no model made a token."""
         self._began[position], self._newest[position] = began(group, version), newest(group, version)
 
-    def ready(self, kept: Iterable[int], flying: Mapping[int, InFlight], version: int) -> list[int] | None:
+    def ready(self, kept: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int] | None:
         """The positions of a free step's groups, None where it must wait."""
         finished = {position: self._began[position] for position in kept}
-        return self.bound.ready(finished, {p: flight.version for p, flight in flying.items()}, version)
+        return self.bound.ready(finished, {p: flight.version for p, flight in in_flight.items()}, version)
 
-    def overdue(self, kept: Iterable[int], flying: Mapping[int, InFlight], version: int) -> list[int]:
+    def overdue(self, kept: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int]:
         """Positions of what can no longer train at ``version`` or later; those that are being given up left out."""
         if not self._free:
             return []
         if self.bound.policy == "mask":
             return self.bound.overdue({position: self._newest[position] for position in kept}, version)
         ages = {position: self._began[position] for position in kept}
-        ages |= {position: flight.version for position, flight in flying.items() if not flight.stale}
+        ages |= {position: flight.version for position, flight in in_flight.items() if not flight.stale}
         return self.bound.overdue(ages, version)
 
     def give_up(self, flight: InFlight, parts: Sequence[Completion]) -> None:
@@ -186,18 +186,18 @@ class Staleness:
         self._metrics |= staleness_metrics(groups, version, self.bound.most)
         self._waited += waited
 
-    def watch(self, flying: Iterable[InFlight]) -> None:
+    def watch(self, in_flight: Iterable[InFlight]) -> None:
         """Whether the engine has work: anything in flight that is not finished."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle += now - self._idle_since
-        self._idle_since = None if any(not flight.generated for flight in flying) else now
+        self._idle_since = None if any(not flight.generated for flight in in_flight) else now
 
-    def pop_metrics(self, flying: Iterable[InFlight]) -> dict[str, float]:
+    def pop_metrics(self, in_flight: Iterable[InFlight]) -> dict[str, float]:
         """The figures since the last call; nothing in a run that is never ahead."""
         if not self._ahead:
             return {}
-        self.watch(flying)
+        self.watch(in_flight)
         metrics = self._metrics | stale_metrics(self._given_up, self._trained)
         metrics |= {"async/engine_idle_seconds": self._idle, "async/trainer_wait_seconds": self._waited}
         self._metrics, self._given_up, self._trained = {}, defaultdict(list), []

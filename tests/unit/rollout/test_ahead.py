@@ -136,7 +136,7 @@ async def _steps(config, plugins, ran, steps, seed, known=None):
             counts = collector.pop_counts()
             ran.metrics.append(rollout_metrics(groups, version, counts.drops, counts.issued) | counts.metrics)
             open_ = collector.state()["open"]
-            assert sorted({*collector._flying, *collector._kept}) == open_
+            assert sorted({*collector._in_flight, *collector._kept}) == open_
             collector.admit(version + 1)
 
 
