@@ -46,10 +46,6 @@ class Stage:
     canary: Canary
     last: int  # version that its last step makes
 
-    def served(self, version: int) -> int:
-        """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
-        return served(self.config, version)
-
     async def sync(self, version: int, *, first: bool = False) -> None:
         """Bring the trainer's weights to the engine and compare; ``first`` is before the first step.
 
@@ -60,9 +56,9 @@ class Stage:
         if rollout.debug_train_only or (rollout.debug_rollout_only and not first):
             return
         check = self.canary.check(version, first=first, last=version == self.last)
-        trainer, engines, served = self.parts.trainer, self.parts.engines, self.served(version)
+        trainer, engines = self.parts.trainer, self.parts.engines
         async with self.parts.turns.syncing():
-            await sync_weights(trainer, engines, served, canary=self.canary, check=check)
+            await sync_weights(trainer, engines, served(self.config, version), canary=self.canary, check=check)
         await self.canary.compare_log_probs(engines)
 
     async def drained(self, stop: Stop) -> bool:
@@ -82,8 +78,8 @@ class Stage:
     ) -> None:
         """Let new prompts start, and report the step that ``progress`` has just counted."""
         counts = self.collector.pop_counts()
-        self.collector.admit(self.served(progress.version))
-        taken = self.served(progress.version - 1)
+        self.collector.admit(served(self.config, progress.version))
+        taken = served(self.config, progress.version - 1)
         metrics |= rollout_metrics(groups, taken, counts.drops, counts.issued) | counts.metrics
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
@@ -103,7 +99,7 @@ class Stage:
 
 
 def served(config: Config, version: int) -> int:
-    """See `Stage.served`."""
+    """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
     return 0 if config.rollout.debug_rollout_only else version
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from slime_cli.failure import Session, report_failure
 from slime_cli.main import main as slime
+from slime_core.config.command_line import resolve, split
 from slime_core.config.problems import Problem, raise_all
-from slime_core.config.tokens import resolve, split
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
 from slime_megatron.agreement import disagreements

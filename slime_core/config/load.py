@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
+from slime_core.config.command_line import Override, Words as Words, resolve, split as split, written
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
@@ -24,7 +25,6 @@ from slime_core.config.problems import KeyPath, Origins, Problem, error_of, rais
 from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
-from slime_core.config.tokens import Override, Words as Words, resolve, split as split, written
 from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import BRINGS, Tables

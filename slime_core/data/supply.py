@@ -76,12 +76,14 @@ class Supply(Protocol):
 
     def mark(self) -> dict[str, Any] | None:
         """``bytes rows sha256`` of the file that was opened; None where there is no one file."""
+        return None
 
     def shorten(self, mark: Mapping[str, Any]) -> None:
         """Read a file only as far as it reached when it had this mark; other rows than then stay as they are."""
+        return
 
 
-class FileSupply:
+class FileSupply(Supply):
     """Rows of a file or set, checked before the start."""
 
     def __init__(
@@ -178,7 +180,7 @@ class FileSupply:
             raise duplicate_ids(pairs, self._rows.where(0))
 
 
-class PluginSupply:
+class PluginSupply(Supply):
     """Prompts of a plugin's `slime_prompts`."""
 
     def __init__(self, source: PromptSource, task: str, encoder: Encoder, bad: BadRows) -> None:
@@ -224,13 +226,6 @@ class PluginSupply:
         """See `Supply`."""
         state = self._call(self._source.state, f"task {self._task!r}")
         return "plugin:" + json.dumps(state, sort_keys=True, default=str)
-
-    def mark(self) -> dict[str, Any] | None:
-        """See `Supply`."""
-        return None
-
-    def shorten(self, mark: Mapping[str, Any]) -> None:
-        """See `Supply`."""
 
     def _call(self, fn: Callable[[], Any], where: str) -> Any:
         try:

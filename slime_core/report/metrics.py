@@ -63,7 +63,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, i
     if not samples:
         return metrics
     metrics |= sample_metrics(samples)
-    metrics |= _by_task(samples) | _by_role(samples)
+    metrics |= _by("task", samples) | _by("role", samples)
     equal = [len(set(rewards)) <= 1 for group in groups if len(rewards := rewards_of(group.samples)) > 1]
     if equal:
         metrics["reward/equal_groups"] = mean(equal)
@@ -90,7 +90,7 @@ def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
         "infra_errors": float(len(samples) - len(judged)),
     }
     if judged:
-        metrics |= sample_metrics(judged) | _by_role(judged)
+        metrics |= sample_metrics(judged) | _by("role", judged)
         metrics["reward/best"] = mean([max(found) for group in groups if (found := rewards_of(group.samples))])
     return metrics
 
@@ -148,20 +148,13 @@ def batch_metrics(batch: Batch) -> Metrics:
     return metrics
 
 
-def _by_task(samples: Sequence[Sample]) -> Metrics:
-    tasks = sorted({sample.task for sample in samples})
-    if len(tasks) < 2:
-        return {}
-    found = {task: rewards_of(s for s in samples if s.task == task) for task in tasks}
-    return {f"task/{task}/reward": mean(rewards) for task, rewards in found.items() if rewards}
-
-
-def _by_role(samples: Sequence[Sample]) -> Metrics:
-    """``role/NAME/reward``, where a rollout has agents of several roles."""
-    found: dict[str, list[float]] = {}
+def _by(field: str, samples: Sequence[Sample]) -> Metrics:
+    """``task/NAME/reward`` or ``role/NAME/reward``, where there are several of that field."""
+    rewards: dict[str, list[float]] = {}
     for sample in samples:
-        found.setdefault(sample.role, []).extend(rewards_of([sample]))
-    return {f"role/{role}/reward": mean(found[role]) for role in sorted(found) if found[role] and len(found) > 1}
+        rewards.setdefault(getattr(sample, field), []).extend(rewards_of([sample]))
+    means = {name: mean(rewards[name]) for name in sorted(rewards) if rewards[name] and len(rewards) > 1}
+    return {f"{field}/{name}/reward": value for name, value in means.items()}
 
 
 def _trained(sample: Sample) -> int:

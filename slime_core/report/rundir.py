@@ -182,9 +182,8 @@ class RunDir:
 
     def read_info(self) -> dict[str, Any]:
         """What ``run.json`` holds; empty where it is missing or broken."""
-        with contextlib.suppress(OSError, ValueError):
-            data = json.loads(self.info.read_text(encoding="utf-8"))
-            return data if isinstance(data, dict) else {}
+        with contextlib.suppress(OSError):
+            return _table(self.info.read_bytes())
         return {}
 
     def save_hang(self, text: str) -> Path:
@@ -296,8 +295,13 @@ def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
 
 def _read_holder(handle: IO[str]) -> dict[str, Any]:
     handle.seek(0)
+    return _table(handle.read())
+
+
+def _table(text: str | bytes) -> dict[str, Any]:
+    """A JSON object; empty where the text is none."""
     with contextlib.suppress(ValueError):
-        data = json.loads(handle.read())
+        data = json.loads(text)
         return data if isinstance(data, dict) else {}
     return {}
 
