@@ -39,8 +39,8 @@ def index(known: dict[str, Card]) -> str:
         "| algorithm | what it is | sets | when |",
         "| --- | --- | --- | --- |",
     ]
-    for name, algorithm in ALGORITHMS.items():
-        sets = ", ".join(f"`{key} = {value}`" for key, value in algorithm.presets.items()) or "the core's defaults"
+    for name, presets in ALGORITHMS.items():
+        sets = ", ".join(f"`{key} = {value}`" for key, value in presets.items()) or "the core's defaults"
         lines.append(f"| [{name}]({name}.md) | {known[name].title} | {sets} | {first_sentence(known[name].advice)} |")
     lines += ["", "What they share:", "", "| part | what it is |", "| --- | --- |"]
     lines += [f"| [{name}]({name}.md) | {card.title} |" for name, card in known.items() if name not in ALGORITHMS]

@@ -48,10 +48,9 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
     from slime_core.config.schema import Config, TrainSection
     from slime_core.config.values import show
 
-    known, keys = ALGORITHMS.get(of.name), core_keys()
-    presets = known.presets if known is not None else {}
+    presets, keys = ALGORITHMS.get(of.name, {}), core_keys()
     if config is None:
-        config = Config(train=TrainSection(advantage_estimator=of.name) if known else TrainSection())
+        config = Config(train=TrainSection(advantage_estimator=of.name) if of.name in ALGORITHMS else TrainSection())
     sections: dict[str, Any] = {"train": settle(config.train)}
     rows = []
     for name in of.options:

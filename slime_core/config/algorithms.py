@@ -8,7 +8,6 @@ settle(train)   the [train] section with nothing left open
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 EPS_CLIP = 0.2
@@ -22,39 +21,25 @@ GROUPED = frozenset({"grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus
 WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """Estimators whose definition whitens advantages over the step."""
 
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Algorithm:
-    """One value of ``train.advantage_estimator``."""
-
-    name: str
-    presets: Mapping[str, Any] = field(default_factory=dict)  # [train] key to value, where the config leaves it open
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    one.name: one
-    for one in (
-        Algorithm(name="grpo"),
-        Algorithm(name="dr_grpo", presets={"loss_aggregation": "constant"}),
-        Algorithm(name="gspo", presets={"importance_level": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4}),
-        Algorithm(
-            name="cispo",
-            presets={
-                "policy_objective": "cispo",
-                "loss_aggregation": "token_mean",
-                "eps_clip": 1.0,
-                "eps_clip_high": 0.28,
-            },
-        ),
-        Algorithm(name="rloo"),
-        Algorithm(name="reinforce_plus_plus", presets={"loss_aggregation": "token_mean"}),
-        Algorithm(name="reinforce_plus_plus_baseline", presets={"loss_aggregation": "token_mean"}),
-        Algorithm(name="ppo", presets={"loss_aggregation": "token_mean"}),
-        Algorithm(name="pass_at_k"),
-        Algorithm(name="on_policy_distillation"),
-        Algorithm(name="sft"),
-    )
+ALGORITHMS: dict[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"loss_aggregation": "constant"},
+    "gspo": {"importance_level": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+    "cispo": {
+        "policy_objective": "cispo",
+        "loss_aggregation": "token_mean",
+        "eps_clip": 1.0,
+        "eps_clip_high": 0.28,
+    },
+    "rloo": {},
+    "reinforce_plus_plus": {"loss_aggregation": "token_mean"},
+    "reinforce_plus_plus_baseline": {"loss_aggregation": "token_mean"},
+    "ppo": {"loss_aggregation": "token_mean"},
+    "pass_at_k": {},
+    "on_policy_distillation": {},
+    "sft": {},
 }
+"""Values of ``train.advantage_estimator``, each with its presets: [train] keys where the config leaves them open."""
 
 
 def settle(train: Any) -> Any:
@@ -63,8 +48,7 @@ def settle(train: Any) -> Any:
     ``eps_clip`` 0 becomes 0.2 where the algorithm says nothing, ``eps_clip_high`` 0 becomes ``eps_clip``; a
     ``tis_clip_low`` above 0 turns ``tis_mode`` truncate to clip.
     """
-    known = ALGORITHMS.get(train.advantage_estimator)
-    presets = known.presets if known is not None else {}
+    presets = ALGORITHMS.get(train.advantage_estimator, {})
     update: dict[str, Any] = {
         key: presets.get(key, default) for key, default in DEFAULTS.items() if getattr(train, key) == "auto"
     }

@@ -45,7 +45,7 @@ def test_a_card_names_keys_cards_and_libraries_that_exist(one):
 @pytest.mark.parametrize("one", [one for one in CARDS if one.name in ALGORITHMS], ids=lambda one: one.name)
 def test_an_algorithms_card_has_the_parts_of_a_formula_and_lists_what_it_presets(one):
     assert {"advantage", "ratio", "objective", "aggregation"} <= set(one.formula)
-    assert set(ALGORITHMS[one.name].presets) <= set(one.options)
+    assert set(ALGORITHMS[one.name]) <= set(one.options)
     aggregation = settle(load_config(None, ["--advantage-estimator", one.name, "--loss-type", "sft_loss"]).train)
     assert one.formula["aggregation"].startswith(aggregation.loss_aggregation)
 
