@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.rollout.groups import Supply
+    from slime_core.rollout.groups import GroupSource
 
 
 BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
@@ -159,7 +159,7 @@ async def run_stage(
 
 
 async def evaluate_if_due(
-    evaluations: Evaluations, collector: Supply, progress: Progress, *, beside: bool = False
+    evaluations: Evaluations, collector: GroupSource, progress: Progress, *, beside: bool = False
 ) -> None:
     """Evaluate the version that is being served: in place, or ``beside`` the steps that come, where that can be.
 

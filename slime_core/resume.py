@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
     from slime_core.report import Report
-    from slime_core.rollout.groups import Supply
+    from slime_core.rollout.groups import GroupSource
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Progress:
     stalled: float = 0.0  # seconds that the last checkpoint took from the run
     _saved: int = field(default=-1)  # version of the last checkpoint
 
-    async def step_done(self, collector: Supply, *, last: bool) -> None:
+    async def step_done(self, collector: GroupSource, *, last: bool) -> None:
         """After a step: a checkpoint where one is due.
 
         Raises:
@@ -122,7 +122,7 @@ class Progress:
             await self.preempt(collector)
         await self.prune()
 
-    async def save(self, collector: Supply) -> None:
+    async def save(self, collector: GroupSource) -> None:
         """Begin a checkpoint of this moment; it is published in the background unless ``report.async_save`` is off.
 
         It waits for the evaluation of an earlier version, whose weights no resume would have. One of this version is
@@ -162,7 +162,7 @@ class Progress:
             await evaluations.settle()
         return evaluations.unfinished is not None
 
-    async def preempt(self, collector: Supply | None = None) -> None:
+    async def preempt(self, collector: GroupSource | None = None) -> None:
         """Checkpoint, unless this moment has one or cannot have one (no ``collector``), and end.
 
         Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Parts
     from slime_core.report import Report
     from slime_core.resume import Progress, Stop
-    from slime_core.rollout.groups import Supply
+    from slime_core.rollout.groups import GroupSource
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Stage:
     dump: Dump
     source: DataSource | None
     evaluations: Evaluations
-    collector: Supply
+    collector: GroupSource
     canary: Canary
     last: int  # version that its last step makes
 
@@ -124,7 +124,7 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
     source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
     evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
     evaluations = progress.evaluations = Evaluations(evaluator, holder(config, parts.hold))
-    collector: Supply
+    collector: GroupSource
     if source is None:
         collector = DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
     else:

@@ -76,20 +76,12 @@ def _table(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         found = _parse(path) if size <= MAX_BYTES else None
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no file {path}", code="CFG05", where=f"{KEY} = {path}", fix=f"mend the path in {KEY}"
-        ) from error
+        raise _refused(path, f"there is no file {path}", code="CFG05", fix=f"mend the path in {KEY}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path.name} cannot be read: {error}", code="CFG06", where=f"{KEY} = {path}", fix="mend the file"
-        ) from error
+        raise _refused(path, f"{path.name} cannot be read: {error}", fix="mend the file") from error
     if size > MAX_BYTES:
-        raise ConfigError(
-            f"{path.name} has more than {MAX_BYTES >> 20} MiB",
-            code="CFG08",
-            where=f"{KEY} = {path}",
-            fix=f"name a file of sets in {KEY}; their rows lie in files of their own",
-        )
+        fix = f"name a file of sets in {KEY}; their rows lie in files of their own"
+        raise _refused(path, f"{path.name} has more than {MAX_BYTES >> 20} MiB", code="CFG08", fix=fix)
     if not isinstance(found, dict):
         raise _shape(path, f"it holds a {type(found).__name__}")
     return found
@@ -134,10 +126,9 @@ def _renamed(table: Mapping[Any, Any], path: Path, place: str) -> dict[str, Any]
 
 
 def _shape(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"{path.name} holds no evaluation sets",
-        code="CFG06",
-        where=f"{KEY} = {path}",
-        why=why,
-        fix="write eval: {defaults: {...}, datasets: [{name: ..., path: ...}]}",
-    )
+    fix = "write eval: {defaults: {...}, datasets: [{name: ..., path: ...}]}"
+    return _refused(path, f"{path.name} holds no evaluation sets", why=why, fix=fix)
+
+
+def _refused(path: Path, what: str, *, code: str = "CFG06", why: str = "", fix: str) -> ConfigError:
+    return ConfigError(what, code=code, where=f"{KEY} = {path}", why=why, fix=fix)

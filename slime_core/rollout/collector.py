@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.rollout.groups import Counts, InFlight, Source, Supply, check_group, issued_ids, pending_group
+from slime_core.rollout.groups import Counts, GroupSource, InFlight, Source, check_group, issued_ids, pending_group
 from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling, version_metrics
 from slime_core.rollout.partial_rollout import SuspendableEngine
 from slime_core.rollout.recovery import Recovery, stands, stored_group
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-class Collector(Supply):
+class Collector(GroupSource):
     """Keeps groups in flight and hands them over in order.
 
     In ``lockstep`` groups are taken in prompt order, so a run is a function of its seed; in ``free`` as they finish,

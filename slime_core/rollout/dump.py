@@ -27,7 +27,7 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger import segments
 from slime_core.ledger.codec import array_refs, decode, encode, plain
-from slime_core.rollout.groups import Counts, Supply
+from slime_core.rollout.groups import Counts, GroupSource
 from slime_core.types import ArrayRef, Drop, Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
     await ledger.drop([([sample for group in groups for sample in group.samples], Drop(reason=ROLLED_OUT))])
 
 
-class DumpedGroups(Supply):
+class DumpedGroups(GroupSource):
     """Hands a dump's groups over, a step a call, with what the loop asks of a `Collector`.
 
     Example:

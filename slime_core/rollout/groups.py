@@ -38,7 +38,7 @@ class Source(Protocol):
         """Go on from :meth:`state`."""
 
 
-class Supply(AbstractAsyncContextManager["Supply"], Protocol):
+class GroupSource(AbstractAsyncContextManager["GroupSource"], Protocol):
     """Where a step's groups come from: a collector, or a dump in its place."""
 
     async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
