@@ -14,7 +14,6 @@ from slime_core.config.problems import Problem
 from slime_core.errors import PluginError
 from slime_core.plugins.answers import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
-from slime_core.plugins.bridges import find_bridge
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
 from slime_core.plugins.provider import CORE, Answer
@@ -53,6 +52,11 @@ class Plugins:
     def names(self) -> tuple[str, ...]:
         """The loaded plugins, in the order of the config."""
         return tuple(self._loaded)
+
+    @property
+    def loaded(self) -> tuple[Loaded, ...]:
+        """The loaded plugins themselves, for a hook that a plugin asks (`slime_model_bridge`)."""
+        return tuple(self._loaded.values())
 
     def origin(self, name: str) -> str:
         """``distribution==version`` of a loaded plugin, or its file."""
@@ -242,10 +246,6 @@ class Plugins:
         """Tell every `slime_batch` of the step's columns."""
         self.tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
-
-    def bridge(self, hf_config: Any) -> Any:
-        """The bridge of a Hugging Face config (`slime_model_bridge`), as :func:`find_bridge` says."""
-        return find_bridge(self._loaded.values(), hf_config)
 
     def tell(self, hook: str, about: str, ctx: Context, **given: Any) -> None:
         """Tell every implementation of a hook: `slime_batch`, `slime_step_done`, and those that a trainer calls."""

@@ -7,9 +7,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from slime_convert.bridges import find_bridge
 from slime_core import ConfigError, DataError
 from slime_core.plugins import load_plugin
-from slime_core.plugins.bridges import find_bridge
 from slime_core.testing.plugins import check_plugin
 from slime_models.command import models as command
 from slime_models.families import BRIDGES

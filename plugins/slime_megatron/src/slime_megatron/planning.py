@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from slime_convert.bridges import find_bridge
 from slime_core.backends import Plan, Planning
 from slime_core.clusters.embedded import open_folder
 from slime_core.config.values import show
@@ -25,7 +26,7 @@ def plan(planning: Planning) -> Plan | None:
     if config.rollout.debug_rollout_only:
         return None
     folder = planning.folder or open_folder(config)
-    bridge = planning.plugins.bridge(folder.config)
+    bridge = find_bridge(planning.plugins.loaded, folder.config)
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     made = megatron.settings(
         bridge,

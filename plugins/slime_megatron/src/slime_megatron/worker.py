@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 
+from slime_convert.bridges import find_bridge
 from slime_core.context import Context
 from slime_core.trainers.data_parallel import Portion, Seat
 from slime_core.trainers.optimizer_step import Sums
@@ -46,7 +47,7 @@ class MegatronWorker(Worker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.bridge = self.plugins.bridge(self.folder.config)
+        self.bridge = find_bridge(self.plugins.loaded, self.folder.config)
         self.settings: Settings = self._settings(self.config)
         self.ctx = Context(config=self.config)
         layout = self.settings.layout

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from slime_convert.bridge import Bridge, Given, Row, holds
+from slime_convert.bridges import find_bridge
 from slime_core import ConfigError
 from slime_core.errors import nearest
-from slime_core.plugins.bridges import find_bridge
 from slime_core.plugins.load import load_plugin
 from slime_models.arguments import model_args, pattern
 from slime_models.families import BRIDGES

@@ -90,7 +90,7 @@ def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:
     Raises:
         PluginError: a named plugin does not load.
     """
-    from slime_core.plugins.bridges import find_bridge
+    from slime_convert.bridges import find_bridge
     from slime_core.plugins.discover import available
     from slime_core.plugins.load import load_plugin
 

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime_convert.bridges import find_bridge
 from slime_core import ConfigError, PluginError
+from slime_core.plugins import load_plugin
 
 pytestmark = pytest.mark.unit
 
@@ -23,6 +25,18 @@ def slime_model_bridge(hf_config):
 """
 
 
+@pytest.fixture
+def load(install_plugin):
+    """Install plugins given as name=source, and load them."""
+
+    def load(**sources):
+        for name, source in sources.items():
+            install_plugin(name, "import slime_core\n" + source)
+        return [load_plugin(name) for name in sources]
+
+    return load
+
+
 def claiming(mark, *families):
     return BRIDGE.replace("MARK", mark).replace("FAMILIES", repr(families))
 
@@ -33,8 +47,8 @@ def config(family):
 
 def test_plugins_are_asked_in_turn_and_the_first_bridge_is_taken(load):
     plugins = load(deaf="", one=claiming("one", "mine"), two=claiming("two", "mine", "theirs"))
-    assert plugins.bridge(config("mine")).family == "one mine"
-    assert plugins.bridge(config("theirs")).family == "two theirs"
+    assert find_bridge(plugins, config("mine")).family == "one mine"
+    assert find_bridge(plugins, config("theirs")).family == "two theirs"
 
 
 def test_an_architecture_without_a_bridge_is_named_with_all_that_are_known(load):
@@ -42,7 +56,7 @@ def test_an_architecture_without_a_bridge_is_named_with_all_that_are_known(load)
     with pytest.raises(
         ConfigError, match=r"no plugin has a bridge for TheirForCausalLM \(model_type 'their'\)"
     ) as error:
-        plugins.bridge(config("their"))
+        find_bridge(plugins, config("their"))
     assert error.value.code == "CFG200"
     assert "one (" in error.value.why
     assert "families: mine, theirs" in error.value.why
@@ -51,12 +65,12 @@ def test_an_architecture_without_a_bridge_is_named_with_all_that_are_known(load)
 
 def test_without_a_plugin_of_bridges_the_error_says_which_to_load(load):
     with pytest.raises(ConfigError, match="no plugin has a bridge for") as error:
-        load(deaf="").bridge(config("qwen3"))
+        find_bridge(load(deaf=""), config("qwen3"))
     assert "--plugin models" in error.value.fix
 
 
 def test_what_is_no_bridge_is_the_plugin_s_fault(load):
     source = "@slime_core.hookimpl\ndef slime_model_bridge(hf_config): return 'qwen3'\n"
     with pytest.raises(PluginError, match="returned a str") as error:
-        load(wrong=source).bridge(config("qwen3"))
+        find_bridge(load(wrong=source), config("qwen3"))
     assert error.value.code == "PLG57"
