@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_cli.failure import Session
 from slime_core.config.load import Loaded, Words, read, split, stages
-from slime_core.config.problems import raise_all
+from slime_core.config.problems import Problem, raise_all
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
+from slime_core.plugins.boundary import call_now, listed
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -56,9 +57,21 @@ def with_plugins(loaded: Loaded) -> Settings:
         PluginError: PLG50 to PLG57.
     """
     plugins = load_plugins(loaded.config)
-    problems = [problem for stage in stages(loaded.config) for problem in plugins.problems(stage)]
+    problems = [problem for stage in stages(loaded.config) for problem in plugin_problems(plugins, stage)]
     raise_all([loaded.origins.place(problem) for problem in problems])
     return Settings(loaded=loaded, plugins=plugins)
+
+
+def plugin_problems(plugins: Plugins, config: Config) -> Iterator[Problem]:
+    """What plugins say cannot hold together in a stage's config (`slime_config_rules`).
+
+    Raises:
+        PluginError: PLG56 a rule raised, PLG57 it returned something else.
+    """
+    for rules in (plugin.answers.get("slime_config_rules") for plugin in plugins.loaded):
+        if rules is not None:
+            value = call_now(rules, {"config": config}, about="the config")
+            yield from listed(rules, value, Problem, "the config", "slime_core.config.problems.Problem")
 
 
 def split_words(words: Sequence[str]) -> Words:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Group
 
 Function = Callable[..., Any]
+Adapter = Callable[["FunctionsByPath", Function, "Config"], Function]
 LATER = (  # keys whose functions want the samples of a step after it was scored
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
@@ -42,6 +43,50 @@ LOSSES = {
 }
 
 
+def _with_session(make: Callable[[Function, Session], Function]) -> Adapter:
+    return lambda run, fn, config: make(fn, run.session)
+
+
+def _with_threads(make: Callable[[Function, Session, HookThreads], Function]) -> Adapter:
+    return lambda run, fn, config: make(fn, run.session, run.threads)
+
+
+ADAPTERS: dict[str, dict[str, Adapter]] = {
+    "slime_reward": {
+        "reward.custom_rm_path": lambda run, fn, config: owners.reward(
+            fn, run.session, group_rm=config.reward.group_rm
+        ),
+    },
+    "slime_generate": {"rollout.custom_generate_function_path": _with_threads(owners.generate)},
+    "slime_rollout": {
+        "rollout.rollout_function_path": _with_threads(rollouts.rollout),
+        "eval.eval_function_path": _with_threads(rollouts.rollout),  # the last key of an owner hook is evaluation's
+    },
+    "slime_prompts": {"rollout.data_source_path": _with_session(rollouts.prompts)},
+    "slime_filter": {
+        "rollout.dynamic_sampling_filter_path": _with_session(listeners.dynamic_filter),
+        "rollout.rollout_sample_filter_path": _with_session(listeners.sample_filter),
+        "rollout.buffer_filter_path": _with_session(listeners.buffer_filter),
+    },
+    "slime_sample_done": {"rollout.rollout_sample_hook_path": _with_session(listeners.sample_hook)},
+    "slime_batch": {"train.rollout_data_postprocess_path": _with_session(listeners.postprocess)},
+    "slime_step_done": {
+        "report.custom_rollout_log_function_path": lambda run, fn, config: listeners.rollout_log(
+            fn, run.session, run.step
+        ),
+    },
+    "slime_run_done": {"rollout.run_done_path": lambda run, fn, config: lambda ctx: fn(ctx)},  # ctx by another name
+    "slime_megatron_init": {"train.custom_megatron_init_path": _with_session(listeners.megatron_init)},
+    "slime_megatron_before_log_prob": {
+        "train.custom_megatron_before_log_prob_hook_path": _with_session(listeners.megatron_log_prob),
+    },
+    "slime_megatron_before_train_step": {
+        "train.custom_megatron_before_train_step_hook_path": _with_session(listeners.megatron_train_step),
+    },
+}
+"""Hook -> config key -> a function with slime's signature as the hook's."""
+
+
 def source_file(fn: Function) -> Path | None:
     """The file that defines ``fn``; None where there is none, as of a module frozen into Python."""
     file = inspect.getsourcefile(inspect.unwrap(fn))
@@ -52,8 +97,8 @@ class FunctionsByPath(Functions):
     """See `slime_core.plugins.router.Functions`."""
 
     def __init__(self) -> None:
-        self._session = Session()
-        self._threads = HookThreads()
+        self.session = Session()
+        self.threads = HookThreads()
         self._modules: Modules | None = None
         self._located: dict[tuple[str, str], Function] = {}
         self._guards: dict[tuple[str, str], Function] = {}
@@ -61,54 +106,34 @@ class FunctionsByPath(Functions):
         self._files: set[Path] = set()
         self._configs: list[Config] = []
         self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
-        self._step: dict[str, Sample] = {}
+        self.step: dict[str, Sample] = {}
 
     def attach(self, plugins: Plugins) -> None:
         """Make the facade known to functions that ask for a reward by name."""
-        self._session.plugins = plugins
+        self.session.plugins = plugins
 
     def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
         self._note(config)
-        rollout = "eval.eval_function_path" if evaluation else "rollout.rollout_function_path"
-        key = {
-            "slime_reward": "reward.custom_rm_path",
-            "slime_generate": "rollout.custom_generate_function_path",
-            "slime_rollout": rollout,
-            "slime_prompts": "rollout.data_source_path",
-        }.get(hook, "")
+        keys = list(ADAPTERS.get(hook, ()))
+        key = keys[-1 if evaluation else 0] if keys else ""
         path = _value(config, key)
         return self._answer(hook, key, path, config) if path else None
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
         self._note(config)
-        key = {"slime_reward": "reward.custom_rm_path", "slime_generate": "rollout.custom_generate_function_path"}
-        return self._answer(hook, key[hook], path, config)
+        return self._answer(hook, next(iter(ADAPTERS[hook])), path, config)
 
     def listeners(self, hook: str, config: Config) -> list[Answer]:
         """Functions for a vote or tell hook, in order."""
         self._note(config)
-        keys = {
-            "slime_filter": (
-                "rollout.dynamic_sampling_filter_path",
-                "rollout.rollout_sample_filter_path",
-                "rollout.buffer_filter_path",
-            ),
-            "slime_sample_done": ("rollout.rollout_sample_hook_path",),
-            "slime_batch": ("train.rollout_data_postprocess_path",),
-            "slime_step_done": ("report.custom_rollout_log_function_path",),
-            "slime_run_done": ("rollout.run_done_path",),
-            "slime_megatron_init": ("train.custom_megatron_init_path",),
-            "slime_megatron_before_log_prob": ("train.custom_megatron_before_log_prob_hook_path",),
-            "slime_megatron_before_train_step": ("train.custom_megatron_before_train_step_hook_path",),
-        }.get(hook, ())
-        found = []
-        for key in keys:
+        answers = []
+        for key in ADAPTERS.get(hook, ()):
             value = _value(config, key)
             paths = value if isinstance(value, tuple) else (value,)
-            found += [self._answer(hook, key, path, config) for path in paths if path]
-        return found
+            answers += [self._answer(hook, key, path, config) for path in paths if path]
+        return answers
 
     def evaluation_listeners(self, config: Config) -> list[Answer]:
         """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
@@ -116,7 +141,7 @@ class FunctionsByPath(Functions):
         path = _value(config, key)
         if not path:
             return []
-        fn = listeners.evaluation_log(self._locate(key, path), self._session)
+        fn = listeners.evaluation_log(self._locate(key, path), self.session)
         return [Answer(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
@@ -131,7 +156,7 @@ class FunctionsByPath(Functions):
         return estimator(
             inner,
             config,
-            self._session,
+            self.session,
             self._alive,
             convert=found["convert"],
             post_process=found["post_process"],
@@ -144,7 +169,7 @@ class FunctionsByPath(Functions):
             return inner
         from slime_core.compat.losses import wrap
 
-        return wrap(inner, self._session, self._config_of, self._losses)
+        return wrap(inner, self.session, self._config_of, self._losses)
 
     def seen(self, group: Group, config: Config) -> None:
         """Note a group's samples, where a later function wants them."""
@@ -154,8 +179,8 @@ class FunctionsByPath(Functions):
 
     def finish_batch(self, batch: Batch, train: Any) -> None:
         """Add the columns that functions around the loss need."""
-        self._step.clear()
-        self._step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
+        self.step.clear()
+        self.step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
         if any(_named(self._config_of(train), key) for key in LOSSES.values()):
             from slime_core.compat.losses import extra_columns
 
@@ -167,8 +192,8 @@ class FunctionsByPath(Functions):
 
     def close(self) -> None:
         """Take the import finder and the servers away again."""
-        self._session.close()
-        self._step.clear()
+        self.session.close()
+        self.step.clear()
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -176,7 +201,7 @@ class FunctionsByPath(Functions):
     def _note(self, config: Config) -> None:
         if not any(known is config for known in self._configs):
             self._configs.append(config)
-            self._session.args(config)  # an unreadable custom_config_path shows at the start
+            self.session.args(config)  # an unreadable custom_config_path shows at the start
 
     def _config_of(self, train: Any) -> Config:
         for config in reversed(self._configs):
@@ -238,33 +263,11 @@ class FunctionsByPath(Functions):
         if variant not in self._answers:
             fn = self._locate(key, path, hook)
             native = shapes.is_native(fn, hook)
-            made = fn if native else self._adapted(hook, key, fn, config)
+            made = fn if native else ADAPTERS[hook][key](self, fn, config)
             if getattr(fn, OWN_PROCESS, False):
                 setattr(made, OWN_PROCESS, True)
             self._answers[variant] = answer(self._provider(key, path), hook, made)
         return self._answers[variant]
-
-    def _adapted(self, hook: str, key: str, fn: Function, config: Config) -> Function:
-        session = self._session
-        if hook == "slime_reward":
-            return owners.reward(fn, session, group_rm=config.reward.group_rm)
-        makers: dict[str, Callable[[], Function]] = {
-            "custom_generate_function_path": lambda: owners.generate(fn, session, self._threads),
-            "rollout_function_path": lambda: rollouts.rollout(fn, session, self._threads),
-            "eval_function_path": lambda: rollouts.rollout(fn, session, self._threads),
-            "data_source_path": lambda: rollouts.prompts(fn, session),
-            "dynamic_sampling_filter_path": lambda: listeners.dynamic_filter(fn, session),
-            "rollout_sample_filter_path": lambda: listeners.sample_filter(fn, session),
-            "buffer_filter_path": lambda: listeners.buffer_filter(fn, session),
-            "rollout_sample_hook_path": lambda: listeners.sample_hook(fn, session),
-            "rollout_data_postprocess_path": lambda: listeners.postprocess(fn, session),
-            "custom_rollout_log_function_path": lambda: listeners.rollout_log(fn, session, self._step),
-            "run_done_path": lambda: lambda ctx: fn(ctx),  # the hook's own shape, under another argument's name
-            "custom_megatron_init_path": lambda: listeners.megatron_init(fn, session),
-            "custom_megatron_before_log_prob_hook_path": lambda: listeners.megatron_log_prob(fn, session),
-            "custom_megatron_before_train_step_hook_path": lambda: listeners.megatron_train_step(fn, session),
-        }
-        return makers[key.rpartition(".")[2]]()
 
 
 def _value(config: Config, key: str) -> Any:

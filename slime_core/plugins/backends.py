@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import fields, replace
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 CORE = "slime_core.clusters"  # of a higher layer, loaded by name like every plugin
 
 BROUGHT_BY = {"sglang": "slime-sglang", "megatron": "slime-megatron", "ray": "slime-ray"}
-
 """Backends of slime's own repository: the distribution of each. Its extra of slime-rl has the backend's name."""
 
 BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
@@ -38,7 +37,6 @@ BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
 COMPAT = "compat"  # the plugin that functions by path need where they ask for slime's modules or servers
 
 PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer", COMPAT: "slime-compat", "convert": "slime-convert"}
-
 """Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 
 KEYS = {
@@ -46,7 +44,6 @@ KEYS = {
     "slime_trainer": "train.train_backend",
     "slime_cluster": "cluster.cluster_backend",
 }
-
 """Hook -> the key that names one of what it brings."""
 
 BRINGS = "install the package that brings it (then: slime plugins list)"
@@ -58,6 +55,7 @@ KINDS: dict[str, type[Any]] = {
 }
 
 B = TypeVar("B", EngineBackend, TrainerBackend, ClusterBackend)
+Blame = Callable[[], AbstractContextManager[None]]
 
 ENTERED = frozenset({"start", "serve", "parts"})  # return async context managers
 LISTED = frozenset({"problems", "rules", "notices"})  # may be generators
@@ -233,83 +231,69 @@ def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
     Raises:
         PluginError: PLG56, PLG57 its hook fails or returns something else.
     """
-    from slime_core.plugins.boundary import call_now, wrong
+    from slime_core.plugins.boundary import call_now, listed
 
     declared = loaded.answers.get(hook)
     if declared is None:
         return []
-    backends = call_now(declared, {}, about="the run")
-    if not isinstance(backends, (list, tuple)) or not all(isinstance(backend, kind) for backend in backends):
-        fix = f"return a list of slime_core.backends.{kind.__name__}"
-        raise wrong(declared, f"returned {backends!r}", "the run", code="PLG57", fix=fix)
+    value, name = call_now(declared, {}, about="the run"), f"slime_core.backends.{kind.__name__}"
+    backends = listed(declared, value, kind, "the run", name)
     return [_guarded(backend, loaded.provider, KEYS[hook]) for backend in backends]
 
 
 def _guarded(backend: B, provider: Provider, key: str) -> B:
-    """The backend with functions that raise PLG56 in place of anything that is no SlimeError.
-
-    Example: guarded(EngineBackend(name="mine", start=start), provider, "rollout.rollout_engine")
-    """
+    """The backend with functions that raise PLG56 in place of anything that is no SlimeError."""
     changes: dict[str, Any] = {}
     for field in fields(backend):
-        value = getattr(backend, field.name)
-        if callable(value) and not inspect.isclass(value):
-            border = _Border(backend.name, provider, key, field.name)
-            plain = border.listed if field.name in LISTED else border.called
-            changes[field.name] = border.entered(value) if field.name in ENTERED else plain(value)
+        function = getattr(backend, field.name)
+        if callable(function) and not inspect.isclass(function):
+            blame = partial(_blamed, provider, key, backend.name, field.name)
+            changes[field.name] = (_entered if field.name in ENTERED else _called)(
+                function, blame, tuple if field.name in LISTED else None
+            )
     return replace(backend, **changes)
 
 
-@dataclass(slots=True, frozen=True)
-class _Border:
-    """One function of a backend."""
+@contextmanager
+def _blamed(provider: Provider, key: str, backend: str, function: str) -> Iterator[None]:
+    """Raise PLG56 for what a function of a backend raises inside."""
+    try:
+        yield
+    except SlimeError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        name = provider.name if "==" in provider.origin else provider.origin
+        raise PluginError(
+            f"{key} = {backend}: {provider.origin} failed in `{function}`: {text_of(error)}",
+            code="PLG56",
+            where=f"{key}, {frame.filename}:{frame.lineno}",
+            fix=f"slime plugins check {name}   or leave {key} out",
+        ) from error
 
-    backend: str
-    provider: Provider
-    key: str
-    function: str
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Raise PLG56 for what is raised inside."""
-        try:
-            yield
-        except SlimeError:
-            raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            name = self.provider.name if "==" in self.provider.origin else self.provider.origin
-            raise PluginError(
-                f"{self.key} = {self.backend}: {self.provider.origin} failed in `{self.function}`: {text_of(error)}",
-                code="PLG56",
-                where=f"{self.key}, {frame.filename}:{frame.lineno}",
-                fix=f"slime plugins check {name}   or leave {self.key} out",
-            ) from error
+def _called(function: Callable[..., Any], blame: Blame, kind: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    """A plain function; ``kind`` is tuple for one that may yield its values."""
 
-    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A plain function."""
+    def call(*args: Any, **keywords: Any) -> Any:
+        with blame():
+            value = function(*args, **keywords)
+            return value if kind is None else kind(value)
 
-        def call(*args: Any, **keywords: Any) -> Any:
-            with self.watched():
-                return function(*args, **keywords)
+    return call
 
-        return call
 
-    def listed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that returns several things, perhaps one after another."""
-        return self.called(lambda *args, **keywords: tuple(function(*args, **keywords)))
+def _entered(function: Callable[..., Any], blame: Blame, _: object) -> Callable[..., Any]:
+    """A function that returns an async context manager; what the block inside raises passes."""
 
-    def entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that returns an async context manager; what the block inside raises passes."""
+    @asynccontextmanager
+    async def enter(*args: Any, **keywords: Any) -> AsyncIterator[Any]:
+        async with AsyncExitStack() as stack:
+            with blame():
+                value = await stack.enter_async_context(function(*args, **keywords))
+            yield value
 
-        @asynccontextmanager
-        async def enter(*args: Any, **keywords: Any) -> AsyncIterator[Any]:
-            async with AsyncExitStack() as stack:
-                with self.watched():
-                    value = await stack.enter_async_context(function(*args, **keywords))
-                yield value
-
-        return enter
+    return enter
 
 
 def brought_by(plugin: str) -> list[Backend]:

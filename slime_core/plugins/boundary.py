@@ -394,6 +394,17 @@ def wrong(answer: Answer, what: str, about: str, *, code: str, why: str = "", fi
     )
 
 
+def listed(answer: Answer, value: Any, kind: type[T], about: str, name: str) -> list[T]:
+    """The value, where it is a list of ``kind``, which plugins know as ``name``.
+
+    Raises:
+        PluginError: PLG57.
+    """
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, kind) for item in value):
+        raise wrong(answer, f"returned {value!r}", about, code="PLG57", fix=f"return a list of {name}")
+    return list(value)
+
+
 def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) -> PluginError:
     """PLG60, with the place and the stack where the hook stood."""
     at = _place(late.frames, answer.provider.home)

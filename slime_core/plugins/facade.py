@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.problems import Problem
 from slime_core.errors import PluginError
 from slime_core.plugins.answers import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
@@ -320,19 +319,6 @@ class Plugins:
             PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
         """
         self._router.resolve(config)
-
-    def problems(self, config: Config) -> list[Problem]:
-        """What plugins say cannot hold together in a stage's config (`slime_config_rules`)."""
-        problems: list[Problem] = []
-        for loaded in self._loaded.values():
-            if (rules := loaded.answers.get("slime_config_rules")) is None:
-                continue
-            answer = call_now(rules, {"config": config}, about="the config")
-            if not isinstance(answer, (list, tuple)) or not all(isinstance(item, Problem) for item in answer):
-                fix = "return a list of slime_core.config.problems.Problem"
-                raise wrong(rules, f"returned {answer!r}", "the config", code="PLG57", fix=fix)
-            problems += answer
-        return problems
 
     def routing(self) -> list[dict[str, str]]:
         """Rows ``hook task provider``: who answers what, as `slime show` prints them."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.hookspecs import HOOKS, OWN_PROCESS
 from slime_core.plugins.backends import BUFFER
-from slime_core.plugins.boundary import LONGEST, call_now, wrong
+from slime_core.plugins.boundary import LONGEST, call_now, listed, wrong
 from slime_core.plugins.load import Loaded
 from slime_core.plugins.provider import Answer
 from slime_core.protocols import Estimator, Loss
@@ -386,12 +386,8 @@ def _entries(source: Answer, found: Any) -> dict[str, Any]:
         if isinstance(found, Mapping) and all(isinstance(n, str) and callable(f) for n, f in found.items()):
             return dict(found)
         raise wrong(source, f"returned {found!r}", "the run", code="PLG57", fix="return names and functions")
-    kind = Estimator if source.hook == "slime_advantage" else Loss
-    if not isinstance(found, (list, tuple)) or not all(isinstance(item, kind) for item in found):
-        raise wrong(
-            source, f"returned {found!r}", "the run", code="PLG57", fix=f"return a list of slime_core.{kind.__name__}"
-        )
-    return {item.name: item for item in found}
+    kind: type[Estimator | Loss] = Estimator if source.hook == "slime_advantage" else Loss
+    return {item.name: item for item in listed(source, found, kind, "the run", f"slime_core.{kind.__name__}")}
 
 
 def _as_answer(source: Answer, fn: Callable[..., Any]) -> Answer:
