@@ -13,7 +13,7 @@ from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.hookspecs import OWN_PROCESS
-from slime_core.plugins.boundary import HookThreads, failure
+from slime_core.plugins.boundary import failure
 from slime_core.plugins.locate import locate
 from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.plugins.router import Functions
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Group
 
 Function = Callable[..., Any]
-Adapter = Callable[["FunctionsByPath", Function, "Config"], Function]
 LATER = (  # keys whose functions want the samples of a step after it was scored
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
@@ -43,48 +42,32 @@ LOSSES = {
 }
 
 
-def _with_session(make: Callable[[Function, Session], Function]) -> Adapter:
-    return lambda run, fn, config: make(fn, run.session)
-
-
-def _with_threads(make: Callable[[Function, Session, HookThreads], Function]) -> Adapter:
-    return lambda run, fn, config: make(fn, run.session, run.threads)
-
-
-ADAPTERS: dict[str, dict[str, Adapter]] = {
-    "slime_reward": {
-        "reward.custom_rm_path": lambda run, fn, config: owners.reward(
-            fn, run.session, group_rm=config.reward.group_rm
-        ),
-    },
-    "slime_generate": {"rollout.custom_generate_function_path": _with_threads(owners.generate)},
+ADAPTERS: dict[str, dict[str, Callable[[Function, Session], Function]]] = {
+    "slime_reward": {"reward.custom_rm_path": owners.reward},
+    "slime_generate": {"rollout.custom_generate_function_path": owners.generate},
     "slime_rollout": {
-        "rollout.rollout_function_path": _with_threads(rollouts.rollout),
-        "eval.eval_function_path": _with_threads(rollouts.rollout),  # the last key of an owner hook is evaluation's
+        "rollout.rollout_function_path": rollouts.rollout,
+        "eval.eval_function_path": rollouts.rollout,  # the last key of an owner hook is evaluation's
     },
-    "slime_prompts": {"rollout.data_source_path": _with_session(rollouts.prompts)},
+    "slime_prompts": {"rollout.data_source_path": rollouts.prompts},
     "slime_filter": {
-        "rollout.dynamic_sampling_filter_path": _with_session(listeners.dynamic_filter),
-        "rollout.rollout_sample_filter_path": _with_session(listeners.sample_filter),
-        "rollout.buffer_filter_path": _with_session(listeners.buffer_filter),
+        "rollout.dynamic_sampling_filter_path": listeners.dynamic_filter,
+        "rollout.rollout_sample_filter_path": listeners.sample_filter,
+        "rollout.buffer_filter_path": listeners.buffer_filter,
     },
-    "slime_sample_done": {"rollout.rollout_sample_hook_path": _with_session(listeners.sample_hook)},
-    "slime_batch": {"train.rollout_data_postprocess_path": _with_session(listeners.postprocess)},
-    "slime_step_done": {
-        "report.custom_rollout_log_function_path": lambda run, fn, config: listeners.rollout_log(
-            fn, run.session, run.step
-        ),
-    },
-    "slime_run_done": {"rollout.run_done_path": lambda run, fn, config: lambda ctx: fn(ctx)},  # ctx by another name
-    "slime_megatron_init": {"train.custom_megatron_init_path": _with_session(listeners.megatron_init)},
+    "slime_sample_done": {"rollout.rollout_sample_hook_path": listeners.sample_hook},
+    "slime_batch": {"train.rollout_data_postprocess_path": listeners.postprocess},
+    "slime_step_done": {"report.custom_rollout_log_function_path": listeners.rollout_log},
+    "slime_run_done": {"rollout.run_done_path": lambda fn, session: lambda ctx: fn(ctx)},  # ctx by another name
+    "slime_megatron_init": {"train.custom_megatron_init_path": listeners.megatron_init},
     "slime_megatron_before_log_prob": {
-        "train.custom_megatron_before_log_prob_hook_path": _with_session(listeners.megatron_log_prob),
+        "train.custom_megatron_before_log_prob_hook_path": listeners.megatron_log_prob,
     },
     "slime_megatron_before_train_step": {
-        "train.custom_megatron_before_train_step_hook_path": _with_session(listeners.megatron_train_step),
+        "train.custom_megatron_before_train_step_hook_path": listeners.megatron_train_step,
     },
 }
-"""Hook -> config key -> a function with slime's signature as the hook's."""
+"""Hook -> config key -> what makes the hook of a function with slime's signature."""
 
 
 def source_file(fn: Function) -> Path | None:
@@ -97,20 +80,18 @@ class FunctionsByPath(Functions):
     """See `slime_core.plugins.router.Functions`."""
 
     def __init__(self) -> None:
-        self.session = Session()
-        self.threads = HookThreads()
+        self._session = Session()
         self._modules: Modules | None = None
         self._located: dict[tuple[str, str], Function] = {}
         self._guards: dict[tuple[str, str], Function] = {}
-        self._answers: dict[tuple[str, str, str], Answer] = {}
+        self._answers: dict[tuple[str, str], Answer] = {}
         self._files: set[Path] = set()
         self._configs: list[Config] = []
         self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
-        self.step: dict[str, Sample] = {}
 
     def attach(self, plugins: Plugins) -> None:
         """Make the facade known to functions that ask for a reward by name."""
-        self.session.plugins = plugins
+        self._session.plugins = plugins
 
     def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
         """The function that answers an owner hook for the whole run."""
@@ -118,12 +99,12 @@ class FunctionsByPath(Functions):
         keys = list(ADAPTERS.get(hook, ()))
         key = keys[-1 if evaluation else 0] if keys else ""
         path = _value(config, key)
-        return self._answer(hook, key, path, config) if path else None
+        return self._answer(hook, key, path) if path else None
 
     def of_task(self, hook: str, path: str, config: Config) -> Answer:
         """The function that a task chose."""
         self._note(config)
-        return self._answer(hook, next(iter(ADAPTERS[hook])), path, config)
+        return self._answer(hook, next(iter(ADAPTERS[hook])), path)
 
     def listeners(self, hook: str, config: Config) -> list[Answer]:
         """Functions for a vote or tell hook, in order."""
@@ -132,7 +113,7 @@ class FunctionsByPath(Functions):
         for key in ADAPTERS.get(hook, ()):
             value = _value(config, key)
             paths = value if isinstance(value, tuple) else (value,)
-            answers += [self._answer(hook, key, path, config) for path in paths if path]
+            answers += [self._answer(hook, key, path) for path in paths if path]
         return answers
 
     def evaluation_listeners(self, config: Config) -> list[Answer]:
@@ -141,7 +122,7 @@ class FunctionsByPath(Functions):
         path = _value(config, key)
         if not path:
             return []
-        fn = listeners.evaluation_log(self._locate(key, path), self.session)
+        fn = listeners.evaluation_log(self._locate(key, path), self._session)
         return [Answer(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
@@ -156,7 +137,7 @@ class FunctionsByPath(Functions):
         return estimator(
             inner,
             config,
-            self.session,
+            self._session,
             self._alive,
             convert=found["convert"],
             post_process=found["post_process"],
@@ -169,7 +150,7 @@ class FunctionsByPath(Functions):
             return inner
         from slime_core.compat.losses import wrap
 
-        return wrap(inner, self.session, self._config_of, self._losses)
+        return wrap(inner, self._session, self._config_of, self._losses)
 
     def seen(self, group: Group, config: Config) -> None:
         """Note a group's samples, where a later function wants them."""
@@ -179,8 +160,8 @@ class FunctionsByPath(Functions):
 
     def finish_batch(self, batch: Batch, train: Any) -> None:
         """Add the columns that functions around the loss need."""
-        self.step.clear()
-        self.step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
+        self._session.step.clear()
+        self._session.step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
         if any(_named(self._config_of(train), key) for key in LOSSES.values()):
             from slime_core.compat.losses import extra_columns
 
@@ -192,8 +173,8 @@ class FunctionsByPath(Functions):
 
     def close(self) -> None:
         """Take the import finder and the servers away again."""
-        self.session.close()
-        self.step.clear()
+        self._session.close()
+        self._session.step.clear()
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -201,7 +182,7 @@ class FunctionsByPath(Functions):
     def _note(self, config: Config) -> None:
         if not any(known is config for known in self._configs):
             self._configs.append(config)
-            self.session.args(config)  # an unreadable custom_config_path shows at the start
+            self._session.args(config)  # an unreadable custom_config_path shows at the start
 
     def _config_of(self, train: Any) -> Config:
         for config in reversed(self._configs):
@@ -258,16 +239,15 @@ class FunctionsByPath(Functions):
         fn = self._located[key, path]
         return Provider(name=key.rpartition(".")[2], origin=path, source="path", home=source_file(fn))
 
-    def _answer(self, hook: str, key: str, path: str, config: Config) -> Answer:
-        variant = (hook, path, str(config.reward.group_rm) if hook == "slime_reward" else "")
-        if variant not in self._answers:
+    def _answer(self, hook: str, key: str, path: str) -> Answer:
+        if (hook, path) not in self._answers:
             fn = self._locate(key, path, hook)
             native = shapes.is_native(fn, hook)
-            made = fn if native else ADAPTERS[hook][key](self, fn, config)
+            made = fn if native else ADAPTERS[hook][key](fn, self._session)
             if getattr(fn, OWN_PROCESS, False):
                 setattr(made, OWN_PROCESS, True)
-            self._answers[variant] = answer(self._provider(key, path), hook, made)
-        return self._answers[variant]
+            self._answers[hook, path] = answer(self._provider(key, path), hook, made)
+        return self._answers[hook, path]
 
 
 def _value(config: Config, key: str) -> Any:

@@ -126,15 +126,15 @@ def megatron_train_step(fn: Function, session: Session) -> Function:
     return slime_megatron_before_train_step
 
 
-def rollout_log(fn: Function, session: Session, step: Mapping[str, Sample]) -> Function:
+def rollout_log(fn: Function, session: Session) -> Function:
     """`slime_step_done` by ``fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``.
 
     Its answer, which in slime turns the usual log off, is ignored: sinks have their own switches.
     """
 
     def slime_step_done(report: StepReport, ctx: Context) -> None:
-        seconds = report.seconds.get("rollout", 0.0)
-        fn(report.version - 1, session.args(ctx.config, ctx), list(step.values()), dict(report.metrics), seconds)
+        samples, seconds = list(session.step.values()), report.seconds.get("rollout", 0.0)
+        fn(report.version - 1, session.args(ctx.config, ctx), samples, dict(report.metrics), seconds)
 
     return slime_step_done
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat import shapes
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import Session
-from slime_core.plugins.boundary import HookThreads, together
+from slime_core.plugins.boundary import together
 from slime_core.types import Group, Sample as CoreSample, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
     }
 
 
-def reward(fn: Function, session: Session, *, group_rm: bool) -> Function:
+def reward(fn: Function, session: Session) -> Function:
     """`slime_reward` by ``reward(sample)``, ``reward(args, sample, **kw)`` or, for a group, ``(args, samples, **kw)``.
 
     A sample whose reward is set already keeps it. Siblings that one generate call returned are judged together.
@@ -62,27 +62,25 @@ def reward(fn: Function, session: Session, *, group_rm: bool) -> Function:
             return fn(subject, **({"ctx": ctx} if shapes.takes(fn, "ctx") else {}))
         return fn(session.args(ctx.config, ctx), subject)
 
-    def ask_all(group: Group, ctx: Context) -> tuple[list[list[int]], list[Any]]:
-        samples = views(group, ctx)
+    def slime_reward(group: Group, ctx: Context) -> Any:
+        samples, group_rm = views(group, ctx), ctx.config.reward.group_rm
         parts = [list(range(len(samples)))] if group_rm else _parts(group, samples)
         listed = [group_rm or len(part) > 1 for part in parts]
         subjects = [[samples[i] for i in part] if many else samples[part[0]] for part, many in zip(parts, listed)]
-        return parts, [ask(ctx, subject) for subject in subjects]
-
-    def slime_reward(group: Group, ctx: Context) -> Any:
-        parts, answers = ask_all(group, ctx)
-        if any(inspect.isawaitable(answer) for answer in answers):  # a plain function that returns a coroutine
-            return _later(group, parts, answers)
+        answers = [ask(ctx, subject) for subject in subjects]
+        if any(inspect.isawaitable(answer) for answer in answers):
+            return _later(group, parts, answers, group_rm)
         return _spread(group, parts, answers, group_rm)
 
     async def slime_reward_async(group: Group, ctx: Context) -> Any:
-        parts, answers = ask_all(group, ctx)
-        return await _later(group, parts, answers)
-
-    async def _later(group: Group, parts: list[list[int]], answers: list[Any]) -> Any:
-        return _spread(group, parts, await together(answers), group_rm)
+        rewards = slime_reward(group, ctx)
+        return await rewards if inspect.isawaitable(rewards) else rewards
 
     return slime_reward_async if inspect.iscoroutinefunction(fn) else slime_reward
+
+
+async def _later(group: Group, parts: list[list[int]], answers: list[Any], group_rm: bool) -> Any:
+    return _spread(group, parts, await together(answers), group_rm)
 
 
 def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:
@@ -127,7 +125,7 @@ async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
     return sample
 
 
-def generate(fn: Function, session: Session, threads: HookThreads) -> Function:
+def generate(fn: Function, session: Session) -> Function:
     """`slime_generate` by ``generate(args, sample, sampling_params[, evaluation])``, a sample at a time.
 
     A list of samples in place of one is fan-out: its members share the rollout and the group's share of the loss.
@@ -143,7 +141,7 @@ def generate(fn: Function, session: Session, threads: HookThreads) -> Function:
             if inspect.iscoroutinefunction(fn):
                 made = await fn(*arguments, **offered)
             else:
-                made = await threads.run(lambda: fn(*arguments, **offered))
+                made = await session.threads.run(lambda: fn(*arguments, **offered))
                 made = await made if inspect.isawaitable(made) else made
         found = list(made) if isinstance(made, (list, tuple)) else [made]
         for item in found:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat.owners import views
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import Session
-from slime_core.plugins.boundary import HookThreads
 from slime_core.types import Group, Prompt, Sample as CoreSample
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class DataBuffer:
         return len(self._waiting)
 
 
-def rollout(fn: Function, session: Session, threads: HookThreads) -> Function:
+def rollout(fn: Function, session: Session) -> Function:
     """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``."""
 
     async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
@@ -62,7 +61,7 @@ def rollout(fn: Function, session: Session, threads: HookThreads) -> Function:
         if inspect.iscoroutinefunction(fn):
             made = await fn(*arguments, evaluation=ctx.evaluation)
         else:
-            made = await threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
+            made = await session.threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
             made = await made if inspect.isawaitable(made) else made
         return _sorted_in(groups, list(_leaves(made)), ctx)
 

@@ -1,4 +1,4 @@
-"""What a run's functions by path share: the args view, the calls under way, and the server of /generate."""
+"""What a run's functions by path share: args, threads, the calls under way, the last step, the server of /generate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat.args import Args, flat
 from slime_core.compat.modules import Server, server
 from slime_core.errors import SlimeError
+from slime_core.plugins.boundary import HookThreads
 from slime_core.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Session:
     def __init__(self) -> None:
         self.plugins: Plugins | None = None
         self.state: Any = None  # slime's GenerateState, made when first asked for
+        self.threads = HookThreads()
+        self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
         self._calls: dict[int, Call] = {}
         self._server: Server | None = None
