@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -21,7 +20,7 @@ from slime_core.errors import UPDATE, ConfigError, PluginError, nearest
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find
-from slime_core.plugins.locate import import_file
+from slime_core.plugins.locate import import_file, import_place, import_text
 from slime_core.plugins.provider import CORE, Answer, Provider, answer, line_of
 
 if TYPE_CHECKING:
@@ -63,30 +62,12 @@ def _import(info: PluginInfo) -> Any:
         return target() if inspect.isclass(target) else target
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise PluginError(
-            f"plugin '{info.name}' ({info.requirement}) could not be imported: {_import_text(error)}",
+            f"plugin '{info.name}' ({info.requirement}) could not be imported: {import_text(error)}",
             code="PLG50",
-            where=_import_place(error, info),
+            where=import_place(error) or f"distribution {info.requirement}",
             why="" if info.target.endswith(".py") else f"its entry point is {info.target}",
             fix=_import_fix(error, info),
         ) from error
-
-
-def _import_text(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"module '{error.name}' is missing"
-    return f"{type(error).__name__}: {error}"
-
-
-def _import_place(error: BaseException, info: PluginInfo) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_code_of_plugin(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else f"distribution {info.requirement}"
-
-
-def _is_code_of_plugin(filename: str) -> bool:
-    outside = (CORE_FOLDER, str(Path(importlib.__file__).parent), str(Path(inspect.__file__).parent / "importlib"))
-    return not filename.startswith("<frozen") and not filename.startswith(outside)
 
 
 def _import_fix(error: BaseException, info: PluginInfo) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_core.errors import PluginError, nearest
+from slime_core.errors import PluginError, nearest, text_of
 from slime_core.plugins.backends import COMPAT, install, is_installed
+from slime_core.plugins.boundary import CORE_FOLDER
 
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 FOLDERS = ("examples", "tests", "scripts", "tools")  # of a repository; packages of these names are others
@@ -111,15 +112,28 @@ def _missing_fix(module: str) -> str:
 
 def _broken(error: BaseException, path: str, key: str) -> PluginError:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    what = f"module '{missing}' is missing" if missing else f"{type(error).__name__}: {error}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
     return PluginError(
-        f"{key} = '{path}' could not be imported: {what}",
+        f"{key} = '{path}' could not be imported: {import_text(error)}",
         code="PLG50",
-        where=where or (f"{frames[-1].filename}:{frames[-1].lineno}" if frames else key),
+        where=import_place(error) or key,
         fix=_missing_fix(missing) if missing else "correct the file",
     )
+
+
+def import_text(error: BaseException) -> str:
+    """What made an import fail."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"module '{error.name}' is missing"
+    return text_of(error)
+
+
+def import_place(error: BaseException) -> str:
+    """``file:line`` at which an import failed, outside of Python and of the core; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    outside = ("<frozen", CORE_FOLDER, str(Path(importlib.__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(outside)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def import_file(file: Path) -> ModuleType:
