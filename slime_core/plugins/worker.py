@@ -36,48 +36,39 @@ def main() -> None:
     os.environ[INSIDE] = "1"
     os.dup2(2, 1)
     file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-
-    def serve(work: Callable[[dict[str, Any]], Any]) -> bool:
-        line = file.readline()
-        if line:
-            file.write(json.dumps(told(lambda: work(json.loads(line)))).encode() + b"\n")
-            file.flush()
-        return bool(line)
-
-    bench = Bench()
-    if serve(bench.load):
-        while serve(bench.judge):
-            pass
+    judge = Judge()
+    for line in file:
+        file.write(json.dumps(response_to(judge.answer, json.loads(line))).encode() + b"\n")
+        file.flush()
     os._exit(0)
 
 
-class Bench:
-    """The plugins of this process, and what they are asked."""
+class Judge:
+    """The plugins of this process; the first question names them, each later one asks for rewards."""
 
-    plugins: Plugins
+    plugins: Plugins | None = None
     config: Config
 
-    def load(self, hello: dict[str, Any]) -> None:
-        """Load what the config names."""
-        sys.path[:] = hello["path"]
-        self.config = Config.model_validate_json(hello["config"])
-        self.plugins = load_plugins(self.config)
+    def answer(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rewards as dicts; none for the first question."""
+        if self.plugins is None:
+            sys.path[:] = question["path"]
+            self.config = Config.model_validate_json(question["config"])
+            self.plugins = load_plugins(self.config)
+            return []
+        return [asdict(reward) for reward in asyncio.run(self._rewards(question, self.plugins))]
 
-    def judge(self, question: dict[str, Any]) -> list[dict[str, Any]]:
-        """Rewards, as dicts."""
+    async def _rewards(self, question: dict[str, Any], plugins: Plugins) -> list[Reward]:
         run_dir = Path(question["run_dir"]) if question["run_dir"] else None
         facts = {name: question[name] for name in ("version", "stage", "evaluation")}
         ctx = Context(config=self.config, run_dir=run_dir, **facts)
-        return [asdict(reward) for reward in asyncio.run(self._rewards(question, ctx))]
-
-    async def _rewards(self, question: dict[str, Any], ctx: Context) -> list[Reward]:
         if "type" in question:
-            sample = Sample.from_dict(question["sample"])
-            return [await self.plugins.reward_by_type(question["type"], sample, ctx)]
+            return [await plugins.reward_by_type(question["type"], Sample.from_dict(question["sample"]), ctx)]
         samples = [Sample.from_dict(sample) for sample in question["samples"]]
-        rollouts = {int(rollout): list(of) for rollout, of in question["rollouts"]}
-        group = Group(prompt=Prompt(**question["prompt"]), samples=samples, rollouts=rollouts)
-        return await self.plugins.reward(group, ctx)
+        rollouts = {int(rollout): list(indices) for rollout, indices in question["rollouts"]}
+        return await plugins.reward(
+            Group(prompt=Prompt(**question["prompt"]), samples=samples, rollouts=rollouts), ctx
+        )
 
 
 def die_with(parent: int) -> None:
@@ -90,10 +81,10 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def told(work: Callable[[], Any]) -> dict[str, Any]:
-    """What ``work`` gave or raised, as an answer."""
+def response_to(work: Callable[[dict[str, Any]], Any], question: dict[str, Any]) -> dict[str, Any]:
+    """What ``work`` returns or raises."""
     try:
-        return {"value": work()}
+        return {"value": work(question)}
     except SlimeError as error:
         return {"error": error.as_dict(), "kind": type(error).__name__}
     except BaseException as error:
