@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_core import EngineError
 from slime_core.backends import EngineStart
 from slime_core.config.load import load_config
-from slime_core.plugins.locate import import_file
+from slime_core.plugins.files import import_file
 from slime_core.protocols import Engine
 from slime_core.testing import tiny_model
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase

@@ -20,7 +20,7 @@ from slime_core.errors import UPDATE, ConfigError, PluginError, nearest
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find
-from slime_core.plugins.locate import import_file, import_place, import_text
+from slime_core.plugins.files import import_file, import_place, import_text
 from slime_core.plugins.provider import CORE, Answer, Provider, answer, line_of
 
 if TYPE_CHECKING:

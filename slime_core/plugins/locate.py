@@ -1,20 +1,17 @@
-"""Import a function by its path (``pkg.mod:fn``, ``pkg.mod.fn`` or ``file.py:fn``), or a Python file by its own."""
+"""A function by path in, the function out: ``pkg.mod:fn``, ``pkg.mod.fn`` or ``file.py:fn``."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
+import importlib
 import inspect
 import re
-import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_core.errors import PluginError, nearest, text_of
+from slime_core.errors import PluginError, nearest
 from slime_core.plugins.backends import COMPAT, install, is_installed
-from slime_core.plugins.boundary import CORE_FOLDER
+from slime_core.plugins.files import add_to_path, import_file, import_place, import_text
 
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 FOLDERS = ("examples", "tests", "scripts", "tools")  # of a repository; packages of these names are others
@@ -118,48 +115,3 @@ def _broken(error: BaseException, path: str, key: str) -> PluginError:
         where=import_place(error) or key,
         fix=_missing_fix(missing) if missing else "correct the file",
     )
-
-
-def import_text(error: BaseException) -> str:
-    """What made an import fail."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"module '{error.name}' is missing"
-    return text_of(error)
-
-
-def import_place(error: BaseException) -> str:
-    """``file:line`` at which an import failed, outside of Python and of the core; empty where there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    outside = ("<frozen", CORE_FOLDER, str(Path(importlib.__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(outside)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def import_file(file: Path) -> ModuleType:
-    """The module of ``file``; what lies beside it can be imported too, after everything else.
-
-    Raises:
-        Exception: whatever the file raises, SystemExit included; ImportError where Python cannot read such a file.
-    """
-    name = f"_slime_file_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    add_to_path(file.parent)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def add_to_path(folder: Path) -> None:
-    """Search a folder for modules, after everything else."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))

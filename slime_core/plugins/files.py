@@ -1,0 +1,58 @@
+"""A Python file as a module of its own, imported once per process; and what is told of an import that failed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from slime_core.errors import text_of
+from slime_core.plugins.boundary import CORE_FOLDER
+
+
+def import_file(file: Path) -> ModuleType:
+    """The module of ``file``; what lies beside it can be imported too, after everything else.
+
+    Raises:
+        Exception: whatever the file raises, SystemExit included; ImportError where Python cannot read such a file.
+    """
+    name = f"_slime_file_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    add_to_path(file.parent)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def add_to_path(folder: Path) -> None:
+    """Search a folder for modules, after everything else."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def import_text(error: BaseException) -> str:
+    """What made an import fail."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"module '{error.name}' is missing"
+    return text_of(error)
+
+
+def import_place(error: BaseException) -> str:
+    """``file:line`` at which an import failed, outside of Python and of the core; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    outside = ("<frozen", CORE_FOLDER, str(Path(importlib.__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(outside)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
