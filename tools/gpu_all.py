@@ -32,7 +32,7 @@ TOOLS = Path(__file__).resolve().parent
 LOGS = Path(os.environ.get("GPU_LOGS", "/tmp/gpu-logs"))
 SITE = Path(os.environ.get("GPU_SITE", str(Path.home() / ".gpu-site")))
 SHOWN = 25  # last lines of each log
-OURS = "slime-rl slime-kernelbench slime-models slime-rm-math"
+OURS = "slime-rl slime-convert slime-kernelbench slime-models slime-rm-math"
 WANTED = f"{OURS} torch transformers pydantic orjson aiohttp xxhash pytest pytest-timeout"
 
 

@@ -305,9 +305,9 @@ class RankService(Service):
                 fix="choose a folder that all ranks share: --run-dir DIR",
             )
         if hello["rank"] == 0 and hello["address"]:
-            from slime_core.trainers.meeting import open_meeting
+            from slime_core.trainers.process_group import open_rendezvous
 
-            return open_meeting(hello["address"], hello["world"])
+            return open_rendezvous(hello["address"], hello["world"])
         return str(hello["rendezvous"])
 
     async def join(self, place: str, errors: Path) -> Seat:

@@ -34,13 +34,13 @@ PIECE = 16 << 20  # bytes hashed and written at once
 IN_FLIGHT = 512 << 20  # bytes of gathered tensors that wait for their copy
 
 
-class Parking:
+class Offload:
     """``tensors`` answers what a name stands for: ``parameters``, ``optimizer`` or ``gradients``.
 
     Example:
-        parking = Parking(tensors)
-        parking.leave({"gradients", "optimizer"})
-        parking.back({"gradients", "optimizer"})
+        offload = Offload(tensors)
+        offload.leave({"gradients", "optimizer"})
+        offload.back({"gradients", "optimizer"})
     """
 
     def __init__(self, tensors: Callable[[str], Iterable[torch.Tensor]]) -> None:

@@ -22,9 +22,9 @@ from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
 from slime_core.trainers.data_parallel import READS, Dealer, Portion, Seat, agreed, pack
-from slime_core.trainers.meeting import meet
-from slime_core.trainers.offload import Parking, Staging
+from slime_core.trainers.offload import Offload, Staging
 from slime_core.trainers.optimizer_step import Guard, Outcome, Schedule, Sums, optimizer_steps, summary
+from slime_core.trainers.process_group import join_group
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
@@ -75,9 +75,9 @@ class Worker(ABC):
         self.plugins, self.folder, self.config = plugins, folder, config
         self.train = config.train.model_copy(update={"dtype": self._dtype_of(config.train)})
         self.dtype: torch.dtype = getattr(torch, self.train.dtype)
-        meet(rank, world, device, rendezvous)
+        join_group(rank, world, device, rendezvous)
         self.critic: Any = None
-        self.parking = Parking(self._tensors)
+        self.offload = Offload(self._tensors)
         self.staging = Staging(self.device)
         self.guard = Guard(errors=errors if rank == 0 else None)
         self.senders = Senders(self.device, folder.path, config)
@@ -101,7 +101,7 @@ class Worker(ABC):
         needs = self.plugins.needs(train)
         self.loss, self.steps = self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
-        with self.parking.present():
+        with self.offload.present():
             self.settle()
             self.prepare_stage()
             if "values" not in needs:
@@ -257,7 +257,7 @@ class Worker(ABC):
 
     def forget(self) -> None:
         """Drop all gradients."""
-        if "gradients" not in self.parking.away:
+        if "gradients" not in self.offload.away:
             for learner in self.learners():
                 learner.forget()
 
@@ -367,16 +367,16 @@ class Worker(ABC):
 
     def restore(self, path: Path) -> None:
         self.need_stage("restore")
-        with self.parking.present():
+        with self.offload.present():
             self.read(path)
         self.barrier()
 
     def fingerprint(self) -> str:
-        with self.parking.present():
+        with self.offload.present():
             return self.checksum()
 
     def export(self, path: Path) -> None:
-        with self.parking.present({"parameters"}):
+        with self.offload.present({"parameters"}):
             self.write_folder(path)
         self.barrier()
 
@@ -389,15 +389,15 @@ class Worker(ABC):
         self.forget()
         if "parameters" in what:
             self.senders.drop()
-            if "parameters" not in self.parking.away:
+            if "parameters" not in self.offload.away:
                 self.settle()
         if self.device.type != "cpu":
-            self.parking.leave(what)
+            self.offload.leave(what)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reacquire(self, what: set[str]) -> None:
-        self.parking.back(what)
+        self.offload.back(what)
 
     def barrier(self) -> None:
         if self.world > 1:

@@ -121,11 +121,11 @@ def copied(stage) -> list:
 def main(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
     torch.set_num_threads(1)
     with cpu_redirect() if DEVICE == "cpu" else nullcontext():
-        from slime_core.trainers.meeting import meet
+        from slime_core.trainers.process_group import join_group
         from slime_megatron.layout import Layout
         from slime_megatron.state import start
 
-        meet(rank, world, DEVICE, root / "rendezvous")
+        join_group(rank, world, DEVICE, root / "rendezvous")
         start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN}, world), 0)
         answers = {name: check(name, root, world, flags) for name in names}
     (root / f"answers-{rank}.json").write_text(json.dumps(answers))

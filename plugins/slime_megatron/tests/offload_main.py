@@ -139,9 +139,9 @@ def parked(ranks):
     worker = ranks.worker
     everything = {"parameters", "optimizer", "gradients"}
     before = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
-    worker.parking.leave(everything)
+    worker.offload.leave(everything)
     left = sum(t.untyped_storage().nbytes() for what in everything for t in worker._tensors(what))
-    worker.parking.back(everything)
+    worker.offload.back(everything)
     return [left, equal(before, list(worker._tensors("optimizer")))]
 
 

@@ -149,8 +149,8 @@ def larger(rank, world, folders, out, megatron):
     found["unchanged"] = same(trainer, batch, arrays["last.policy"])
     worker, everything = trainer._worker, {"parameters", "optimizer", "gradients"}
     states = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
-    worker.parking.leave(everything)
-    worker.parking.back(everything)
+    worker.offload.leave(everything)
+    worker.offload.back(everything)
     found["states"] = all(torch.equal(a, b) for a, b in zip(states, worker._tensors("optimizer"), strict=True))
     if rank == 0:
         np.savez(f"{out}.npz", **arrays)
@@ -175,10 +175,10 @@ def parked(trainer, stage_of, batch, arrays):
     worker = trainer._worker
     states = [tensor.detach().clone() for tensor in worker._tensors("optimizer")]
     everything = {"parameters", "optimizer", "gradients"}
-    worker.parking.leave({"gradients", "optimizer"})
-    worker.parking.leave({"parameters"})
+    worker.offload.leave({"gradients", "optimizer"})
+    worker.offload.leave({"parameters"})
     left = sum(t.untyped_storage().nbytes() for what in everything for t in worker._tensors(what))
-    worker.parking.back(everything)
+    worker.offload.back(everything)
     found = {
         "left": left,
         "states": all(torch.equal(a, b) for a, b in zip(states, worker._tensors("optimizer"), strict=True)),
@@ -186,10 +186,10 @@ def parked(trainer, stage_of, batch, arrays):
         "gradients": any(bool(tensor.any()) for tensor in worker._tensors("gradients")),
         "scores": same(trainer, batch, arrays["last.policy"]),
     }
-    worker.parking.leave(everything)
+    worker.offload.leave(everything)
     call(trainer, "begin", stage_of(ref_load="", **SECOND))
-    found["still"] = sorted(worker.parking.away)
-    worker.parking.back(everything)
+    found["still"] = sorted(worker.offload.away)
+    worker.offload.back(everything)
     return found | {"begun": same(trainer, batch, arrays["last.policy"])}
 
 

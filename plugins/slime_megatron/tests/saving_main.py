@@ -228,11 +228,11 @@ def alone(root):
 def away(ranks, root):
     """Names of files that differ where the state was given away before a save, and bytes that came back for it."""
     ranks.save(root / "half-here")
-    parking, held = ranks.worker.parking, ranks.worker.policy.tensors.held.values()
-    parking.leave({"parameters", "optimizer", "gradients"})
+    offload, held = ranks.worker.offload, ranks.worker.policy.tensors.held.values()
+    offload.leave({"parameters", "optimizer", "gradients"})
     names = ranks.save(root / "half-away")
     back = sum(one.tensor.untyped_storage().nbytes() for one in held)
-    parking.back(parking.away)
+    offload.back(offload.away)
     files = [[(root / where / name).read_bytes() for where in ("half-here", "half-away")] for name in names]
     return [[name for name, (here, gone) in zip(names, files) if here != gone], back]
 

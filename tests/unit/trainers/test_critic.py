@@ -134,13 +134,13 @@ def test_what_leaves_the_device_takes_no_memory_there_and_comes_back_as_it_was(p
         before = worker.fingerprint()
         if leaves:
             held = [*worker._tensors("parameters"), *worker._tensors("optimizer")]
-            worker.parking.leave(everything)  # as `release` does beside an engine on the same GPU
+            worker.offload.leave(everything)  # as `release` does beside an engine on the same GPU
             assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
             assert worker.fingerprint() == before, "a call that reads the state finds it"
             worker.save(tmp_path / "saved")
             worker.staging.writing.result()
-            assert worker.parking.away == everything
-            worker.parking.back(everything)
+            assert worker.offload.away == everything
+            worker.offload.back(everything)
         assert worker.fingerprint() == before
         one.call("step", batch)
         ends.append(

@@ -86,14 +86,14 @@ def test_what_the_trainer_gave_away_is_saved_from_the_host(bench, tmp_path):
     one = bench()
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "here")
-    parking, tensor = one.worker.parking, next(iter(one.worker.actor.locals().values()))
-    one.thread.call(parking.leave, {"parameters", "optimizer", "gradients"})
+    offload, tensor = one.worker.offload, next(iter(one.worker.actor.locals().values()))
+    one.thread.call(offload.leave, {"parameters", "optimizer", "gradients"})
     one.call("save", tmp_path / "away")
     assert tensor.untyped_storage().nbytes() == 0
     for name in ("parameters.safetensors", "moments.safetensors", "trainer.json", "generators.json"):
         assert (tmp_path / "away" / name).read_bytes() == (tmp_path / "here" / name).read_bytes(), name
-    one.thread.call(parking.back, parking.away)
-    assert torch.equal(parking.seen(tensor), tensor)
+    one.thread.call(offload.back, offload.away)
+    assert torch.equal(offload.seen(tensor), tensor)
     one.call("step", made.batch_of())
 
 

@@ -20,7 +20,7 @@ TCP = "tcp://"
 _OPENED: dict[str, Any] = {}  # stores that this process has opened, by address
 
 
-def meet(rank: int, world: int, device: str, rendezvous: str | Path | None) -> None:
+def join_group(rank: int, world: int, device: str, rendezvous: str | Path | None) -> None:
     """Join the group of all ranks; ``rendezvous`` is a file that all see, or an address, needed for more than one.
 
     Raises:
@@ -41,10 +41,10 @@ def meet(rank: int, world: int, device: str, rendezvous: str | Path | None) -> N
     dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
 
 
-def open_meeting(host: str, world: int) -> str:
+def open_rendezvous(host: str, world: int) -> str:
     """Open a place to meet at an address of this machine, on a port that is held from here on; the address of it.
 
-    Example: open_meeting("10.0.0.5", 16) == "tcp://10.0.0.5:38211"
+    Example: open_rendezvous("10.0.0.5", 16) == "tcp://10.0.0.5:38211"
     """
     door = socket.create_server((host, 0), backlog=max(world, 128))
     port = int(door.getsockname()[1])
