@@ -34,7 +34,7 @@ from slime_core.trainers.batch import make_batch
 from slime_core.types import Batch, Group
 
 if TYPE_CHECKING:
-    from slime_core.checkpoint import Found
+    from slime_core.checkpoint import LoadedCheckpoint
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
     from slime_core.protocols import Parts
@@ -72,7 +72,7 @@ async def run(
     *,
     cluster: BuildCluster = build_cluster,
     verify_step: int = 0,
-    found: Found | None = None,
+    found: LoadedCheckpoint | None = None,
     stop: Stop | None = None,
     exact: bool = True,
 ) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime_core.checkpoint import About, Checkpoints, Found, check_state
+from slime_core.checkpoint import CheckpointMetadata, Checkpoints, LoadedCheckpoint, check_state
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.dump import redacted
 from slime_core.errors import Preempted
@@ -91,7 +91,7 @@ class Progress:
     parts: Parts
     stop: Stop
     checkpoints: Checkpoints
-    found: Found | None = None
+    found: LoadedCheckpoint | None = None
     exact: bool = True  # steps that were recorded must give the recorded weights
     resumed: bool = False  # the ledger may know of groups
     stage: int = 0
@@ -140,7 +140,7 @@ class Progress:
             "collector": collector.state(),
             "plugins": self.plugins.state(),
         }
-        about = About(
+        about = CheckpointMetadata(
             state=state,
             config=redacted(self.config, self.report.secrets).model_dump(mode="json"),
             plugins=self.plugins.fingerprint(),
@@ -215,7 +215,7 @@ async def begin(
     report: Report,
     parts: Parts,
     *,
-    found: Found | None,
+    found: LoadedCheckpoint | None,
     stop: Stop,
     exact: bool,
 ) -> Progress:

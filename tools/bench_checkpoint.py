@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from durability.memory_ledger import MemoryLedger
-from slime_core.checkpoint import About, Checkpoints
+from slime_core.checkpoint import CheckpointMetadata, Checkpoints
 from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
 from slime_core.testing.models import char_tokenizer
@@ -112,7 +112,7 @@ async def seconds(work: Awaitable[Any]) -> float:
 async def measure(trainer: FsdpTrainer, config: Config, batch: Batch, folder: Path, rounds: int) -> Measured:
     """Steps alone, steps beside checkpoints, and checkpoints that are waited for."""
     found, ledger = Measured(), MemoryLedger()
-    about = About(state={}, config={}, plugins="", machine={}, epoch=1)
+    about = CheckpointMetadata(state={}, config={}, plugins="", machine={}, epoch=1)
     checkpoints = Checkpoints(folder, keep=1, note=print)
     print(
         f"the stage begins: {await seconds(trainer.begin(config)):.2f} s, the host memory of a save in it", flush=True

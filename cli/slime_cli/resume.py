@@ -28,7 +28,7 @@ from slime_core.report.text import say
 if TYPE_CHECKING:
     from slime_cli.resume_compatibility import Change
     from slime_cli.settings import Settings
-    from slime_core.checkpoint import Found
+    from slime_core.checkpoint import LoadedCheckpoint
     from slime_core.config.schema import Config
     from slime_core.ledger.repair import Standing
     from slime_core.plugins import Plugins
@@ -44,7 +44,7 @@ class Going:
     """A run that another process goes on with."""
 
     run_dir: RunDir
-    found: Found | None
+    found: LoadedCheckpoint | None
     exact: bool  # steps that were recorded must give the recorded weights
     changes: list[Change]
 
@@ -215,7 +215,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     )
 
 
-def recover_ledger(run_dir: RunDir, found: Found | None, config: Config) -> None:
+def recover_ledger(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> None:
     """Put the checkpoint's copy in the place of a damaged ledger, and forget samples that cannot be read; say so.
 
     Raises:
@@ -229,7 +229,7 @@ def recover_ledger(run_dir: RunDir, found: Found | None, config: Config) -> None
         say(line)
 
 
-def standing(found: Found | None, stages: int) -> Standing:
+def standing(found: LoadedCheckpoint | None, stages: int) -> Standing:
     """What the ledger must still hold for a run of so many stages that goes on from ``found``."""
     from slime_core.ledger.repair import Standing
 
@@ -242,7 +242,7 @@ def standing(found: Found | None, stages: int) -> Standing:
 
 
 def check_config(
-    run_dir: RunDir, found: Found | None, config: Config, settings: Settings, forced: Collection[str]
+    run_dir: RunDir, found: LoadedCheckpoint | None, config: Config, settings: Settings, forced: Collection[str]
 ) -> list[Change]:
     """The keys that are not as they were saved, after unsafe ones were refused; the others are told.
 
@@ -263,7 +263,7 @@ def check_config(
     return changes
 
 
-def check_plugins(run_dir: RunDir, found: Found | None, plugins: Plugins, forced: Collection[str]) -> None:
+def check_plugins(run_dir: RunDir, found: LoadedCheckpoint | None, plugins: Plugins, forced: Collection[str]) -> None:
     """Refuse plugins of other versions or with other sources than the run had.
 
     A plugin or function that the config no longer names, or names for the first time, is a changed key and no matter
@@ -320,7 +320,7 @@ def kind_of(config: Config, plugins: Plugins) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def say_machine(run_dir: RunDir, found: Found | None, config: Config) -> None:
+def say_machine(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> None:
     """Name what of the machine and of slime itself is not as it was: bits may differ, nothing else does."""
     from slime_core import __version__
     from slime_core.clusters.machine import machine_facts

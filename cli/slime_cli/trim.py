@@ -12,7 +12,7 @@ from slime_core.durable import replace_file, storage_error
 from slime_core.failpoints import failpoint
 
 if TYPE_CHECKING:
-    from slime_core.checkpoint import Found
+    from slime_core.checkpoint import LoadedCheckpoint
     from slime_core.report.rundir import RunDir
 
 
@@ -63,7 +63,7 @@ def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]
             yield line
 
 
-def evaluations_kept(found: Found | None) -> int:
+def evaluations_kept(found: LoadedCheckpoint | None) -> int:
     """How many evaluations of each set at the checkpoint's own version will not be made again.
 
     A stage that follows another begins with one at the version where the other ended with one.

@@ -3,7 +3,7 @@
 checkpoints/step-12/   trainer/...   state.json   [ledger.sqlite]   MANIFEST.json
 """
 
-from slime_core.checkpoint.manifest import About, Found, check_dtype, check_state
+from slime_core.checkpoint.manifest import CheckpointMetadata, LoadedCheckpoint, check_dtype, check_state
 from slime_core.checkpoint.store import Checkpoints
 
-__all__ = ["About", "Checkpoints", "Found", "check_dtype", "check_state"]
+__all__ = ["CheckpointMetadata", "Checkpoints", "LoadedCheckpoint", "check_dtype", "check_state"]

@@ -27,7 +27,7 @@ NAME = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class About:
+class CheckpointMetadata:
     """What a checkpoint says of its run. All of it is JSON, and secrets are redacted.
 
     ``machine``: world, dtype, device, cpu_threads, cpu features.
@@ -41,7 +41,7 @@ class About:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Found:
+class LoadedCheckpoint:
     """A whole checkpoint. The trainer's files lie in ``path / "trainer"``, see :attr:`trainer`."""
 
     path: Path
@@ -66,7 +66,7 @@ class Found:
         return path if path.is_file() else None
 
 
-def head(version: int, about: About, **more: Any) -> str:
+def head(version: int, about: CheckpointMetadata, **more: Any) -> str:
     """All of a manifest but its files, as JSON."""
     kept = {"config": about.config, "plugins": about.plugins, "machine": about.machine, "epoch": about.epoch}
     return json.dumps({"schema": SCHEMA, "version": version, **kept, **more}, allow_nan=False)
@@ -94,7 +94,7 @@ def names_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def read(path: Path, version: int, *, full: bool = True) -> Found:
+def read(path: Path, version: int, *, full: bool = True) -> LoadedCheckpoint:
     """The checkpoint in ``path``, after every file was compared with the manifest; without ``full`` sizes alone.
 
     Raises:
@@ -110,7 +110,7 @@ def read(path: Path, version: int, *, full: bool = True) -> Found:
         state = json.loads((path / STATE).read_bytes())
     except (OSError, ValueError) as error:
         raise _damaged(path / STATE, f"it cannot be read: {error}") from error
-    return Found(
+    return LoadedCheckpoint(
         path=path,
         version=version,
         epoch=data["epoch"],
@@ -256,7 +256,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def check_dtype(found: Found, dtype: str, forced: Collection[str] = ()) -> None:
+def check_dtype(found: LoadedCheckpoint, dtype: str, forced: Collection[str] = ()) -> None:
     """Refuse to go on in another dtype than the run computed in: ``train.dtype = auto`` follows the machine.
 
     Parameters and moments are float32 in every checkpoint; steps would round otherwise than those before them.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core import durable
 from slime_core.checkpoint import manifest
-from slime_core.checkpoint.manifest import About, Found
+from slime_core.checkpoint.manifest import CheckpointMetadata, LoadedCheckpoint
 from slime_core.durable import FileMark, storage_error
 from slime_core.errors import StorageError
 from slime_core.failpoints import failpoint
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from slime_core.protocols import Ledger, Trainer
 
 
-class _Made:
+class _PendingCheckpoint:
     """What a checkpoint says, as it was when it was begun: the loop goes on and changes it."""
 
-    def __init__(self, version: int, about: About, counts: dict[str, int], random: dict[str, Any]) -> None:
+    def __init__(
+        self, version: int, about: CheckpointMetadata, counts: dict[str, int], random: dict[str, Any]
+    ) -> None:
         self.version = version
         self.state = (json.dumps(about.state, indent=1, allow_nan=False) + "\n").encode()
         self.head = manifest.head(version, about, ledger=counts, random=random)
@@ -57,7 +59,7 @@ class Checkpoints:
         self._verified: set[int] = set()  # versions whose hashes this process has read back
         self.seconds = 0.0  # the longest way of one, from begun to published
 
-    async def begin(self, version: int, about: About, trainer: Trainer, ledger: Ledger) -> None:
+    async def begin(self, version: int, about: CheckpointMetadata, trainer: Trainer, ledger: Ledger) -> None:
         """Copy the trainer's state, and write and publish the rest in the background.
 
         One that is under way is waited for. A version that is there and whole stays as it is.
@@ -72,7 +74,7 @@ class Checkpoints:
         aside = await asyncio.to_thread(self._make_aside, version)
         self._aside = aside
         try:
-            made = _Made(version, about, dict(await ledger.counts()), generators())
+            made = _PendingCheckpoint(version, about, dict(await ledger.counts()), generators())
             await trainer.save(aside / manifest.TRAINER)
         except Exception:
             await asyncio.to_thread(self._drop_aside)
@@ -101,7 +103,9 @@ class Checkpoints:
             self._task = None
             task.result()
 
-    async def _finish(self, aside: Path, made: _Made, trainer: Trainer, ledger: Ledger, began: float) -> None:
+    async def _finish(
+        self, aside: Path, made: _PendingCheckpoint, trainer: Trainer, ledger: Ledger, began: float
+    ) -> None:
         try:
             marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
             failpoint("checkpoint.files")
@@ -119,7 +123,7 @@ class Checkpoints:
             await asyncio.to_thread(self._drop_aside)
             raise
 
-    def _publish(self, aside: Path, made: _Made, marks: dict[str, FileMark]) -> None:
+    def _publish(self, aside: Path, made: _PendingCheckpoint, marks: dict[str, FileMark]) -> None:
         disk = durable.disk
         marks[manifest.STATE] = durable.write_file(aside / manifest.STATE, [made.state])
         failpoint("checkpoint.state")
@@ -216,7 +220,7 @@ class Checkpoints:
         """The version of the oldest checkpoint that is kept; None where there is none."""
         return min((version for version, _ in manifest.names_in(self.folder)), default=None)
 
-    def latest(self, *, strict: bool = False) -> Found | None:
+    def latest(self, *, strict: bool = False) -> LoadedCheckpoint | None:
         """The newest checkpoint whose every file is what was written; None where there is none.
 
         One that is damaged is said loudly, renamed to `corrupt-...`, and the one before it is taken.

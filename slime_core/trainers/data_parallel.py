@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Loss
     from slime_core.weights.flops import Flops
 
-    Found = dict[str, Columns]
+    ColumnsByRole = dict[str, Columns]
 
 EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are parted any further
 READS = ("values", "returns")  # columns of a critic
@@ -289,13 +289,13 @@ class Dealer:
         known = explained_variance(batch)
         return [replace(portion, known=known) for portion in self.portions(batch)]
 
-    def joined(self, batch: Batch, portions: Sequence[Portion], found: Sequence[Found]) -> Found:
+    def joined(self, batch: Batch, portions: Sequence[Portion], found: Sequence[ColumnsByRole]) -> ColumnsByRole:
         """Columns [R] of the whole batch from those of each portion's rows.
 
         Raises:
             TrainerError: TRN95 a log-prob or value that is not finite.
         """
-        whole: Found = {}
+        whole: ColumnsByRole = {}
         for portion, roles in zip(portions, found, strict=True):
             counts = np.repeat(portion.real, portion.batch.response_lengths)
             rows = rows_of(batch.response_offsets, portion.places)[counts]
@@ -312,7 +312,7 @@ class Dealer:
                 check_finite(batch, columns["values"], "value", why=why, fix="lower train.critic_lr")
         return whole
 
-    def gathered(self, batch: Batch, found: Found) -> Found:
+    def gathered(self, batch: Batch, found: ColumnsByRole) -> ColumnsByRole:
         """:meth:`joined` where each rank has the whole batch, and what it found of its portion; a collective."""
         import torch.distributed as dist
 

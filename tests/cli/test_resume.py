@@ -13,7 +13,7 @@ from slime_cli import history
 from slime_cli.main import main
 from slime_cli.trim import evaluations_kept
 from slime_core import failpoints
-from slime_core.checkpoint import Found
+from slime_core.checkpoint import LoadedCheckpoint
 from slime_core.report import RunDir
 
 pytestmark = pytest.mark.integration
@@ -98,7 +98,7 @@ def test_a_resume_that_ends_after_it_trimmed_the_figures_is_made_again(cli, halt
 )
 def test_evaluations_that_will_be_made_again_are_known(stage, step, due, kept):
     state = {"stage": stage, "step": step, "eval_due": due}
-    found = Found(path=Path("x"), version=4, epoch=1, state=state, config={}, plugins="", machine={})
+    found = LoadedCheckpoint(path=Path("x"), version=4, epoch=1, state=state, config={}, plugins="", machine={})
     assert evaluations_kept(found) == kept
     assert evaluations_kept(None) == 0
 

@@ -7,7 +7,7 @@ import torch
 import trainer_bench as made
 
 from durability.memory_ledger import MemoryLedger
-from slime_core.checkpoint import About, Checkpoints
+from slime_core.checkpoint import CheckpointMetadata, Checkpoints
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
@@ -16,7 +16,7 @@ from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.gpu
 
-ABOUT = About(state={}, config={}, plugins="", machine={}, epoch=1)
+ABOUT = CheckpointMetadata(state={}, config={}, plugins="", machine={}, epoch=1)
 
 
 def trainer_on(device, folder, thread, **train):

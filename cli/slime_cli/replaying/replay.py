@@ -17,7 +17,7 @@ import numpy as np
 from slime_cli import history
 from slime_cli.replaying.compare import BOOKKEEPING
 from slime_cli.replaying.recorded import Recorded, Step, groups_of, open_recorded
-from slime_core.checkpoint import Found, manifest
+from slime_core.checkpoint import LoadedCheckpoint, manifest
 from slime_core.clusters import build_cluster
 from slime_core.clusters.machine import machine_facts
 from slime_core.config.load import stage_name, stages
@@ -167,7 +167,7 @@ class _Making:
         self._parts = replace(parts, trainer=cast("Trainer", self._watched))
         self._folder, self._note, self._verify = folder, note, verify
 
-    async def run(self, answer: Replayed, found: Found | None) -> None:
+    async def run(self, answer: Replayed, found: LoadedCheckpoint | None) -> None:
         """Begin where ``found`` left the run, and fill ``answer``."""
         if found is not None:
             self._plugins.load_state(found.state["plugins"])
@@ -262,7 +262,7 @@ def stage_draws(config: Config, stage: str) -> bool:
     return stage not in named or named[stage].train.loss_type != "sft_loss"
 
 
-def nearest(folder: Path, version: int, note: Note) -> Found | None:
+def nearest(folder: Path, version: int, note: Note) -> LoadedCheckpoint | None:
     """The newest whole checkpoint at or before ``version``; nothing is renamed or removed."""
     for made, path in manifest.names_in(folder):
         if made <= version:
@@ -300,7 +300,7 @@ def _require_payloads(recorded: Recorded, steps: Mapping[int, Step], began: int,
             )
 
 
-def _machine(run_dir: RunDir, found: Found | None, config: Config) -> dict[str, tuple[Any, Any]]:
+def _machine(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> dict[str, tuple[Any, Any]]:
     now = machine_facts(config)
     recorded = found.machine if found else run_dir.read_info().get("machine") or now
     return {key: (recorded.get(key), now.get(key)) for key in {**recorded, **now} if recorded.get(key) != now.get(key)}

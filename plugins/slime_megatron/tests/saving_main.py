@@ -292,7 +292,7 @@ DAMAGES = {
 async def killed(root):
     """A checkpoint; then another, in which this process dies between `save` and `saved`."""
     from slime_core import failpoints
-    from slime_core.checkpoint.manifest import About
+    from slime_core.checkpoint.manifest import CheckpointMetadata
     from slime_core.checkpoint.store import Checkpoints
     from slime_megatron.trainer import MegatronTrainer
 
@@ -304,7 +304,7 @@ async def killed(root):
     trainer = MegatronTrainer.__new__(MegatronTrainer)
     trainer._thread, trainer._worker = Here(), ranks.worker
     checkpoints = Checkpoints(root / "checkpoints", keep=2, note=print)
-    about = About(state={}, config={}, plugins="", machine={}, epoch=1)
+    about = CheckpointMetadata(state={}, config={}, plugins="", machine={}, epoch=1)
     ranks.step()
     await checkpoints.begin(1, about, trainer, Nothing())
     await checkpoints.settle()

@@ -10,7 +10,7 @@ import pytest
 from durability.fake_trainer import FakeTrainer
 from durability.memory_ledger import MemoryLedger
 from slime_core import durable
-from slime_core.checkpoint import About, Checkpoints
+from slime_core.checkpoint import CheckpointMetadata, Checkpoints
 from slime_core.durable import Disk
 
 MACHINE = {"world": 1, "dtype": "float32", "device": "cpu", "cpu_threads": 2}
@@ -18,7 +18,7 @@ MACHINE = {"world": 1, "dtype": "float32", "device": "cpu", "cpu_threads": 2}
 
 def about_of(**changes):
     values = {"state": {"stage": 0}, "config": {"seed": 3}, "plugins": "abc", "machine": MACHINE, "epoch": 1}
-    return About(**{**values, **changes})
+    return CheckpointMetadata(**{**values, **changes})
 
 
 class Saves:

@@ -11,14 +11,14 @@ from durability.disk import RecordingDisk, crashes, recorded, tree_of, violation
 from durability.fake_trainer import FakeTrainer
 from durability.memory_ledger import MemoryLedger
 from slime_core import durable
-from slime_core.checkpoint import About, Checkpoints, manifest
+from slime_core.checkpoint import CheckpointMetadata, Checkpoints, manifest
 from slime_core.ledger.segments import Segments
 
 pytestmark = pytest.mark.unit
 
 
 def about(version):
-    return About(state={"step": version}, config={}, plugins="p", machine={}, epoch=1)
+    return CheckpointMetadata(state={"step": version}, config={}, plugins="p", machine={}, epoch=1)
 
 
 async def publish(folder, version, keep=1, trainer=None):
