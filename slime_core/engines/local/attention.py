@@ -229,23 +229,6 @@ def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[n
     return short, longest, np.flatnonzero(need > short) if short < longest else None
 
 
-def attend(
-    cache: KVCache,
-    layer: int,
-    rows: Rows,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    form: Form,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Write keys [N, Hkv, d] and values [N, Hkv, dv], then :func:`look`."""
-    keys, values = cache.keys[layer], cache.values[layer]
-    keys[rows.slots, :, rows.positions] = key.to(keys.dtype)
-    values[rows.slots, :, rows.positions] = value.to(values.dtype)
-    return look(cache, layer, rows, query, form, sinks)
-
-
 def write(cache: KVCache, layer: int, rows: Rows, both: torch.Tensor) -> None:
     """Write keys and values [N, 2, Hkv, d] at once, into a layer where they are of one width."""
     joint = cache.joint[layer]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime_core.engines.local.attention import Form, Product, Rows, attend
+from slime_core.engines.local.attention import Form, Product, Rows, look
 from slime_core.engines.local.slots import KVCache, LayerShape
 
 ATTENTION = "slime_slots"
@@ -45,17 +45,10 @@ class Board:
         """[1, H, N, d] each -> [1, N, Hq, dv]."""
         if self.rows is None or self.cache is None:
             return self._record(module, query, key, value)
-        out = attend(
-            self.cache,
-            self.layers[id(module)],
-            self.rows,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            form,
-            sinks,
-        )
-        return out[None]
+        layer, at = self.layers[id(module)], (self.rows.slots, slice(None), self.rows.positions)
+        for cached, new in ((self.cache.keys[layer], key), (self.cache.values[layer], value)):
+            cached[at] = new[0].transpose(0, 1).to(cached.dtype)
+        return look(self.cache, layer, self.rows, query[0].transpose(0, 1), form, sinks)[None]
 
     def _record(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if id(module) in self.layers:

@@ -71,7 +71,9 @@ class Scheduler:
     @torch.inference_mode()
     def run(self, incoming: Iterable[Job], seconds: float) -> list[Job]:
         """Decode until nothing is left or the time is up (at least one step); the jobs that ended."""
-        self._take_in(incoming)
+        for job in incoming:
+            self._queue.append(job)
+            self._most = max(self._most, len(job.prompt) + job.limit)
         until = time.perf_counter() + seconds
         while True:
             self._done += self._admit()
@@ -81,11 +83,6 @@ class Scheduler:
             if time.perf_counter() > until:
                 break
         return self.hand_over()
-
-    def _take_in(self, incoming: Iterable[Job]) -> None:
-        for job in incoming:
-            self._queue.append(job)
-            self._most = max(self._most, len(job.prompt) + job.limit)
 
     def hand_over(self) -> list[Job]:
         """The jobs that ended since the last call."""

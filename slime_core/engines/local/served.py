@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORE_ROWS = 512
 
 
@@ -33,13 +32,13 @@ class Served:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
     def __init__(self, folder: ModelFolder, *, context_len: int, dtype: str, device: str) -> None:
-        self._dtype, self.device = DTYPES[dtype], device
+        self._dtype, self.device = getattr(torch, dtype), device
         self.context_len = context_len
         self.version = -1
         self.batch_invariant = device == "cpu"
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code)
-        self._plan: Any = None
+        self.plan: Any = None  # `lean.LeanPlan`, `packed.PackedPlan` or `packed.RescanPlan`, from the first load on
         self.cache = KVCache((), 0, 0, self._dtype, device)  # of no layers, until `allocate`
         self._resting = False  # copies of weights are dropped until they are used again
         self.holds_cache = True  # False while its memory is given back
@@ -47,12 +46,7 @@ class Served:
     @property
     def rescans(self) -> bool:
         """Whether whole prefixes are recomputed because the model fits no faster plan."""
-        return isinstance(self._plan, RescanPlan)
-
-    @property
-    def plan(self) -> str:
-        """lean, packed or rescan; empty before the first load."""
-        return self._plan.name if self._plan is not None else ""
+        return isinstance(self.plan, RescanPlan)
 
     @property
     def ready(self) -> bool:
@@ -62,7 +56,7 @@ class Served:
     @property
     def position_bytes(self) -> int:
         """What a position of a slot takes; 0 where whole prefixes are recomputed."""
-        return position_bytes(self._plan.shapes, self._dtype, self.device)
+        return position_bytes(self.plan.shapes, self._dtype, self.device)
 
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
@@ -70,18 +64,18 @@ class Served:
         self._twin.load(update)
         self.version = update.version
         self._resting = False
-        if self._plan is not None:
-            self._plan.refresh()
+        if self.plan is not None:
+            self.plan.refresh()
             return
         with torch.no_grad():
             found = verify.choose(self._twin.model, self.context_len, self.device)
-        self._plan, self.counts = found.plan, found.counts
+        self.plan, self.counts = found.plan, found.counts
         self.batch_invariant = self.batch_invariant and found.batch_invariant
 
     def allocate(self, slots: int, tokens: int) -> None:
         """Make an empty cache, after the one before is gone."""
         self.drop()
-        self.cache = KVCache(self._plan.shapes, slots, tokens, self._dtype, self.device)
+        self.cache = KVCache(self.plan.shapes, slots, tokens, self._dtype, self.device)
 
     def drop(self) -> None:
         """Give the cache's memory back until the next :meth:`allocate`."""
@@ -91,14 +85,14 @@ class Served:
 
     def rest(self) -> None:
         """Drop the plan's copies of weights until :meth:`wake` or the next load, which makes them again anyway."""
-        if self._plan is not None:
-            self._plan.release()
+        if self.plan is not None:
+            self.plan.release()
             self._resting = True
 
     def wake(self) -> None:
         """Make the copies again that :meth:`rest` dropped."""
         if self._resting:
-            self._plan.refresh()
+            self.plan.refresh()
             self._resting = False
 
     def release(self, what: set[str]) -> None:
@@ -108,8 +102,8 @@ class Served:
             self.holds_cache = False
         if "weights" in what:
             self._twin.release()
-            if self._plan is not None:
-                self._plan.release()
+            if self.plan is not None:
+                self.plan.release()
 
     def fingerprints(self) -> dict[str, str]:
         """Checksums of what is served."""
@@ -128,13 +122,13 @@ class Served:
         for first in range(0, count, self.counts.most):
             at = slice(first, min(first + self.counts.most, count))
             rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], self.cache, self.device, first)
-            parts.append(self._plan.forward(rows, self.cache, logits=True))
+            parts.append(self.plan.forward(rows, self.cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequence_logits(self, tokens: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor]]:
         """Logits of one sequence, in runs of rows: (first position, [n, V])."""
         if self.rescans:
-            yield 0, self._plan.logits(self._to(tokens))
+            yield 0, self.plan.logits(self._to(tokens))
             return
         room = min(self.counts.most, SCORE_ROWS)
         for begin in range(0, len(tokens), room):
@@ -146,12 +140,12 @@ class Served:
 
     def _pack(self, segments: list[Segment], tokens: NDArray[np.int64], *, logits: bool) -> torch.Tensor | None:
         rows = pack(segments, tokens, self.counts, self.cache, self.device)
-        return self._plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
+        return self.plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
 
     def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
         out: torch.Tensor | None = None
         for slot in np.flatnonzero(slots.active[:count]):
-            last: torch.Tensor = self._plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
+            last: torch.Tensor = self.plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
             out = last.new_zeros(count, len(last)) if out is None else out
             out[slot] = last
         assert out is not None

@@ -36,7 +36,7 @@ def test_log_probs_are_the_models_own(bench, ask, name, dtype):
     async def go(b):
         asked = [ask(str(i), range(3, 8 + 17 * i), new=16, temperature=0.7) for i in range(3)]
         async with b.engine(dtype=dtype) as engine:
-            assert engine._scheduler.served.plan == PLANS[name]
+            assert engine._scheduler.served.plan.name == PLANS[name]
             return asked, await asyncio.gather(*(engine.generate(r) for r in asked))
 
     asked, done = b.run(go)
@@ -110,7 +110,7 @@ def test_a_long_window_is_kept_by_the_lean_plan(bench, ask):
 
     async def go(b):
         async with b.engine(context_len=100) as engine:
-            assert engine._scheduler.served.plan == "lean"
+            assert engine._scheduler.served.plan.name == "lean"
             return await engine.score(tokens, 1)
 
     np.testing.assert_allclose(
@@ -128,7 +128,7 @@ def test_scaled_rotary_frequencies_are_the_models_own(bench, kind):
 
     async def go(b):
         async with b.engine(context_len=128) as engine:
-            assert engine._scheduler.served.plan == "lean"
+            assert engine._scheduler.served.plan.name == "lean"
             return await engine.score(tokens, 1)
 
     own = own_log_probs(b.model, tokens, 1)[np.arange(119), tokens[1:]]
@@ -142,7 +142,7 @@ def test_frequencies_that_follow_the_longest_sequence_are_recomputed(bench, ask)
 
     async def go(b):
         async with b.engine(context_len=64) as engine:
-            assert engine._scheduler.served.plan == "rescan"
+            assert engine._scheduler.served.plan.name == "rescan"
             await engine.generate(ask("longer", range(3, 60), new=2))
             return await engine.generate(ask("a", range(3, 43), new=3))
 
@@ -163,7 +163,7 @@ def test_a_plan_whose_logits_are_wrong_is_not_used(bench, ask, caplog, monkeypat
 
     async def go(b):
         async with b.engine() as engine:
-            return engine._scheduler.served.plan
+            return engine._scheduler.served.plan.name
 
     assert bench("qwen3").run(go) == "packed"
     assert "logits differ from the model's own" in caplog.text

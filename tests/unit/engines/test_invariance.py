@@ -61,7 +61,7 @@ def test_a_request_gives_the_same_bits_however_it_is_served(bench, ask, name, dt
         asked = requests(ask, b.folder.vocab_size, 5 if small else 12, longest=16 if small else 40)
         async with b.engine(slots=20, dtype=dtype) as wide, b.engine(slots=3, dtype=dtype, context_len=300) as narrow:
             for engine in (wide, narrow):
-                assert engine._scheduler.served.plan == ("lean" if name in LEAN else "packed")
+                assert engine._scheduler.served.plan.name == ("lean" if name in LEAN else "packed")
                 assert "batch_invariant" in engine.abilities
             full = await asyncio.gather(*(wide.generate(r) for r in asked))
             refilled = await asyncio.gather(*(narrow.generate(r) for r in reversed(asked)))
@@ -224,7 +224,7 @@ def test_models_without_a_replaceable_attention_recompute_and_stay_invariant(ben
     async def go(b):
         asked = [ask(str(i), range(3, 6 + 5 * i), new=6) for i in range(4)]
         async with b.engine(slots=3) as engine:
-            assert engine._scheduler.served.plan == "rescan"
+            assert engine._scheduler.served.plan.name == "rescan"
             together = await asyncio.gather(*(engine.generate(r) for r in asked))
             for r, one in zip(asked, together, strict=True):
                 assert same(await engine.generate(r), one)

@@ -72,7 +72,7 @@ def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
             served = engine._scheduler.served
             await engine.pause("keep")
             assert served.cache.keys == []
-            assert served._plan._head._weight.numel() == 0
+            assert served.plan._head._weight.numel() == 0
             scored = await engine.score([*ask().tokens, *one.tokens], 3)
             assert scored.tolist() == one.plain_log_probs
             await engine.pause("keep")
@@ -81,7 +81,7 @@ def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
             assert (again.tokens, again.log_probs) == (one.tokens, one.log_probs)
             await engine.pause("keep")
             await engine.load(b.update(1))
-            assert served._plan._head._weight.numel() > 0
+            assert served.plan._head._weight.numel() > 0
             await engine.resume()
 
     bench().run(go)
