@@ -13,8 +13,8 @@ An implementation names the arguments it wants, in any order, and may leave out 
     by name   registers things the config names       declare  read once at start
     claim     asked in turn, None declines
 
-pluggy marks implementations and checks them where a plugin is loaded; `slime_core.plugins` calls them, because a hook
-may be async, has a deadline, and is chosen by its task.
+pluggy marks implementations; `slime_core.plugins` checks and calls them, because a hook may be async, has a deadline,
+and is chosen by its task.
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import pluggy
-
-from slime_core import hookspecs
 from slime_core.errors import UPDATE, ConfigError, PluginError, nearest
 from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
 from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
@@ -102,7 +99,7 @@ def _check_api(target: Any, provider: Provider) -> None:
 
 
 def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
-    """Every hook that ``target`` implements, through pluggy's own checks and ours; pluggy calls none of them.
+    """Every hook that ``target`` implements, checked; pluggy marks them, and neither checks nor calls them.
 
     Raises:
         PluginError: PLG53, PLG54 or PLG66.
@@ -121,13 +118,6 @@ def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
             )
         hook = marks.get("specname") or name
         found[hook] = answer(provider, hook, fn)
-    manager = pluggy.PluginManager("slime")
-    manager.add_hookspecs(hookspecs)
-    try:
-        manager.register(target, name=provider.name)
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginError(f"plugin '{provider.name}': {error}", code="PLG53", where=str(provider)) from error
     return found
 
 

@@ -106,8 +106,7 @@ class Registry:
 
     kind: str
     key: str
-    answers: Mapping[str, Answer]
-    values: Mapping[str, Any]
+    entries: Mapping[str, tuple[Answer, Any]]
 
     def answer(self, name: str, key: str = "") -> Answer:
         """Who registered ``name``, which ``key`` asks for; for reward types its ``fn`` is the function.
@@ -115,8 +114,8 @@ class Registry:
         Raises:
             ConfigError: CFG04 nobody did.
         """
-        if name not in self.answers:
-            known = tuple(sorted(self.answers))
+        if name not in self.entries:
+            known = tuple(sorted(self.entries))
             raise ConfigError(
                 f"unknown {self.kind} '{name}'",
                 code="CFG04",
@@ -126,16 +125,12 @@ class Registry:
                 or f"set {key or self.key} to one of these, or load the plugin that brings it: --plugin NAME "
                 "(installed: slime plugins list)",
             )
-        return self.answers[name]
+        return self.entries[name][0]
 
     def value(self, name: str) -> Any:
-        """What was registered under ``name``.
-
-        Raises:
-            ConfigError: CFG04 nothing was.
-        """
+        """What was registered under ``name``; raises as :meth:`answer`."""
         self.answer(name)
-        return self.values[name]
+        return self.entries[name][1]
 
 
 class Router:
@@ -360,25 +355,20 @@ def collect(hook: str, plugins: Sequence[Loaded]) -> Registry:
         PluginError: PLG52 a name is registered twice, by plugins or by the core; PLG57 something of a wrong type.
     """
     kind, key = NAMED_HOOKS[hook]
-    answers: dict[str, Answer] = {}
-    values: dict[str, Any] = {}
-    for plugin in plugins:
-        if hook not in plugin.answers:
-            continue
-        source = plugin.answers[hook]
+    entries: dict[str, tuple[Answer, Any]] = {}
+    for source in (plugin.answers[hook] for plugin in plugins if hook in plugin.answers):
         for name, value in _entries(source, call_now(source, {}, about="the run")).items():
-            if name in answers:
+            if name in entries:
                 core = source.provider.source == "core"  # it is asked last
                 raise PluginError(
-                    f"the {kind} '{name}' is registered by {answers[name].provider} and by {source.provider}",
+                    f"the {kind} '{name}' is registered by {entries[name][0].provider} and by {source.provider}",
                     code="PLG52",
                     where=hook,
                     why="the config could not say which of them runs",
                     fix=f"rename the plugin's: name='my_{name}'" if core else "load one of the two plugins",
                 )
-            values[name] = value
-            answers[name] = _as_answer(source, value) if hook == "slime_reward_types" else source
-    return Registry(kind=kind, key=key, answers=answers, values=values)
+            entries[name] = (_as_answer(source, value) if hook == "slime_reward_types" else source), value
+    return Registry(kind=kind, key=key, entries=entries)
 
 
 def _entries(source: Answer, found: Any) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def reward(args, sample, **kwargs):
 HARM = {
     "none": "pass",
     "ends": "os._exit(0)",
+    "moves": "os.chdir('/')",
     "leaves": "HOOK_LOOP.get().call_soon_threadsafe(sys.exit, 0)",
     "fills": "full(HERE / 'run' / 'metrics.jsonl')",
     "wipes": "shutil.rmtree(HERE / 'run')",
@@ -149,6 +150,15 @@ def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_re
     assert weights(cwd) == weights(whole)
     assert states(cwd) == states(whole)
     assert figures(cwd) == figures(whole) == [1, 2, 3]
+
+
+@pytest.mark.nightly
+def test_62_a_run_whose_reward_changes_the_working_folder_is_the_same(train, whole):
+    """Case 62: no path of a run is relative once it has begun."""
+    cwd, done = train(REWARD.format(harm=HARM["moves"], nth=2))
+    assert done.returncode == 0, done.stderr
+    assert weights(cwd) == weights(whole)
+    assert states(cwd) == states(whole)
 
 
 def test_a_run_whose_folder_is_removed_ends_with_an_error(train):
