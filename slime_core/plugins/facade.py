@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import PluginError
-from slime_core.plugins.answers import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
 from slime_core.plugins.provider import CORE, Answer
+from slime_core.plugins.result_checks import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.router import INFRA, Functions, Router, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport

@@ -8,7 +8,7 @@ from actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending,
 from speakers import speaker
 
 from slime_core import DataError, EngineError, Status
-from slime_core.plugins.answers import to_rewards
+from slime_core.plugins.result_checks import to_rewards
 from slime_core.rollout.groups import check_group, issued_ids
 from slime_core.rollout.score import note_reward
 from slime_core.testing.fakes import ScriptedEngine

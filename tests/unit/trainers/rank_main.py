@@ -8,7 +8,7 @@ import trainer_bench as made
 from safetensors.torch import save_file
 
 from slime_core.plugins import load_plugins
-from slime_core.plugins.answers import role_columns
+from slime_core.plugins.result_checks import role_columns
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.weights.folder import ModelFolder

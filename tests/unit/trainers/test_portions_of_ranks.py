@@ -13,7 +13,7 @@ from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.schema import Config
 from slime_core.errors import TrainerError
 from slime_core.plugins import load_plugins
-from slime_core.plugins.answers import role_columns
+from slime_core.plugins.result_checks import role_columns
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
