@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ class MegatronWorker(Worker):
         self.policy.passes.chunk = self.train.logprob_chunk_tokens
         self.settings = self._settings(self.stage)
         table, layers = self.stage.table("megatron"), self.settings.sizes.layers
-        self.run = Run(table, self.train, self.world, self.device, layers, self.plugins.bridge)
+        self.run = Run(table, self.train, self.world, self.device, layers, partial(find_bridge, self.plugins.loaded))
 
     def make_critic(self) -> Critic:
         return Critic(self.train.critic_load, self.folder, self.policy, self.settings, self.run)
