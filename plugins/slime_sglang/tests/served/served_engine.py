@@ -18,10 +18,10 @@ from slime_core.testing.contracts import EngineCase, EngineCheck
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.hashing import expected
 from slime_sglang import start as cluster
 from slime_sglang.engine import SglangEngine
 from slime_sglang.external import features
+from slime_sglang.hashing import expected
 from slime_sglang.health import Watch
 from slime_sglang.lineup import Part
 from slime_sglang.pulse import Limits
