@@ -20,8 +20,8 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
 
     Example: verdict_from_json(verdict_to_json(verdict)) == verdict
     """
-    found: dict[str, Any] = _plain(asdict(verdict))
-    return found
+    fields: dict[str, Any] = _plain(asdict(verdict))
+    return fields
 
 
 def verdict_from_json(data: Mapping[str, Any]) -> Verdict:

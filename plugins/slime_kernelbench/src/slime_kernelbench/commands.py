@@ -77,9 +77,9 @@ def eval_(path: Path, problem: str | None, where: str, as_json: bool, **options:
     """
     from slime_kernelbench.files import entries, find_problem, judge_all
 
-    found = entries(path, find_problem(problem, where) if problem else None)
-    given = _options(options)
-    rows = _run(given, lambda judge: judge_all(found, judge, at_once=_at_once(given)))
+    items = entries(path, find_problem(problem, where) if problem else None)
+    settings = _options(options)
+    rows = _run(settings, lambda judge: judge_all(items, judge, at_once=_at_once(settings)))
     if as_json:
         _print_json(rows)
     else:
@@ -102,7 +102,7 @@ def eval_(path: Path, problem: str | None, where: str, as_json: bool, **options:
 @click.option("--timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), help="For one candidate.")
 @click.option("--sandbox", default="auto", show_default=True, type=click.Choice(ISOLATION), help="Least isolation.")
 @click.option("--i-trust-this-code", "trusted", is_flag=True, help="What --sandbox none asks for.")
-def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, workers: int, **given: Any) -> None:
+def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, workers: int, **options: Any) -> None:
     """Serve the judge until SIGTERM. stdout gets one line: the address."""
     from slime_kernelbench.service.devices import list_gpus
     from slime_kernelbench.service.pool import Limits
@@ -126,10 +126,10 @@ def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, worke
         options={
             "judge_timeout": timeout,
             "judge_workers": lanes,
-            "sandbox": given.pop("sandbox"),
-            "i_trust_this_code": given.pop("trusted"),
+            "sandbox": options.pop("sandbox"),
+            "i_trust_this_code": options.pop("trusted"),
         },
-        **given,
+        **options,
     )
     run(settings, started)
 
@@ -150,15 +150,15 @@ def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, worke
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of slime's for the engine.")
 @judged
 @AS_JSON
-def bench(as_json: bool, **given: Any) -> None:
+def bench(as_json: bool, **flags: Any) -> None:
     """Measure a model: correctness, pass@k and fast_p over a problem set, with 95 % intervals.
 
     A problem's answers are single turns; `slime eval` measures whole dialogues.
     """
     from slime_kernelbench.bench.command import run_bench, table
 
-    options = _options({name: given.pop(name) for name in OPTIONS})
-    report = _run(options, lambda judge: run_bench(judge, at_once=_at_once(options), say=_say, **given))
+    options = _options({name: flags.pop(name) for name in OPTIONS})
+    report = _run(options, lambda judge: run_bench(judge, at_once=_at_once(options), say=_say, **flags))
     if as_json:
         _print_json(report)
     else:
@@ -179,9 +179,9 @@ def screen(where: str, levels: tuple[int, ...], out: Path | None, as_json: bool,
     from slime_kernelbench.problems import load
     from slime_kernelbench.problems.screen import screen_all, write_sound
 
-    found = load(where, levels=levels)
-    given = _options(options)
-    rows = asyncio.run(screen_all(found, given, at_once=_at_once(given)))
+    problems = load(where, levels=levels)
+    settings = _options(options)
+    rows = asyncio.run(screen_all(problems, settings, at_once=_at_once(settings)))
     if out is not None:
         write_sound(out, rows)
     if as_json:
@@ -207,12 +207,14 @@ def list_(where: str, levels: tuple[int, ...], heldout: float | None, split_seed
     """Problems by id, level and name, and their side of the split."""
     from slime_kernelbench.problems import load, split
 
-    found = load(where, levels=levels)
-    rows: list[dict[str, Any]] = [{"id": each.id, "level": each.level, "name": each.name} for each in found]
+    catalogue = load(where, levels=levels)
+    rows: list[dict[str, Any]] = [
+        {"id": problem.id, "level": problem.level, "name": problem.name} for problem in catalogue
+    ]
     if heldout is not None:
         sides = split(load(where), heldout=heldout, seed=split_seed)
-        side = {each.id: "heldout" for each in sides.heldout} | {each.id: "train" for each in sides.train}
-        twin = {each.id: f"left out: like {other.id}" for each, other in sides.left_out}
+        side = {problem.id: "heldout" for problem in sides.heldout} | {problem.id: "train" for problem in sides.train}
+        twin = {problem.id: f"left out: like {other.id}" for problem, other in sides.left_out}
         rows = [{**row, "side": (side | twin)[row["id"]]} for row in rows]
     if as_json:
         _print_json(rows)
@@ -245,9 +247,9 @@ def rescore_(run: Path, as_json: bool, **options: Any) -> None:
     from slime_kernelbench.rescore import kernels, rescore
     from slime_kernelbench.secret import FILE, Secret
 
-    found, given = kernels(run), _options(options)
+    candidates, settings = kernels(run), _options(options)
     secret = Secret.kept(run / FILE) if (run / FILE).exists() else None
-    rows = _run(given, lambda judge: rescore(found, judge, at_once=_at_once(given)), secret)
+    rows = _run(settings, lambda judge: rescore(candidates, judge, at_once=_at_once(settings)), secret)
     if as_json:
         _print_json(rows)
     else:
@@ -258,10 +260,10 @@ def rescore_(run: Path, as_json: bool, **options: Any) -> None:
     sys.exit(any(row["before"] != row["now"] for row in rows))
 
 
-def _options(given: dict[str, Any]) -> Options:
+def _options(flags: dict[str, Any]) -> Options:
     from slime_kernelbench.options import Options
 
-    return Options(**{OPTIONS[name]: value for name, value in given.items() if value is not None})
+    return Options(**{OPTIONS[name]: value for name, value in flags.items() if value is not None})
 
 
 def _run(options: Options, work: Callable[[Judge], Coroutine[Any, Any, T]], secret: Secret | None = None) -> T:

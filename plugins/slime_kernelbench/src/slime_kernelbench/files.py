@@ -66,22 +66,24 @@ def find_problem(text: str, where: str = "shipped") -> Problem:
     """
     if text.endswith(".py"):
         return of_file(Path(text))
-    known = load(where)
-    found = [problem for problem in known if problem.id == text]
-    found = found or [problem for problem in known if text in (problem.name, problem.id.rpartition("/")[2])]
-    if len(found) == 1:
-        return found[0]
-    names = [problem.id for problem in known] + [problem.name for problem in known]
+    problems = load(where)
+    matches = [problem for problem in problems if problem.id == text]
+    matches = matches or [problem for problem in problems if text in (problem.name, problem.id.rpartition("/")[2])]
+    if len(matches) == 1:
+        return matches[0]
+    names = [problem.id for problem in problems] + [problem.name for problem in problems]
     raise DataError(
-        f"{len(found) or 'no'} problems are named '{text}'",
-        code="DAT22" if found else "CFG05",
+        f"{len(matches) or 'no'} problems are named '{text}'",
+        code="DAT22" if matches else "CFG05",
         where=where,
-        why=", ".join(problem.id for problem in found),
-        fix="name its id" if found else nearest(text, names) or f"slime kernelbench problems list --problems {where}",
+        why=", ".join(problem.id for problem in matches),
+        fix="name its id"
+        if matches
+        else nearest(text, names) or f"slime kernelbench problems list --problems {where}",
     )
 
 
-async def judge_all(found: Sequence[Entry], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
+async def judge_all(entries: Sequence[Entry], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
     """A row a candidate, in order; ``at_once`` are judged at the same time."""
     free = asyncio.Semaphore(at_once)
 
@@ -89,12 +91,12 @@ async def judge_all(found: Sequence[Entry], judge: Judge, *, at_once: int) -> li
         async with free:
             return row(entry, _unread(entry) if entry.unread else await judge.judge(entry.source, entry.problem))
 
-    return list(await asyncio.gather(*(one(entry) for entry in found)))
+    return list(await asyncio.gather(*(one(entry) for entry in entries)))
 
 
 def row(entry: Entry, verdict: Verdict) -> dict[str, Any]:
     """What `--json` prints of a candidate; ``flags`` are names of rules, ``evidence`` says more of them."""
-    told = verdict_to_json(verdict)
+    fields = verdict_to_json(verdict)
     return {
         "file": entry.file,
         "problem": entry.problem.id,
@@ -102,8 +104,8 @@ def row(entry: Entry, verdict: Verdict) -> dict[str, Any]:
         "status": verdict.status,
         "flags": sorted({flag.rule for flag in verdict.flags}),
         "speedup": None if verdict.timing is None else verdict.timing.speedup,
-        "evidence": told.pop("flags"),
-        **{key: value for key, value in told.items() if key not in ("status",)},
+        "evidence": fields.pop("flags"),
+        **{key: value for key, value in fields.items() if key not in ("status",)},
     }
 
 
@@ -134,15 +136,15 @@ def _source(file: Path) -> tuple[str, str]:
 
 
 def _unread(entry: Entry) -> Verdict:
-    told = Diagnostic(
+    diagnostic = Diagnostic(
         stage="static", kind="unreadable", message=f"{entry.unread}; name a file of Python that you can read"
     )
-    return Verdict(status="compile_error", reached="static", diagnostics=(told,))
+    return Verdict(status="compile_error", reached="static", diagnostics=(diagnostic,))
 
 
 def _safe(stem: str) -> str:
-    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_-") else "_" for char in stem)
-    return kept[:128] or "problem"
+    name = "".join(char if char.isascii() and (char.isalnum() or char in "_-") else "_" for char in stem)
+    return name[:128] or "problem"
 
 
 def _parted(source: str) -> tuple[str, str] | None:
@@ -162,8 +164,8 @@ def _parted(source: str) -> tuple[str, str] | None:
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     reference = [*imports, *(nodes[name] for name in needed if name in nodes)]
     others = [node for node in tree.body if not set(_defined(node)) & set(PARTS)]
-    own = _reached(set().union(*(_named(node) for node in others)), nodes)
-    candidate = [*others, *(nodes[name] for name in PARTS if name in own and name in nodes)]
+    reachable = _reached(set().union(*(_named(node) for node in others)), nodes)
+    candidate = [*others, *(nodes[name] for name in PARTS if name in reachable and name in nodes)]
     return _lines(source, candidate), _lines(source, reference)
 
 
@@ -182,20 +184,20 @@ def _named(node: ast.AST) -> set[str]:
 
 def _reached(names: set[str], nodes: dict[str, ast.stmt]) -> set[str]:
     """``names`` and whatever their definitions name."""
-    found, left = set(names), list(names)
-    while left:
-        node = nodes.get(left.pop())
-        new = (_named(node) if node is not None else set()) - found
-        found |= new
-        left += new
-    return found
+    reached, waiting = set(names), list(names)
+    while waiting:
+        node = nodes.get(waiting.pop())
+        new = (_named(node) if node is not None else set()) - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def _lines(source: str, nodes: Sequence[ast.stmt]) -> str:
     """The source with every line empty that belongs to none of ``nodes``."""
-    kept: set[int] = set()
+    numbers: set[int] = set()
     for node in nodes:
         first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
-        kept |= set(range(first, (node.end_lineno or first) + 1))
+        numbers |= set(range(first, (node.end_lineno or first) + 1))
     lines = source.split("\n")
-    return "\n".join(line if number in kept else "" for number, line in enumerate(lines, 1)).rstrip("\n") + "\n"
+    return "\n".join(line if number in numbers else "" for number, line in enumerate(lines, 1)).rstrip("\n") + "\n"

@@ -29,12 +29,12 @@ class Patient:
         verdict = await self._judge.judge(source, problem)
         self._row = self._row + 1 if verdict.status == "infra" else 0
         if self._most and self._row >= self._most:
-            why = verdict.diagnostics[0].message if verdict.diagnostics else "the judge gave no reason"
+            reason = verdict.diagnostics[0].message if verdict.diagnostics else "the judge gave no reason"
             raise SandboxError(
                 f"{self._row} candidates in a row could not be judged",
                 code="SBX140",
                 where="plugin.kernelbench.max_unjudged",
-                why=why,
+                why=reason,
                 fix="slime doctor   (and, with judge_url, the log of slime kernelbench serve)",
             )
         return verdict

@@ -36,7 +36,7 @@ def record(scored: Scored, group: Group, ctx: Context, *, tokens: bool = True) -
     """One turn, JSON-ready; ``tokens``: with the ids that were read and sampled."""
     sample, turn = scored.sample, scored.turn
     versions = [version for version in sample.weight_versions if version >= 0]
-    found = {
+    row = {
         "schema": SCHEMA,
         "id": sample.id,
         "attempt": sample.attempt,
@@ -62,8 +62,8 @@ def record(scored: Scored, group: Group, ctx: Context, *, tokens: bool = True) -
         "at": time.time(),  # Unix time, for people
     }
     if tokens:
-        found |= {"prompt_ids": sample.tokens[: sample.prompt_length], "answer_ids": sample.response_tokens}
-    return found
+        row |= {"prompt_ids": sample.tokens[: sample.prompt_length], "answer_ids": sample.response_tokens}
+    return row
 
 
 class Records:
@@ -84,13 +84,13 @@ class Records:
         self._named = {problem.id for problem in read_problems(run_dir)}
         if self.path.exists():
             _mend(self.path)
-            for found in _lines(self.path):
-                self._known[key_of(found)] = int(found.get("revision", 0)), digest(found)
+            for row in _lines(self.path):
+                self._known[key_of(row)] = int(row.get("revision", 0)), digest(row)
 
-    def add(self, found: Iterable[dict[str, Any]]) -> int:
+    def add(self, rows: Iterable[dict[str, Any]]) -> int:
         """Write the turns that are new, in one append; the answer is how many."""
         lines = []
-        for turn in found:
+        for turn in rows:
             key, mark = key_of(turn), digest(turn)
             revision, before = self._known.get(key, (-1, ""))
             if mark != before:
@@ -116,15 +116,15 @@ def read_problems(run_dir: Path) -> list[Problem]:
         DataError: DAT19 a line that is no problem.
     """
     path = run_dir / PROBLEMS
-    found = []
+    problems = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), 1):
         if not line.endswith(b"\n"):
             break  # being written
         try:
-            found.append(Problem(**json.loads(line.decode("utf-8", "surrogatepass"))))
+            problems.append(Problem(**json.loads(line.decode("utf-8", "surrogatepass"))))
         except (ValueError, TypeError) as error:
             raise DataError("this is no problem", code="DAT19", where=f"{path}:{number}") from error
-    return found
+    return problems
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -142,12 +142,12 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
             why="the file is written when the first group of kernelbench is scored",
             fix="slime kernelbench show RUN_DIR, of a run with --plugin kernelbench",
         )
-    found: dict[Key, dict[str, Any]] = {}
+    latest: dict[Key, dict[str, Any]] = {}
     for turn in _lines(path, whole=True):
         key = key_of(turn)
-        if key not in found or turn.get("revision", 0) >= found[key].get("revision", 0):
-            found[key] = turn
-    return list(found.values())
+        if key not in latest or turn.get("revision", 0) >= latest[key].get("revision", 0):
+            latest[key] = turn
+    return list(latest.values())
 
 
 def key_of(turn: dict[str, Any]) -> Key:
@@ -157,10 +157,10 @@ def key_of(turn: dict[str, Any]) -> Key:
 
 def digest(turn: dict[str, Any]) -> str:
     """A checksum of what a turn is, without times, and whether its verdict was remembered."""
-    kept = {name: value for name, value in turn.items() if name not in VOLATILE}
-    if isinstance(kept.get("verdict"), dict):
-        kept["verdict"] = {name: value for name, value in kept["verdict"].items() if name not in VOLATILE}
-    text = json.dumps(kept, sort_keys=True)
+    stable = {name: value for name, value in turn.items() if name not in VOLATILE}
+    if isinstance(stable.get("verdict"), dict):
+        stable["verdict"] = {name: value for name, value in stable["verdict"].items() if name not in VOLATILE}
+    text = json.dumps(stable, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -187,12 +187,12 @@ def _lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n") and whole:
                 return  # being written
             try:
-                found = json.loads(line.decode("utf-8", "surrogatepass"))
-                schema = found["schema"]
+                row = json.loads(line.decode("utf-8", "surrogatepass"))
+                schema = row["schema"]
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError("this is no turn of a dialogue", code="DAT19", where=f"{path}:{number}") from error
             if schema != SCHEMA:
                 fix = "read it with the slime-kernelbench that wrote it"
-                what = f"the turns have schema {schema}, this one reads {SCHEMA}"
-                raise DataError(what, code="DAT19", where=f"{path}:{number}", fix=fix)
-            yield found
+                message = f"the turns have schema {schema}, this one reads {SCHEMA}"
+                raise DataError(message, code="DAT19", where=f"{path}:{number}", fix=fix)
+            yield row

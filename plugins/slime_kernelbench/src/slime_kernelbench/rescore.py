@@ -31,7 +31,7 @@ def kernels(run_dir: Path) -> list[Kernel]:
         DataError: DAT17 or DAT19, as `records.read`; DAT17 a turn's problem is not among the run's.
     """
     problems = {problem.id: problem for problem in read_problems(run_dir)}
-    found: dict[tuple[str, str], Kernel] = {}
+    kernels: dict[tuple[str, str], Kernel] = {}
     for turn in read(run_dir):
         if turn["source"] is None or turn["verdict"]["status"] == "infra":
             continue
@@ -43,15 +43,15 @@ def kernels(run_dir: Path) -> list[Kernel]:
                 why="it was made by an earlier version, or the file was removed",
             )
         key = turn["problem"], turn["source"]
-        if key in found:
-            found[key].times += 1
+        if key in kernels:
+            kernels[key].times += 1
         else:
             problem, status = problems[turn["problem"]], turn["verdict"]["status"]
-            found[key] = Kernel(source=turn["source"], problem=problem, first=turn["id"], before=status)
-    return list(found.values())
+            kernels[key] = Kernel(source=turn["source"], problem=problem, first=turn["id"], before=status)
+    return list(kernels.values())
 
 
-async def rescore(found: Sequence[Kernel], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
+async def rescore(items: Sequence[Kernel], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
     """A row a kernel, in order; ``at_once`` are judged at the same time."""
     free = asyncio.Semaphore(at_once)
 
@@ -65,8 +65,10 @@ async def rescore(found: Sequence[Kernel], judge: Judge, *, at_once: int) -> lis
             "before": kernel.before,
             "now": verdict.status,
             "flags": sorted({flag.rule for flag in verdict.flags}),
-            "diagnostics": [{"kind": told.kind, "message": told.message} for told in verdict.diagnostics],
+            "diagnostics": [
+                {"kind": diagnostic.kind, "message": diagnostic.message} for diagnostic in verdict.diagnostics
+            ],
             "source_hash": verdict.source_hash,
         }
 
-    return list(await asyncio.gather(*(one(kernel) for kernel in found)))
+    return list(await asyncio.gather(*(one(kernel) for kernel in items)))

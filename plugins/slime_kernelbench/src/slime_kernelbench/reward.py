@@ -49,8 +49,8 @@ def worth(verdict: Verdict, options: Options) -> Worth:
         worth(Verdict(status="wrong", reached="correctness"), Options()).value           # 0.1
     """
     if verdict.status == "infra":
-        told = verdict.diagnostics[0].message if verdict.diagnostics else "the judge gave no verdict"
-        return Worth(value=None, reason=told)
+        message = verdict.diagnostics[0].message if verdict.diagnostics else "the judge gave no verdict"
+        return Worth(value=None, reason=message)
     cheat = verdict.status == "hack" or bool(verdict.flags)
     if cheat or verdict.status == "rejected":
         return Worth(value=options.hack_reward if cheat else 0.0, terms=dict.fromkeys(TERMS, 0.0))

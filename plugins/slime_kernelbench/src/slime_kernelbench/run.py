@@ -66,12 +66,12 @@ class Run:
         for sample in group.samples:
             if turn_of(sample) is None:
                 await self._judge_foreign(sample, group, ctx)
-        found = score_group(group, ctx.options, evaluation=ctx.evaluation)
+        scores = score_group(group, ctx.options, evaluation=ctx.evaluation)
         if ctx.run_dir is not None:
             tokens = ctx.options.record_tokens
-            turns = [record(scored, group, ctx, tokens=tokens) for scored in found]
+            turns = [record(scored, group, ctx, tokens=tokens) for scored in scores]
             await self._write(ctx.run_dir, problem_of(group), turns)
-        return [scored.reward for scored in found]
+        return [scored.reward for scored in scores]
 
     def judge(self, ctx: Context) -> Judge:
         """The judge that a stage's config asks for, in this event loop."""
@@ -100,17 +100,17 @@ class Run:
                 await asyncio.to_thread(self._records[run_dir].add, turns)
             except OSError as error:
                 self._records.pop(run_dir, None)
-                told = f"turns are not written to {run_dir / FILE}: {error.strerror}"
-                notice(("kernelbench", "records"), told)
+                message = f"turns are not written to {run_dir / FILE}: {error.strerror}"
+                notice(("kernelbench", "records"), message)
 
     async def _judge_foreign(self, sample: Sample, group: Group, ctx: Context) -> None:
         """Judge what another generate function made, as a dialogue of one turn."""
-        found = extract(sample.response)
+        extraction = extract(sample.response)
         problem = replace(problem_of(group), occasion=occasion(ctx, 0))
-        verdict = await judged(found, problem, self.judge(ctx), ctx.options.judge_retries)
+        verdict = await judged(extraction, problem, self.judge(ctx), ctx.options.judge_retries)
         sample.metadata[TURN] = {
             **{"turn": 0, "turns": 1, "ended": "turns", "finish": "stop", "sees": [], "feedback": ""},
-            **{"source": found.source, "verdict": verdict_to_json(verdict)},
+            **{"source": extraction.source, "verdict": verdict_to_json(verdict)},
             "seconds": {"generate": 0.0, "judge": sum(verdict.seconds.values())},
         }
 

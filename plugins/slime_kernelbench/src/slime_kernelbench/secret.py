@@ -60,20 +60,20 @@ class Secret:
 
     def number(self, purpose: str, *about: str, bits: int = 32) -> int:
         """A number of so many bits (at most 256), by what it is for and about."""
-        told = b"".join(
+        message = b"".join(
             len(part).to_bytes(8, "big") + part
             for part in (text.encode(errors="surrogatepass") for text in (purpose, *about))
         )
-        return int.from_bytes(hmac.digest(self._key, told, "sha256"), "big") >> (256 - bits)
+        return int.from_bytes(hmac.digest(self._key, message, "sha256"), "big") >> (256 - bits)
 
 
 def _put(path: Path) -> None:
     """A new key, under another name first: one that is there is whole. The folder has one process at a time."""
-    mine = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    mine.unlink(missing_ok=True)
-    descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(_BYTES))
         file.flush()
         os.fsync(descriptor)
-    os.replace(mine, path)
+    os.replace(temporary, path)

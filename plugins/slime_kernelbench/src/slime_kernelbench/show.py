@@ -51,19 +51,19 @@ class Dialogue:
 
 def dialogues(turns: Sequence[Turn]) -> list[Dialogue]:
     """Turns of `records.read` by rollout, attempt and, in evaluations, version."""
-    found: dict[tuple[Any, ...], list[Turn]] = {}
+    groups: dict[tuple[Any, ...], list[Turn]] = {}
     for turn in turns:
         name = str(turn["id"]).removesuffix(f".{turn['turn']}") if turn["turn"] else str(turn["id"])
-        found.setdefault((name, turn["attempt"], turn["version"] if turn["evaluation"] else -1), []).append(turn)
-    made = ((key[0], sorted(mine, key=lambda turn: int(turn["turn"]))) for key, mine in found.items())
-    return [Dialogue(id=name, turns=tuple(mine)) for name, mine in made]
+        groups.setdefault((name, turn["attempt"], turn["version"] if turn["evaluation"] else -1), []).append(turn)
+    dialogues = ((key[0], sorted(members, key=lambda turn: int(turn["turn"]))) for key, members in groups.items())
+    return [Dialogue(id=name, turns=tuple(members)) for name, members in dialogues]
 
 
-def by_turn(found: Sequence[Dialogue]) -> list[dict[str, Any]]:
+def by_turn(items: Sequence[Dialogue]) -> list[dict[str, Any]]:
     """A row a turn: how many dialogues reached it, and the shares of what was judged there."""
     rows = []
-    for number in range(max((len(dialogue.turns) for dialogue in found), default=0)):
-        turns = [dialogue.turns[number] for dialogue in found if len(dialogue.turns) > number]
+    for number in range(max((len(dialogue.turns) for dialogue in items), default=0)):
+        turns = [dialogue.turns[number] for dialogue in items if len(dialogue.turns) > number]
         judged = [turn for turn in turns if turn["reward"] is not None]
         row: dict[str, Any] = {"turn": number + 1, "dialogues": len(turns), "unjudged": len(turns) - len(judged)}
         shares: dict[str, Callable[[Turn], float]] = {
@@ -79,21 +79,21 @@ def by_turn(found: Sequence[Dialogue]) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(found: Sequence[Dialogue]) -> dict[str, Any]:
+def summary(rows: Sequence[Dialogue]) -> dict[str, Any]:
     """Figures of a run's dialogues; evaluations apart."""
-    train = [dialogue for dialogue in found if not dialogue.turns[0]["evaluation"]]
-    evaluated = [dialogue for dialogue in found if dialogue.turns[0]["evaluation"]]
+    train = [dialogue for dialogue in rows if not dialogue.turns[0]["evaluation"]]
+    evaluated = [dialogue for dialogue in rows if dialogue.turns[0]["evaluation"]]
     parts = {"training": train, "evaluation": evaluated}
     return {
         name: {
-            "dialogues": len(mine),
-            "solved": _mean([float(dialogue.solved) for dialogue in mine]),
-            "ended": _counts(dialogue.turns[-1]["ended"] for dialogue in mine),
-            "statuses": _counts(turn["verdict"]["status"] for dialogue in mine for turn in dialogue.turns),
-            "by_turn": by_turn(mine),
+            "dialogues": len(members),
+            "solved": _mean([float(dialogue.solved) for dialogue in members]),
+            "ended": _counts(dialogue.turns[-1]["ended"] for dialogue in members),
+            "statuses": _counts(turn["verdict"]["status"] for dialogue in members for turn in dialogue.turns),
+            "by_turn": by_turn(members),
         }
-        for name, mine in parts.items()
-        if mine
+        for name, members in parts.items()
+        if members
     }
 
 
@@ -107,9 +107,9 @@ def speedup(turn: Turn) -> float | None:
     return float(baseline) / max(float(timing["candidate"]), float(timing["remeasured"]))
 
 
-def render_summary(found: Mapping[str, Any]) -> Iterator[str]:
+def render_summary(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines of :func:`summary`."""
-    for name, part in found.items():
+    for name, part in report.items():
         yield f"{name}: {part['dialogues']} dialogues, {part['solved']:.1%} solved; ended by {_told(part['ended'])}"
         yield f"verdicts: {_told(part['statuses'])}"
         yield "  turn  dialogues  compiled  correct    hack  reward  speed-up  tokens  judge s"
@@ -127,7 +127,7 @@ def render_dialogue(dialogue: Dialogue, *, prompts: bool = False) -> Iterator[st
     for turn in dialogue.turns:
         yield f"-- turn {turn['turn'] + 1}  {_outcome(turn)}"
         if prompts and turn["sees"]:
-            yield f"   sees turns {', '.join(str(seen + 1) for seen in turn['sees'])}"
+            yield f"   sees turns {', '.join(str(number + 1) for number in turn['sees'])}"
         yield from _indented(clean(turn["answer"]))
         if turn["feedback"]:
             yield "   told:"
@@ -165,10 +165,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _counts(names: Iterator[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name in names:
-        found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _told(counts: Mapping[str, int]) -> str:
@@ -191,16 +191,16 @@ def _number(value: float | None) -> str:
 @click.option("--json", "as_json", is_flag=True, help="The summary, then a line a dialogue.")
 def show(run: Path, name: str, problem: str, last: int | None, as_json: bool) -> None:
     """Show the dialogues of a run: a table by turn, and what was said and judged."""
-    found = dialogues(read(run))
-    chosen = [d for d in found if name in ("", d.id) and problem in d.turns[0]["problem"]]
+    rows = dialogues(read(run))
+    chosen = [d for d in rows if name in ("", d.id) and problem in d.turns[0]["problem"]]
     if last is not None:
         chosen = chosen[len(chosen) - last :] if last else []
     if as_json:
-        click.echo(json.dumps({"summary": summary(found)}))
+        click.echo(json.dumps({"summary": summary(rows)}))
         for dialogue in chosen:
             click.echo(json.dumps(dialogue.to_json()))
         return
-    for line in render_summary(summary(found)):
+    for line in render_summary(summary(rows)):
         click.echo(line)
     best = last is None and not name and not problem
     for dialogue in [max(chosen, key=lambda d: d.best)] if best and chosen else chosen:

@@ -55,11 +55,11 @@ class Options(BaseModel):
         if not url:
             return url
         try:
-            found = urlsplit(url)
-            known = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is none
-            known = False
-        if not known:
+            valid = False
+        if not valid:
             raise ValueError(f"'{url}' is no address like http://127.0.0.1:8000/reward")
         return url
 
@@ -70,6 +70,6 @@ class Options(BaseModel):
             raise ValueError("mix names reward types, and not itself")
         for name in mix:
             if name.removeprefix(BOXED) not in TYPES:
-                hint = nearest(name, (*TYPES, *(BOXED + known for known in TYPES)))
+                hint = nearest(name, (*TYPES, *(BOXED + grade_type for grade_type in TYPES)))
                 raise ValueError(f"'{name}' is no reward type of rm_math: {hint or ', '.join(TYPES)}")
         return mix

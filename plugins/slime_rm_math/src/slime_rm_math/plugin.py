@@ -68,8 +68,8 @@ async def slime_reward(group: Group, ctx: Context) -> list[Reward]:
     names = [
         str(sample.metadata.get("rm_type") or ctx.config.reward.rm_type or "exact_match") for sample in group.samples
     ]
-    asked = [graders.grade(name, sample, ctx) for name, sample in zip(names, group.samples, strict=True)]
-    rewards = await together(asked)
+    grades = [graders.grade(name, sample, ctx) for name, sample in zip(names, group.samples, strict=True)]
+    rewards = await together(grades)
     return groups.brevity(group.samples, rewards) if mode == "brevity" else rewards
 
 

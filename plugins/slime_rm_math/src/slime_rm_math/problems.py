@@ -118,12 +118,12 @@ def all_codes(kind: Kind) -> NDArray[np.uint64]:
     """Codes of every problem of a kind, [N]."""
     operands = np.arange(10**kind.digits, dtype=np.uint64)
     a, b = (grid.ravel() for grid in np.meshgrid(operands, operands, indexing="ij"))
-    found = []
+    codes = []
     for op in OPERATIONS:
         if op in kind.operations:
             keep = np.ones(len(a), dtype=np.bool_) if op == "+" or kind.negative else a >= b
-            found.append(((a << (SHIFT + ONE)) | (np.uint64(OPERATIONS.index(op)) << SHIFT) | b)[keep])
-    return np.concatenate(found)
+            codes.append(((a << (SHIFT + ONE)) | (np.uint64(OPERATIONS.index(op)) << SHIFT) | b)[keep])
+    return np.concatenate(codes)
 
 
 def held_out(codes: NDArray[np.uint64], share: float, seed: int) -> NDArray[np.bool_]:

@@ -66,7 +66,7 @@ def answer(problem: Problem, slips: Sequence[bool]) -> int:
     total, carried = 0, 0
     for column, lost in enumerate(slips):
         unit = 10**column
-        here = large // unit % 10 + sign * (small // unit % 10) + sign * carried
-        total += here % 10 * unit
-        carried = int(not 0 <= here <= 9) if not lost else 0
+        digit = large // unit % 10 + sign * (small // unit % 10) + sign * carried
+        total += digit % 10 * unit
+        carried = int(not 0 <= digit <= 9) if not lost else 0
     return -total if problem.value < 0 else total

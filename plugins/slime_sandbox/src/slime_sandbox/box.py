@@ -104,8 +104,8 @@ class Sandbox:
         limits, files = limits or Limits(), dict(files or {})
         if any(not name or "/" in name or name in (".", "..") for name in files):
             raise ValueError(f"names of files, not paths: {sorted(files)}")
-        given = {"CUDA_VISIBLE_DEVICES": gpu or ""} | dict(environment or {})
-        request = {"entry": entry, "limits": asdict(limits), "files": list(files), "environment": given}
+        variables = {"CUDA_VISIBLE_DEVICES": gpu or ""} | dict(environment or {})
+        request = {"entry": entry, "limits": asdict(limits), "files": list(files), "environment": variables}
         return Child(
             self, request | {"gpu": bool(gpu), "devices": devices(gpu)}, limits, files, self.level, self.layers
         )
@@ -163,8 +163,8 @@ class Sandbox:
 
     async def _reach(self) -> None:
         """Start at the policy's level, or at the best there is."""
-        asked = self._policy.level
-        if asked == "none" and not self._policy.i_trust_this_code:
+        policy_level = self._policy.level
+        if policy_level == "none" and not self._policy.i_trust_this_code:
             raise SandboxError(
                 "sandbox level 'none' runs code from a model with your rights",
                 code="SBX134",
@@ -173,7 +173,7 @@ class Sandbox:
                 fix="--sandbox-level auto, or --i-trust-this-code true",
             )
         refused = []
-        for level in ("strong", "medium") if asked == "auto" else (asked,):
+        for level in ("strong", "medium") if policy_level == "auto" else (policy_level,):
             for layers in WAYS[level]:
                 try:
                     await self._start(level, layers)
@@ -188,33 +188,33 @@ class Sandbox:
                         self.missing = refused[0]
                         notice(("sandbox", level), f"the sandbox is at level {level}: {refused[0].what}")
                     return
-        raise refused[-1] if asked == "auto" else refused[0]
+        raise refused[-1] if policy_level == "auto" else refused[0]
 
     async def _start(self, level: str, layers: tuple[str, ...]) -> None:
         self._starts += 1
         self.level, self.layers = level, layers
-        ours, theirs = packet_pair()
-        self._control = ours
-        with tempfile.TemporaryFile() as log, theirs:
-            words = [str(theirs.fileno()), str(os.getpid()), json.dumps([path for path in sys.path if path])]
+        parent_end, child_end = packet_pair()
+        self._control = parent_end
+        with tempfile.TemporaryFile() as log, child_end:
+            words = [str(child_end.fileno()), str(os.getpid()), json.dumps([path for path in sys.path if path])]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", BOOT, *words],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environment(),
                 cwd="/",
             )
-            theirs.close()
-            post(ours, self._setup())
-            said = await self._hear(ours)
-            if said is None:
+            child_end.close()
+            post(parent_end, self._setup())
+            reply = await self._hear(parent_end)
+            if reply is None:
                 log.seek(0)
-                why = log.read()[-SHOWN:].decode(errors="replace")
-                raise SandboxError("the sandbox's fork server did not start", code="SBX00", why=why)
-            if "error" in said:
-                raise SandboxError(**said["error"])
+                reason = log.read()[-SHOWN:].decode(errors="replace")
+                raise SandboxError("the sandbox's fork server did not start", code="SBX00", why=reason)
+            if "error" in reply:
+                raise SandboxError(**reply["error"])
 
     def _setup(self) -> dict[str, Any]:
         policy = self._policy

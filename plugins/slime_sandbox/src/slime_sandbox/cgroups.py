@@ -121,8 +121,8 @@ def _places() -> Iterator[tuple[Path, int]]:
             yield Path("/sys/fs/cgroup/memory" + path), 1
     for _, controllers, path in lines:
         if not controllers:
-            own = Path("/sys/fs/cgroup" + path)
-            for folder in (own, own.parent):
+            group = Path("/sys/fs/cgroup" + path)
+            for folder in (group, group.parent):
                 with suppress(OSError):
                     if "memory" in (folder / "cgroup.subtree_control").read_text().split():
                         yield folder, 2

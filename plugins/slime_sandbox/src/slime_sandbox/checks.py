@@ -25,8 +25,8 @@ def level() -> CheckResult:
     try:
         box, sleeper = asyncio.run(attempt())
     except SandboxError as error:
-        found = f"{error.what}: {error.why}; code from a model cannot be run here"
-        return CheckResult(status="warn", found=found, fix=error.fix)
+        message = f"{error.what}: {error.why}; code from a model cannot be run here"
+        return CheckResult(status="warn", found=message, fix=error.fix)
     deadline = f"a candidate that sleeps for ever: {sleeper.reason}"
     layers = dict.fromkeys(WAYS["strong"][0], f"not part of level {box.level}")
     layers |= {one.layer: f"allowed: {one.allowed}; denied: {one.denied}" for one in box.witnesses}
@@ -34,11 +34,11 @@ def level() -> CheckResult:
     if sleeper.status != "timeout":
         return CheckResult(status="fail", found=deadline, details=details)
     if box.missing is not None:
-        found = f"level {box.level}; {box.missing.what}: {box.missing.why}"
-        return CheckResult(status="warn", found=found, fix=box.missing.fix, details=details)
+        message = f"level {box.level}; {box.missing.what}: {box.missing.why}"
+        return CheckResult(status="warn", found=message, fix=box.missing.fix, details=details)
     counted = "memory by control groups" if box.groups is not None else "memory by address space"
-    found = f"level {box.level}, {counted}; its {len(box.witnesses)} layers hold (-v lists them)"
-    return CheckResult(status="ok", found=found, details=details)
+    message = f"level {box.level}, {counted}; its {len(box.witnesses)} layers hold (-v lists them)"
+    return CheckResult(status="ok", found=message, details=details)
 
 
 def gpu() -> CheckResult:
@@ -64,5 +64,5 @@ def gpu_result(uuid: str) -> CheckResult:
         return CheckResult(status="warn", found=f"not tried: {error.what}", fix="see the row 'sandbox: level'")
     if outcome.status == "ok":
         return CheckResult(status="ok", found=f"{uuid} computes at level {outcome.level}, {outcome.seconds:.1f} s")
-    found = f"{uuid}: {outcome.reason[:300]}"
-    return CheckResult(status="warn", found=found, fix="kernels can be judged without timing: --judge-gpus ''")
+    problem = f"{uuid}: {outcome.reason[:300]}"
+    return CheckResult(status="warn", found=problem, fix="kernels can be judged without timing: --judge-gpus ''")

@@ -101,17 +101,17 @@ class Child:
             self._report, report = packet_pair()
             self._ends.append(self._report)
             theirs_open.enter_context(report)
-            ours, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._pipe, output = os.fdopen(ours, "rb", 0), theirs_open.enter_context(os.fdopen(writing, "wb", 0))
+            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._pipe, output = os.fdopen(reading, "rb", 0), theirs_open.enter_context(os.fdopen(writing, "wb", 0))
             self._ends.append(self._pipe)
             os.set_blocking(writing, True)
             self._data.setblocking(False)
             self._report.setblocking(False)
-            theirs = [report.fileno(), data.fileno(), output.fileno()]
+            child_ends = [report.fileno(), data.fileno(), output.fileno()]
             if self._box.groups is not None and self._request["gpu"]:
                 self._group = self._box.groups.take(self._limits.memory_bytes)
-                theirs.append(self._group.procs)
-            await self._box.submit(self._request, theirs)
+                child_ends.append(self._group.procs)
+            await self._box.submit(self._request, child_ends)
         self._began = time.monotonic()
         self._open |= {"output", "report"}
         self._loop.add_reader(self._pipe, self._read_output)
@@ -254,8 +254,8 @@ class Child:
         self._gone.set_result(None)
 
     def _made(self) -> Outcome:
-        said, code = self._said, self._said.get("exit")
-        status, reason = self._cut or _judge(said)
+        facts, code = self._said, self._said.get("exit")
+        status, reason = self._cut or _judge(facts)
         if self._group and status in ("died", "infra") and self._group.ran_out():
             status, reason = "memory", OVER_MEMORY
         return Outcome(
@@ -265,19 +265,21 @@ class Child:
             exit_code=code if code is not None and code >= 0 else None,
             signal=-code if code is not None and code < 0 else 0,
             seconds=self._seconds or time.monotonic() - self._began,
-            violations=said.get("violations", {}),
+            violations=facts.get("violations", {}),
             level=self._level,
             layers=self._layers,
         )
 
 
-def _judge(said: Mapping[str, Any]) -> tuple[Status, str]:
+def _judge(facts: Mapping[str, Any]) -> tuple[Status, str]:
     """What the jail and the fork server said about a candidate, as a status and in words."""
-    code = said.get("exit")
-    if "infra" in said or (code == UNJAILED and "jailed" not in said):
-        return "infra", said.get("infra", "a layer of the jail did not go on")
-    if "over" in said:
-        return ("memory", OVER_MEMORY) if said["over"] == "memory" else ("died", "wrote more than its folder may hold")
+    code = facts.get("exit")
+    if "infra" in facts or (code == UNJAILED and "jailed" not in facts):
+        return "infra", facts.get("infra", "a layer of the jail did not go on")
+    if "over" in facts:
+        return (
+            ("memory", OVER_MEMORY) if facts["over"] == "memory" else ("died", "wrote more than its folder may hold")
+        )
     if code is None:
         return "infra", "the jail ended, and nobody said why"
     if code == OUT_OF_MEMORY:

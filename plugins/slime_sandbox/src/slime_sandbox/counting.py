@@ -58,12 +58,12 @@ class Counting:
 
     def answer(self, listener: int) -> None:
         """Take one notification and answer it."""
-        held = bytearray(NOTIFICATION.size)
+        buffer = bytearray(NOTIFICATION.size)
         try:
-            fcntl.ioctl(listener, RECEIVE, held)
+            fcntl.ioctl(listener, RECEIVE, buffer)
         except OSError:  # who asked is dead
             return
-        number, pid, _, call, _, _, *arguments = NOTIFICATION.unpack(held)
+        number, pid, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
         name = self._names.get(call, f"call {call}")
         if name in OPENS:
             tried = self._look(name, pid, arguments) if self._looks else ""
@@ -122,10 +122,10 @@ def _within(path: str, places: Sequence[str]) -> bool:
 
 def _text(memory: int, address: int) -> str:
     """The C string at an address of another process."""
-    found = b""
-    while b"\0" not in found and len(found) < LONGEST:
+    text = b""
+    while b"\0" not in text and len(text) < LONGEST:
         part = os.pread(memory, PAGE - address % PAGE, address)
         if not part:
             break
-        found, address = found + part, address + len(part)
-    return found.partition(b"\0")[0].decode(errors="replace")
+        text, address = text + part, address + len(part)
+    return text.partition(b"\0")[0].decode(errors="replace")

@@ -64,13 +64,13 @@ class Channel:
         return bytes(self._read(length))
 
     def _read(self, length: int) -> bytearray:
-        data, got = bytearray(length), 0
+        data, filled = bytearray(length), 0
         view = memoryview(data)
-        while got < length:
-            count = self._sock.recv_into(view[got:])
+        while filled < length:
+            count = self._sock.recv_into(view[filled:])
             if not count:
                 raise Closed
-            got += count
+            filled += count
         return data
 
 
@@ -100,13 +100,13 @@ def _settle(descriptors: list[int]) -> tuple[Channel, list[int]]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
-    data, output, told, _, *extra = descriptors
+    data, output, report, _, *extra = descriptors
     null = os.open(os.devnull, os.O_RDONLY)
-    kept = (null, output, output, data, told, *extra)
-    for target, source in enumerate([fcntl.fcntl(number, fcntl.F_DUPFD, 64) for number in kept]):
+    descriptors_kept = (null, output, output, data, report, *extra)
+    for target, source in enumerate([fcntl.fcntl(number, fcntl.F_DUPFD, 64) for number in descriptors_kept]):
         os.dup2(source, target, inheritable=target < CHANNEL)
-    os.closerange(len(kept), 1 << 20)
-    return Channel(socket.socket(fileno=CHANNEL)), list(range(TELLING + 1, len(kept)))
+    os.closerange(len(descriptors_kept), 1 << 20)
+    return Channel(socket.socket(fileno=CHANNEL)), list(range(TELLING + 1, len(descriptors_kept)))
 
 
 def _put_on(request: dict[str, Any], channel: Channel, telling: socket.socket, extra: list[int]) -> None:

@@ -31,8 +31,8 @@ class Keeper:
     def __init__(self, control: socket.socket, setup: dict[str, Any]) -> None:
         self.control, self.setup = control, setup
         self.spaces = "pid namespace" in setup["layers"]
-        self.requests, theirs = packet_pair()
-        self.zygote = self._fork_zygote(theirs)
+        self.requests, child_end = packet_pair()
+        self.zygote = self._fork_zygote(child_end)
         self.alive = os.pidfd_open(self.zygote)
         self.own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self.spaces else -1
 
@@ -77,9 +77,9 @@ class Keeper:
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """A warden; its process, or 0 where there was none to be had."""
-        report, *theirs = descriptors
+        report, *child_ends = descriptors
         shared = ("layers", "readable", "gpu", "proc")
-        with socket.socket(fileno=report) as told:
+        with socket.socket(fileno=report) as report_socket:
             try:
                 if self.own >= 0:
                     kernel.unshare(kernel.CLONE_NEWPID)
@@ -87,20 +87,20 @@ class Keeper:
             except OSError as error:
                 pid = 0
                 with suppress(OSError):
-                    post(told, {"infra": f"no process for a jail: {error}"})
+                    post(report_socket, {"infra": f"no process for a jail: {error}"})
             else:
                 if not pid:
-                    self._be_warden({name: self.setup[name] for name in shared} | request, told, theirs)
+                    self._be_warden({name: self.setup[name] for name in shared} | request, report_socket, child_ends)
             if self.own >= 0:
                 kernel.setns(self.own, kernel.CLONE_NEWPID)
-        for number in theirs:
+        for number in child_ends:
             os.close(number)
         return pid
 
-    def _be_warden(self, request: dict[str, Any], told: socket.socket, descriptors: list[int]) -> NoReturn:
+    def _be_warden(self, request: dict[str, Any], report_socket: socket.socket, descriptors: list[int]) -> NoReturn:
         try:
             self.control.close()
-            Warden(self.setup, request, told, self.requests).main(descriptors)
+            Warden(self.setup, request, report_socket, self.requests).main(descriptors)
         finally:
             os._exit(0)
 

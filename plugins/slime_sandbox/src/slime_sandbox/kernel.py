@@ -42,10 +42,10 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, operation: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{operation}: {os.strerror(number)}")
     return result
 
 
@@ -85,9 +85,9 @@ def pivot_root(new: str, old: str) -> None:
 
 def seal(path: str, attributes: int = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, *, recursive: bool = True) -> None:
     """Make a mount, and those below it, read-only and without set-user-id programs."""
-    wanted = ctypes.create_string_buffer(struct.pack("<QQQQ", attributes, 0, 0, 0), 32)
+    attribute = ctypes.create_string_buffer(struct.pack("<QQQQ", attributes, 0, 0, 0), 32)
     flags = AT_RECURSIVE if recursive else 0
-    call("mount_setattr", -100, path.encode(), flags, wanted, 32)
+    call("mount_setattr", -100, path.encode(), flags, attribute, 32)
 
 
 def prctl(option: int, first: int = 0, second: int = 0) -> int:

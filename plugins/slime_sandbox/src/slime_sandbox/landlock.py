@@ -58,7 +58,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
         try:
             if not stat.S_ISDIR(os.fstat(place).st_mode):
                 rights &= OF_FILES
-            given = ctypes.create_string_buffer(struct.pack("<Qi", rights, place), 12)
-            kernel.call("landlock_add_rule", rules, PATH_BENEATH, given, 0)
+            rule = ctypes.create_string_buffer(struct.pack("<Qi", rights, place), 12)
+            kernel.call("landlock_add_rule", rules, PATH_BENEATH, rule, 0)
         finally:
             os.close(place)

@@ -51,14 +51,14 @@ OF_THE_FORK_SERVER = (16 << 20, 1000)
 """Bytes and files that its imports may write."""
 
 
-def out_of_reach(level: str, layer: str, why: str) -> SandboxError:
+def out_of_reach(level: str, layer: str, reason: str) -> SandboxError:
     """The error of a level that this machine does not have."""
     fixes = [FIXES.get(layer, ""), f"or less isolation: {LOWER[level]}" if level in LOWER else ""]
     return SandboxError(
         f"sandbox level '{level}' is out of reach: {layer}",
         code="SBX134",
         where=f"reward.sandbox_level, layer '{layer}'",
-        why=why,
+        why=reason,
         fix="\n".join(fix for fix in fixes if fix),
     )
 
@@ -113,14 +113,14 @@ def _can_unshare_mounts() -> bool:
 def _become(user: int, level: str, spaces: bool) -> None:
     """Root gives up being root, for good."""
     with layer(level, "uid"):
-        for wanted in (user, NOBODY):
+        for identity in (user, NOBODY):
             try:
                 os.setgroups([])
-                os.setresgid(wanted, wanted, wanted)
-                os.setresuid(wanted, wanted, wanted)
+                os.setresgid(identity, identity, identity)
+                os.setresuid(identity, identity, identity)
                 break
             except OSError:
-                if wanted == NOBODY and not (spaces and _root_in_name()):
+                if identity == NOBODY and not (spaces and _root_in_name()):
                     raise
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self would still be root's
         for path in (os.path.realpath(sys.executable), os.__file__):
@@ -150,12 +150,12 @@ def _be_first(level: str, driver: int, hidden: bool) -> bool:
         os.waitpid(pid, 0)
         os._exit(0)
     kernel.end_with(0)
-    own = tree.mount_proc()
-    if not own and not hidden:
+    mounted = tree.mount_proc()
+    if not mounted and not hidden:
         raise out_of_reach(
             level, "mount namespace", "this container covers parts of /proc, and shows all processes there"
         )
     with layer(level, "mount namespace"):
         tree.mount_folder(*OF_THE_FORK_SERVER)
     os.environ["HOME"] = tree.FOLDER
-    return own
+    return mounted

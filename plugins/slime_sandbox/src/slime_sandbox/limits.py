@@ -16,7 +16,7 @@ def lower_limits(limits: dict[str, Any], memory: bool, others: int) -> None:
     ``memory``: address space too, which CUDA does not survive. ``others`` are processes and threads of the same user
     that the kernel counts with this one's.
     """
-    wanted = {
+    values = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: limits["cpu_seconds"],
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
@@ -28,8 +28,8 @@ def lower_limits(limits: dict[str, Any], memory: bool, others: int) -> None:
         resource.RLIMIT_RTPRIO: 0,
     }
     if memory:
-        wanted[resource.RLIMIT_AS] = address_space() + limits["memory_bytes"]
-    for which, value in wanted.items():
+        values[resource.RLIMIT_AS] = address_space() + limits["memory_bytes"]
+    for which, value in values.items():
         _, hard = resource.getrlimit(which)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         soft = value
@@ -47,9 +47,9 @@ def address_space() -> int:
 
 def tasks_of(user: int) -> int:
     """Processes and threads that a user has."""
-    found = 0
+    count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             if os.stat(f"/proc/{name}").st_uid == user:
-                found += len(os.listdir(f"/proc/{name}/task"))
-    return found
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count

@@ -25,17 +25,17 @@ MANY = 4096
 
 def main(channel: Channel) -> None:
     """Take ``{"layers": [...], "marker": path, "namespaces": {...}}``, answer ``{layer: [control, probe]}``."""
-    asked = json.loads(channel.receive())
-    channel.send(json.dumps({name: PROBES[name](asked) for name in asked["layers"]}).encode())
+    request = json.loads(channel.receive())
+    channel.send(json.dumps({name: PROBES[name](request) for name in request["layers"]}).encode())
 
 
-def attempt(what: str, action: Callable[[], Any]) -> Tried:
+def attempt(operation: str, action: Callable[[], Any]) -> Tried:
     """Try it; an `OSError` is a no."""
     try:
         action()
     except OSError as error:
-        return f"{what}: {os.strerror(error.errno) if error.errno else error}", False
-    return f"{what}: works", True
+        return f"{operation}: {os.strerror(error.errno) if error.errno else error}", False
+    return f"{operation}: works", True
 
 
 def _read(path: str) -> bytes:
@@ -51,18 +51,18 @@ def _write(path: str) -> None:
 def namespace(kind: str) -> Callable[[dict[str, Any]], list[Tried]]:
     """Whether it is one of its own: control, it can be asked for; probe, it is the driver's."""
 
-    def probe(asked: dict[str, Any]) -> list[Tried]:
-        own = os.readlink(f"/proc/self/ns/{kind}")
-        shared = own == asked["namespaces"][kind]
+    def probe(request: dict[str, Any]) -> list[Tried]:
+        space = os.readlink(f"/proc/self/ns/{kind}")
+        shared = space == request["namespaces"][kind]
         return [
-            (f"{kind} namespace {own}", True),
+            (f"{kind} namespace {space}", True),
             ("shares it with the driver" if shared else "the driver's: not shared", shared),
         ]
 
     return probe
 
 
-def user(asked: dict[str, Any]) -> list[Tried]:
+def user(request: dict[str, Any]) -> list[Tried]:
     """Becoming root, and giving a file to root."""
     _write("owned")
     return [
@@ -71,31 +71,31 @@ def user(asked: dict[str, Any]) -> list[Tried]:
     ]
 
 
-def mounts(asked: dict[str, Any]) -> list[Tried]:
+def mounts(request: dict[str, Any]) -> list[Tried]:
     """Files of Python are there, a file of the driver's is not."""
     return [
         attempt("reading Python's own files", lambda: _read(os.__file__)),
-        attempt("reading the driver's file", lambda: _read(asked["marker"])),
+        attempt("reading the driver's file", lambda: _read(request["marker"])),
     ]
 
 
-def processes(asked: dict[str, Any]) -> list[Tried]:
+def processes(request: dict[str, Any]) -> list[Tried]:
     """Processes of its own, and that of the driver."""
     try:
         visible = {int(name) for name in os.listdir("/proc") if name.isdigit()}
     except OSError:  # a /proc that is not its own is hidden
         visible = set()
-    own = attempt("a signal to itself", lambda: os.kill(os.getpid(), 0))
-    return [own, (f"sees processes {sorted(visible)}", not visible <= {1, os.getpid()})]
+    signalled = attempt("a signal to itself", lambda: os.kill(os.getpid(), 0))
+    return [signalled, (f"sees processes {sorted(visible)}", not visible <= {1, os.getpid()})]
 
 
-def identity(asked: dict[str, Any]) -> list[Tried]:
+def identity(request: dict[str, Any]) -> list[Tried]:
     """It is somebody, not root, and cannot become root."""
-    who = os.getuid()
-    return [(f"is user {who}", who != 0), attempt("setuid to root", lambda: os.setuid(0))]
+    uid = os.getuid()
+    return [(f"is user {uid}", uid != 0), attempt("setuid to root", lambda: os.setuid(0))]
 
 
-def limits(asked: dict[str, Any]) -> list[Tried]:
+def limits(request: dict[str, Any]) -> list[Tried]:
     """One file more, and thousands."""
 
     def open_many(count: int) -> None:
@@ -108,7 +108,7 @@ def limits(asked: dict[str, Any]) -> list[Tried]:
     return [attempt("an open file", lambda: open_many(1)), many if core == (0, 0) else ("core files", True)]
 
 
-def landlock(asked: dict[str, Any]) -> list[Tried]:
+def landlock(request: dict[str, Any]) -> list[Tried]:
     """A file in its folder, and one that only Landlock keeps it from: file modes and mounts allow it."""
     return [
         attempt("writing in its folder", lambda: _write("file")),
@@ -116,7 +116,7 @@ def landlock(asked: dict[str, Any]) -> list[Tried]:
     ]
 
 
-def filtered(asked: dict[str, Any]) -> list[Tried]:
+def filtered(request: dict[str, Any]) -> list[Tried]:
     """A process of its own; a network socket and a new namespace."""
 
     def fork() -> None:
@@ -130,8 +130,8 @@ def filtered(asked: dict[str, Any]) -> list[Tried]:
         attempt("a new user namespace", lambda: kernel.unshare(kernel.CLONE_NEWUSER)),
     ]
     tracer = ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0
-    said = ", ".join(text for text, _ in calls)
-    return [attempt("a child process", fork), (said, tracer or any(worked for _, worked in calls))]
+    names = ", ".join(text for text, _ in calls)
+    return [attempt("a child process", fork), (names, tracer or any(worked for _, worked in calls))]
 
 
 PROBES: dict[str, Callable[[dict[str, Any]], list[Tried]]] = {
@@ -166,7 +166,7 @@ def compute(channel: Channel) -> None:
     import torch
 
     device = channel.receive().decode()
-    found = (torch.arange(8.0, device=device) * 2).sum().item()
-    if found != 56.0:
-        raise RuntimeError(f"the sum of 0, 2, ..., 14 is {found} there")
+    total = (torch.arange(8.0, device=device) * 2).sum().item()
+    if total != 56.0:
+        raise RuntimeError(f"the sum of 0, 2, ..., 14 is {total} there")
     channel.send(b"")

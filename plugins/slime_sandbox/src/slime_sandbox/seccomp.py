@@ -101,15 +101,15 @@ def _judged(rules: Rules) -> dict[str, list[Instruction]]:
         "ioctl": [_low(1), _do(JEQ, TIOCSTI, 2, 0), _do(JEQ, TIOCLINUX, 1, 0), allow, notify],
         "prctl": [_low(0), _do(JEQ, PR_SET_SECCOMP, 0, 1), notify, allow],
     }
-    if own := rules.signals_within:
-        group = -own & 0xFFFFFFFF
+    if own_pid := rules.signals_within:
+        group = -own_pid & 0xFFFFFFFF
         bodies["kill"] = [
             _low(0),
-            *(_do(JEQ, who, skip, 0) for who, skip in ((own, 3), (0, 2), (group, 1))),
+            *(_do(JEQ, pid, skip, 0) for pid, skip in ((own_pid, 3), (0, 2), (group, 1))),
             notify,
             allow,
         ]
-        bodies["tgkill"] = [_low(0), _do(JEQ, own, 1, 0), notify, allow]
+        bodies["tgkill"] = [_low(0), _do(JEQ, own_pid, 1, 0), notify, allow]
         bodies["tkill"] = [notify]
     return bodies
 
@@ -126,13 +126,13 @@ def _socket(gpu: bool) -> list[Instruction]:
 def install(code: bytes) -> int:
     """Put it on this thread, for good; the descriptor of the listener. Raises `OSError`."""
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    held = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(held))
-    given = ctypes.create_string_buffer(header, len(header))
+    program = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(program))
+    header_buffer = ctypes.create_string_buffer(header, len(header))
     flags = SPEC_ALLOW | NEW_LISTENER
     try:
-        return kernel.call("seccomp", SET_MODE_FILTER, flags | WAIT_KILLABLE, given)
+        return kernel.call("seccomp", SET_MODE_FILTER, flags | WAIT_KILLABLE, header_buffer)
     except OSError as error:
         if error.errno != errno.EINVAL:  # before Linux 5.19
             raise
-        return kernel.call("seccomp", SET_MODE_FILTER, flags, given)
+        return kernel.call("seccomp", SET_MODE_FILTER, flags, header_buffer)

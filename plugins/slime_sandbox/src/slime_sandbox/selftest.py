@@ -45,16 +45,16 @@ async def witness(box: Sandbox) -> tuple[Witness, ...]:
     with tempfile.NamedTemporaryFile(prefix="slime-sandbox-marker-") as marker:
         os.chmod(marker.name, 0o644)
         spaces = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "ipc", "uts")}
-        asked = {"layers": box.layers, "marker": marker.name, "namespaces": spaces}
-        outcome = await box.run(ENTRY, json.dumps(asked).encode(), LIMITS)
+        request = {"layers": box.layers, "marker": marker.name, "namespaces": spaces}
+        outcome = await box.run(ENTRY, json.dumps(request).encode(), LIMITS)
     if outcome.status != "ok":
-        why = f"{outcome.reason}\n{outcome.stdout}".strip()
-        raise out_of_reach(box.level, _blamed(why), why)
-    found = witnesses(json.loads(outcome.result), outcome)
-    for one in found:
+        reason = f"{outcome.reason}\n{outcome.stdout}".strip()
+        raise out_of_reach(box.level, _blamed(reason), reason)
+    proofs = witnesses(json.loads(outcome.result), outcome)
+    for one in proofs:
         if not one.holds:
             raise _refusal(box.level, one)
-    return found
+    return proofs
 
 
 async def compute_on(box: Sandbox, gpu: str | None, device: str = "cuda") -> Outcome:
@@ -68,21 +68,21 @@ async def compute_on(box: Sandbox, gpu: str | None, device: str = "cuda") -> Out
 
 def witnesses(tried: Mapping[str, Any], outcome: Outcome) -> tuple[Witness, ...]:
     """The process's words, and for the filter what the warden counted."""
-    found = []
+    proofs = []
     for layer, ((control, works), (probe, passes)) in tried.items():
         holds = works and not passes
         if layer == "seccomp":
             counted = {name: outcome.violations.get(name, 0) for name in EXPECTED}
             probe, holds = f"{probe}; counted {counted}", holds and counted == EXPECTED
-        found.append(Witness(layer=layer, allowed=control, denied=probe, holds=holds))
-    return tuple(found)
+        proofs.append(Witness(layer=layer, allowed=control, denied=probe, holds=holds))
+    return tuple(proofs)
 
 
 def _refusal(level: str, one: Witness) -> SandboxError:
     return out_of_reach(level, one.layer, f"the self-test: {one.allowed}; {one.denied}")
 
 
-def _blamed(why: str) -> str:
+def _blamed(reason: str) -> str:
     """The layer that a failed start of a jail names by its system call."""
     calls = {"landlock": "landlock", "seccomp": "seccomp", "mount": "mount namespace", "unshare": "user namespace"}
-    return next((layer for call, layer in calls.items() if call in why), "the self-test")
+    return next((layer for call, layer in calls.items() if call in reason), "the self-test")

@@ -36,28 +36,28 @@ GPU_DEVICES = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri")
 
 def readable(modules: Sequence[str], more: Iterable[str], gpu: bool) -> list[str]:
     """Existing files and folders, sorted, none inside another. Raises `SandboxError` where a module is missing."""
-    wanted = [*SYSTEM, *(f"/etc/{name}" for name in CONFIGURATION), *HARDWARE, *(GPU_PLACES if gpu else ())]
+    paths = [*SYSTEM, *(f"/etc/{name}" for name in CONFIGURATION), *HARDWARE, *(GPU_PLACES if gpu else ())]
     for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}:
-        wanted += [os.path.join(prefix, part) for part in PARTS]
-    wanted += [place for path in sys.path if (place := _library(path))]
+        paths += [os.path.join(prefix, part) for part in PARTS]
+    paths += [place for path in sys.path if (place := _library(path))]
     for root in dict.fromkeys(name.partition(".")[0] for name in ("slime_core", "slime_sandbox", *modules)):
-        wanted += _home(root)
-    wanted += [os.path.abspath(path) for path in more]
+        paths += _home(root)
+    paths += [os.path.abspath(path) for path in more]
     if gpu:
-        wanted += [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-    return _outermost(path for path in wanted if os.path.exists(path))
+        paths += [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
+    return _outermost(path for path in paths if os.path.exists(path))
 
 
 def devices(gpu: str | None) -> list[str]:
     """Device files for a candidate with that GPU, a UUID, or none; of all GPUs where the driver tells no UUIDs."""
     if not gpu:
         return list(DEVICES)
-    found = [path for pattern in GPU_DEVICES for path in sorted(glob.glob(pattern))]
+    paths = [path for pattern in GPU_DEVICES for path in sorted(glob.glob(pattern))]
     minors = {_fact(text, "GPU UUID"): _fact(text, "Device Minor") for text in _facts()}
     if gpu in minors:
         others = {f"/dev/nvidia{minor}" for uuid, minor in minors.items() if uuid != gpu}
-        found = [path for path in found if path not in others]
-    return [*DEVICES, *found]
+        paths = [path for path in paths if path not in others]
+    return [*DEVICES, *paths]
 
 
 def _facts() -> list[str]:
@@ -93,8 +93,8 @@ def _home(root: str) -> list[str]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    found: list[str] = []
+    roots: list[str] = []
     for path in sorted(os.path.normpath(path) for path in paths):
-        if not found or not (path == found[-1] or path.startswith(found[-1] + os.sep)):
-            found.append(path)
-    return found
+        if not roots or not (path == roots[-1] or path.startswith(roots[-1] + os.sep)):
+            roots.append(path)
+    return roots

@@ -48,12 +48,12 @@ class Warden:
 
     def main(self, descriptors: list[int]) -> None:
         """The whole life of a jail; ``descriptors`` are the candidate's: data, output, and perhaps its cgroup's."""
-        own = os.pidfd_open(os.getpid())
-        post(self.report, {"jail": True}, [own])
+        pidfd = os.pidfd_open(os.getpid())
+        post(self.report, {"jail": True}, [pidfd])
         folder = ""
         try:
             folder = self._make()
-            self._run(folder, descriptors, own)
+            self._run(folder, descriptors, pidfd)
         except OSError as error:
             with suppress(OSError):
                 post(self.report, {"infra": f"no jail to be had: {error}"})
@@ -81,7 +81,7 @@ class Warden:
             os.mkdir(os.path.join(folder, name))
         return folder
 
-    def _run(self, folder: str, descriptors: list[int], own: int) -> None:
+    def _run(self, folder: str, descriptors: list[int], pidfd: int) -> None:
         places = {
             "HOME": folder,
             "TMPDIR": f"{folder}/tmp",
@@ -92,23 +92,23 @@ class Warden:
         }
         environment = dict(os.environ) | places | self.request["environment"]
         self.request |= {"folder": folder, "environment": environment}
-        told, telling = packet_pair()
-        with told:
+        reader, telling = packet_pair()
+        with reader:
             with telling:
                 data, output, *cgroup = descriptors
-                given = [data, output, telling.fileno(), self.report.fileno(), own, *cgroup]
-                post(self.zygote, self.request, given)
+                descriptors_sent = [data, output, telling.fileno(), self.report.fileno(), pidfd, *cgroup]
+                post(self.zygote, self.request, descriptors_sent)
             for number in descriptors:
                 os.close(number)
             if "seccomp" in self.setup["layers"]:
                 looks, gpu = self.setup["proc"], self.request["gpu"]
                 self.counting = Counting(folder, self.setup["readable"], looks=looks, gpu=gpu)
-            self._watch(told)
+            self._watch(reader)
 
-    def _watch(self, told: socket.socket) -> None:
-        poller, listener, heard = select.poll(), -1, False
+    def _watch(self, reader: socket.socket) -> None:
+        poller, listener, received = select.poll(), -1, False
         poller.register(self.report, select.POLLIN)
-        poller.register(told, select.POLLIN)
+        poller.register(reader, select.POLLIN)
         poller.register(self.zygote, 0)  # it hangs up when the fork server dies
         while True:
             ready = poller.poll(LOOK_MILLISECONDS if self.group else None)
@@ -121,14 +121,14 @@ class Warden:
                         self.counting.answer(listener)
                     else:
                         poller.unregister(listener)
-                elif number == told.fileno():
-                    poller.unregister(told)
-                    listener, heard = self._hear(told), True
+                elif number == reader.fileno():
+                    poller.unregister(reader)
+                    listener, received = self._hear(reader), True
                     if listener >= 0:
                         poller.register(listener, select.POLLIN)
                 else:  # the driver wants nothing any more, or it or the fork server is gone
-                    if not heard:
-                        self._last_words(told)
+                    if not received:
+                        self._last_words(reader)
                     return
 
     def _over(self) -> str:
@@ -147,16 +147,16 @@ class Warden:
     def _processes(self) -> list[int]:
         if not self.setup["proc"]:  # it has other numbers for them
             return []
-        found = []
+        processes = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):
                 if int(name) > 1 if self.spaces else os.getpgid(int(name)) == self.group:
-                    found.append(int(name))
-        return found
+                    processes.append(int(name))
+        return processes
 
-    def _hear(self, told: socket.socket) -> int:
+    def _hear(self, reader: socket.socket) -> int:
         """What the candidate says before it is one: that it is jailed, or why not. The listener's descriptor."""
-        message, descriptors = collect(told)
+        message, descriptors = collect(reader)
         if message and "jailed" in message:
             self.group, self.inherited = message["jailed"], resident(message["jailed"])
             post(self.report, {"jailed": True})
@@ -167,10 +167,10 @@ class Warden:
             post(self.report, {"infra": message["failed"]})
         return -1
 
-    def _last_words(self, told: socket.socket) -> None:
+    def _last_words(self, reader: socket.socket) -> None:
         """What the candidate may have said meanwhile; if it has not, it cannot any more, and so never runs."""
-        told.shutdown(socket.SHUT_RD)
-        self._hear(told)
+        reader.shutdown(socket.SHUT_RD)
+        self._hear(reader)
 
     def _end_group(self) -> None:
         if not self.group:

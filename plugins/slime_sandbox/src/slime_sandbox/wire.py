@@ -31,8 +31,8 @@ def collect(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """The next message and its descriptors, which are not inherited; None at the end. Raises `OSError`."""
     space = socket.CMSG_SPACE(DESCRIPTORS * 4)
     data, rights, _, _ = sock.recvmsg(PACKET, space, socket.MSG_CMSG_CLOEXEC)
-    found = array.array("i")
-    for level, kind, held in rights:
+    descriptors = array.array("i")
+    for level, kind, payload in rights:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(held[: len(held) - len(held) % found.itemsize])
-    return (json.loads(data) if data else None), found.tolist()
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    return (json.loads(data) if data else None), descriptors.tolist()

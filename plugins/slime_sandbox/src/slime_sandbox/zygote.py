@@ -87,8 +87,8 @@ class Zygote:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptors[REPORT])) as report:
                 post(report, {"infra": f"{type(error).__name__}: {error}"})
         finally:
-            for given in descriptors:
-                os.close(given)
+            for descriptor in descriptors:
+                os.close(descriptor)
         return True
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
@@ -144,9 +144,9 @@ class Zygote:
         _, status, usage = os.wait4(one.pid, 0)
         if one.warden < 0 and self._own < 0:
             shutil.rmtree(one.folder, ignore_errors=True)
-        said = {"exit": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
+        report = {"exit": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
         with one.report, suppress(OSError):
-            post(one.report, said)
+            post(one.report, report)
 
 
 def main(requests: socket.socket, ready: socket.socket, modules: Sequence[str], spaces: bool) -> None:
@@ -158,8 +158,8 @@ def main(requests: socket.socket, ready: socket.socket, modules: Sequence[str], 
         post(ready, {"error": error.as_dict()})
         return
     except BaseException as error:
-        what = f"the fork server cannot import what was asked for: {type(error).__name__}: {error}"
-        post(ready, {"error": {"what": what, "code": "SBX00", "where": ", ".join(modules)}})
+        message = f"the fork server cannot import what was asked for: {type(error).__name__}: {error}"
+        post(ready, {"error": {"what": message, "code": "SBX00", "where": ", ".join(modules)}})
         return
     post(ready, {"ready": True})
     ready.close()

@@ -37,8 +37,8 @@ class Answer:
     @classmethod
     def of(cls, problem: Problem, text: str) -> Answer:
         """An answer as it was sampled."""
-        found = extract(text)
-        return cls(problem=problem, text=text, source=found.source, why=found.why)
+        extraction = extract(text)
+        return cls(problem=problem, text=text, source=extraction.source, why=extraction.why)
 
 
 def read_answers(path: Path, problems: Sequence[Problem]) -> list[Answer]:
@@ -47,7 +47,7 @@ def read_answers(path: Path, problems: Sequence[Problem]) -> list[Answer]:
     Raises:
         DataError: DAT17 there is none, DAT18 a row without its keys, DAT24 one of another type, CFG05 no such problem.
     """
-    known = {problem.id: problem for problem in problems}
+    by_id = {problem.id: problem for problem in problems}
     try:
         rows = JsonlRows(path, max_line_bytes=MAX_LINE)
     except OSError as error:
@@ -55,12 +55,12 @@ def read_answers(path: Path, problems: Sequence[Problem]) -> list[Answer]:
             f"{path} cannot be read: {error.strerror}", code="CFG05", where="--answers", fix="name a JSONL file"
         ) from error
     try:
-        found = [_answer(rows[number], rows.where(number), known) for number in range(len(rows))]
+        answers = [_answer(rows[number], rows.where(number), by_id) for number in range(len(rows))]
     finally:
         rows.close()
-    if not found:
+    if not answers:
         raise DataError(f"{path} holds no answer", code="DAT17", where=str(path))
-    return found
+    return answers
 
 
 def write_answers(path: Path, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
@@ -73,11 +73,11 @@ def write_answers(path: Path, answers: Sequence[Answer], verdicts: Sequence[Verd
 
 def no_code(answer: Answer) -> Verdict:
     """The verdict on an answer without code: its author's fault, and nothing is run."""
-    told = Diagnostic(stage="static", kind="no_code", message=answer.why or "the answer has no code")
-    return Verdict(status="rejected", reached="static", diagnostics=(told,))
+    diagnostic = Diagnostic(stage="static", kind="no_code", message=answer.why or "the answer has no code")
+    return Verdict(status="rejected", reached="static", diagnostics=(diagnostic,))
 
 
-def _answer(row: Mapping[str, Any], where: str, known: Mapping[str, Problem]) -> Answer:
+def _answer(row: Mapping[str, Any], where: str, problems: Mapping[str, Problem]) -> Answer:
     id_ = row.get("problem")
     texts = {key: row[key] for key in ("answer", "source") if key in row}
     if not isinstance(id_, str) or not texts:
@@ -88,12 +88,12 @@ def _answer(row: Mapping[str, Any], where: str, known: Mapping[str, Problem]) ->
             why=f"its keys are {', '.join(map(repr, row)) or 'none'}",
             fix='{"problem": ID, "answer": TEXT} or {"problem": ID, "source": CODE}',
         )
-    if id_ not in known:
-        fix = nearest(id_, list(known)) or "name the same --problems as when it was sampled"
+    if id_ not in problems:
+        fix = nearest(id_, list(problems)) or "name the same --problems as when it was sampled"
         raise DataError(f"there is no problem '{id_:.100}'", code="CFG05", where=where, fix=fix)
     for key, value in texts.items():
         if not isinstance(value, str):
             raise DataError(f"{key} is {value!r:.60}, not a string", code="DAT24", where=where)
     if "answer" in texts:
-        return Answer.of(known[id_], texts["answer"])
-    return Answer(problem=known[id_], text=texts["source"], source=texts["source"])
+        return Answer.of(problems[id_], texts["answer"])
+    return Answer(problem=problems[id_], text=texts["source"], source=texts["source"])

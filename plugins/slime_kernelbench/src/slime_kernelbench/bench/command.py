@@ -51,7 +51,7 @@ async def run_bench(
     problems = load(where, levels=levels)
     if model is None:
         assert answers is not None
-        found = read_answers(answers, problems)
+        rows = read_answers(answers, problems)
     else:
         from slime_kernelbench.bench.sampling import sample
         from slime_kernelbench.dialogue.words import load_words
@@ -59,14 +59,14 @@ async def run_bench(
         _check_k(ks, samples)
         params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature)
         words, flags = load_words(prompt_template), list(overrides)
-        told = lambda problem: say(f"sampled {problem.id}")  # noqa: E731
-        found = await sample(
-            model, problems, samples=samples, words=words, params=params, seed=seed, overrides=flags, told=told
+        progress = lambda problem: say(f"sampled {problem.id}")  # noqa: E731
+        rows = await sample(
+            model, problems, samples=samples, words=words, params=params, seed=seed, overrides=flags, progress=progress
         )
-    verdicts = await judge_answers(found, judge, at_once=at_once)
+    verdicts = await judge_answers(rows, judge, at_once=at_once)
     if out is not None:
-        write_answers(out, found, verdicts)
-    return figures(_by_problem(found, verdicts), ks=ks or (1,), ps=ps or PS)
+        write_answers(out, rows, verdicts)
+    return figures(_by_problem(rows, verdicts), ks=ks or (1,), ps=ps or PS)
 
 
 async def judge_answers(answers: Sequence[Answer], judge: Judge, *, at_once: int) -> list[Verdict]:
@@ -89,8 +89,8 @@ def table(report: dict[str, Any]) -> list[list[str]]:
         ["correct", *_cells(report["correct"])],
         *([f"pass@{k}", *_cells(figure)] for k, figure in report["pass@k"].items()),
     ]
-    for base, found in report["fast_p"].items():
-        rows += [[f"fast_{p} over {base}", *_cells(figure)] for p, figure in found.items()]
+    for base, shares in report["fast_p"].items():
+        rows += [[f"fast_{p} over {base}", *_cells(figure)] for p, figure in shares.items()]
     statuses = ", ".join(f"{count} {status}" for status, count in report["statuses"].items())
     return [*rows, ["verdicts", statuses, "", str(report["problems"])]]
 
@@ -112,7 +112,7 @@ def _check_k(ks: Sequence[int], samples: int) -> None:
 
 
 def _by_problem(answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    found: dict[str, list[Verdict]] = {}
+    verdicts_of: dict[str, list[Verdict]] = {}
     for answer, verdict in zip(answers, verdicts, strict=True):
-        found.setdefault(answer.problem.id, []).append(verdict)
-    return found
+        verdicts_of.setdefault(answer.problem.id, []).append(verdict)
+    return verdicts_of

@@ -94,16 +94,19 @@ def figures(verdicts: Mapping[str, Sequence[Verdict]], *, ks: Sequence[int], ps:
 
     ``pass@k`` is over problems with at least k samples. ``fast_p`` is null where a right answer was not timed.
     """
-    judged = {id: [each for each in found if each.status != "infra"] for id, found in verdicts.items()}
-    judged = {id: found for id, found in judged.items() if found}
-    right = {id: [_right(each) for each in found] for id, found in judged.items()}
-    statuses = [each.status for found in verdicts.values() for each in found]
+    judged = {
+        id: [verdict for verdict in verdicts_kept if verdict.status != "infra"]
+        for id, verdicts_kept in verdicts.items()
+    }
+    judged = {id: verdicts_kept for id, verdicts_kept in judged.items() if verdicts_kept}
+    right = {id: [_right(verdict) for verdict in verdicts_kept] for id, verdicts_kept in judged.items()}
+    statuses = [verdict.status for verdicts_kept in verdicts.values() for verdict in verdicts_kept]
     return {
         "problems": len(verdicts),
         "samples": len(statuses),
         "statuses": {status: statuses.count(status) for status in sorted(set(statuses))},
-        "flagged": sum(bool(each.flags) for found in verdicts.values() for each in found),
-        "compiled": _json(_shares(judged, lambda each: each.compiled)),
+        "flagged": sum(bool(verdict.flags) for verdicts_kept in verdicts.values() for verdict in verdicts_kept),
+        "compiled": _json(_shares(judged, lambda verdict: verdict.compiled)),
         "correct": _json(_shares(judged, _right)),
         "pass@k": {str(k): _json(_passed(right, k)) for k in ks},
         "fast_p": {base: {f"{p:g}": _json(_fast(judged, p, base)) for p in ps} for base in ("eager", "compile")},
@@ -115,17 +118,17 @@ def _right(verdict: Verdict) -> bool:
 
 
 def _shares(judged: Mapping[str, Sequence[Verdict]], holds: Callable[[Verdict], bool]) -> Figure | None:
-    return mean_over([sum(map(holds, found)) / len(found) for found in judged.values()])
+    return mean_over([sum(map(holds, outcomes)) / len(outcomes) for outcomes in judged.values()])
 
 
 def _passed(right: Mapping[str, Sequence[bool]], k: int) -> Figure | None:
-    return mean_over([pass_at_k(len(found), sum(found), k) for found in right.values() if len(found) >= k])
+    return mean_over([pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in right.values() if len(outcomes) >= k])
 
 
 def _fast(judged: Mapping[str, Sequence[Verdict]], p: float, baseline: Any) -> Figure | None:
     shares = []
-    for found in judged.values():
-        fast = [is_fast(each, p, baseline) for each in found]
+    for group in judged.values():
+        fast = [is_fast(verdict, p, baseline) for verdict in group]
         if None in fast:
             return None
         shares.append(sum(map(bool, fast)) / len(fast))

@@ -25,7 +25,7 @@ async def sample(
     params: SamplingParams,
     seed: int = 0,
     overrides: Sequence[str] = (),
-    told: Callable[[Problem], None] = lambda problem: None,
+    progress: Callable[[Problem], None] = lambda problem: None,
 ) -> list[Answer]:
     """``samples`` answers to each problem, in order. The same seed draws the same answers.
 
@@ -45,8 +45,8 @@ async def sample(
         raise ConfigError(
             f"{model} holds no model", code="CFG05", where=str(model.absolute()), fix="name a Hugging Face folder"
         )
-    given = ["--hf-checkpoint", str(model), "--init-weights", "load", *overrides]
-    config = resolve_machine(load_config(None, given))
+    flags = ["--hf-checkpoint", str(model), "--init-weights", "load", *overrides]
+    config = resolve_machine(load_config(None, flags))
     async with build_serving(config) as serving:
         chat = bool(getattr(serving.tokenizer, "chat_template", None))
 
@@ -64,11 +64,11 @@ async def sample(
             prompt = words.prompt(problem, chat=chat)
             text = render(prompt, serving.tokenizer, template=chat, where=problem.where)
             tokens = encode(serving.tokenizer, text)
-            found = await asyncio.gather(*(one(problem, tokens, number) for number in range(samples)))
-            told(problem)
-            return list(found)
+            samples_of = await asyncio.gather(*(one(problem, tokens, number) for number in range(samples)))
+            progress(problem)
+            return list(samples_of)
 
-        return [answer for found in await asyncio.gather(*map(several, problems)) for answer in found]
+        return [answer for samples_of in await asyncio.gather(*map(several, problems)) for answer in samples_of]
 
 
 def _text(tokenizer: Any, done: Any) -> str:

@@ -61,26 +61,30 @@ def turn_advantages(
         turn_advantages(...) == [0.5, -0.5, 0.0, 0.0]
     """
     values, groups, turns = list(total), list(group), list(turn)
-    reached, asked = set(zip(rollout, turn)), set(zip(group, turn))
+    reached, prompted = set(zip(rollout, turn)), set(zip(group, turn))
     home = dict(zip(rollout, group))
     for name, whole in (padded or {}).items():  # those that ended before count as if they had gone on
         for number, value in enumerate(whole):
-            if (name, number) not in reached and (home[name], number) in asked:
+            if (name, number) not in reached and (home[name], number) in prompted:
                 values.append(value)
                 groups.append(home[name])
                 turns.append(number)
     _, place = np.unique(np.stack([groups, turns]), axis=1, return_inverse=True)
     alone = np.arange(len(values))  # a turn of a rollout competes by itself
-    found: Comparison = compare(np.array(values), place.ravel(), alone, std=std, leave_one_out=leave_one_out)
-    return found.of(np.array(values, dtype=np.float64))[: len(total)]
+    comparison: Comparison = compare(np.array(values), place.ravel(), alone, std=std, leave_one_out=leave_one_out)
+    return comparison.of(np.array(values, dtype=np.float64))[: len(total)]
 
 
 def _advantages(batch: Batch, train: Any, *, leave_one_out: bool) -> dict[str, Any]:
-    known = [dict(found.get(KEY, {})) for found in batch.train_metadata] or [{}] * len(batch)
-    turn = np.array([int(found.get("turn", 0)) for found in known], dtype=np.int64)
-    padded = {int(name): found["returns"] for name, found in zip(batch.rollout, known) if "returns" in found}
+    metadata = [dict(advantages.get(KEY, {})) for advantages in batch.train_metadata] or [{}] * len(batch)
+    turn = np.array([int(advantages.get("turn", 0)) for advantages in metadata], dtype=np.int64)
+    padded = {
+        int(name): advantages["returns"]
+        for name, advantages in zip(batch.rollout, metadata)
+        if "returns" in advantages
+    }
     divides = not (leave_one_out or train.disable_grpo_std_normalization)
-    found = turn_advantages(
+    advantages = turn_advantages(
         batch.reward,
         batch.group,
         batch.rollout,
@@ -89,4 +93,4 @@ def _advantages(batch: Batch, train: Any, *, leave_one_out: bool) -> dict[str, A
         std="group" if divides else "none",
         leave_one_out=leave_one_out,
     )
-    return {"advantages": found[batch.sample_of_token()]}
+    return {"advantages": advantages[batch.sample_of_token()]}

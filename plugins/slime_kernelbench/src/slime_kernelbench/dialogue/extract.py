@@ -85,25 +85,25 @@ def answer_start(text: str, *, reasoning_open: bool = False) -> int | None:
 
 def _blocks(text: str, begin: int, *, nested: bool) -> tuple[list[_Block], bool]:
     """The closed blocks in the order of their ends, and whether one was left open."""
-    found: list[_Block] = []
+    blocks: list[_Block] = []
     stack: list[_Block] = []
     place = begin
     while place < len(text):
         line_end = text.find("\n", place)
         after = len(text) if line_end < 0 else line_end + 1
         if fence := FENCE.match(text, place):
-            _fence(fence["marks"], fence["info"], place, after, stack, found, nested)
+            _fence(fence["marks"], fence["info"], place, after, stack, blocks, nested)
         place = after
-    return found, bool(stack)
+    return blocks, bool(stack)
 
 
 def _fence(
-    marks: str, info: str, place: int, after: int, stack: list[_Block], found: list[_Block], nested: bool
+    marks: str, info: str, place: int, after: int, stack: list[_Block], blocks: list[_Block], nested: bool
 ) -> None:
     if stack and stack[-1].closes(marks, info):
         block = stack.pop()
         block.end = place
-        found.append(block)
+        blocks.append(block)
         return
     words = info.split()
     language = words[0].strip("{}.,:").lower() if words else ""
@@ -126,8 +126,8 @@ def _candidates(blocks: list[_Block]) -> list[_Block]:
 
 
 def _defining(text: str, blocks: list[_Block]) -> _Block | None:
-    found = [block for block in _candidates(blocks) if DEFINES.search(text, block.start, block.end)]
-    inner = [block for block in found if not any(block.holds(other) for other in found)]
+    definitions = [block for block in _candidates(blocks) if DEFINES.search(text, block.start, block.end)]
+    inner = [block for block in definitions if not any(block.holds(other) for other in definitions)]
     return inner[-1] if inner else None
 
 

@@ -79,11 +79,11 @@ def brief(verdict: Verdict, *, tokenizer: Any, tokens: int) -> str:
     Example: "wrong: 8x64 normal"
     """
     wrong = [f"{c.shapes} {c.regime}" + ("" if math.isfinite(c.max_abs) else ", not finite") for c in _wrong(verdict)]
-    told = wrong[:1] or [f"{d.kind}{_line(d)}: {d.message}" for d in verdict.diagnostics[:1]]
-    told = told or [flag.rule for flag in verdict.flags[:1]]
-    if verdict.timing is not None and not told:
-        told = [f"{_short(verdict.timing.speedup)}x"]
-    return clip(": ".join([verdict.status, *told]).replace("\n", " "), tokens, tokenizer)
+    messages = wrong[:1] or [f"{d.kind}{_line(d)}: {d.message}" for d in verdict.diagnostics[:1]]
+    messages = messages or [flag.rule for flag in verdict.flags[:1]]
+    if verdict.timing is not None and not messages:
+        messages = [f"{_short(verdict.timing.speedup)}x"]
+    return clip(": ".join([verdict.status, *messages]).replace("\n", " "), tokens, tokenizer)
 
 
 def clip(text: str, tokens: int, tokenizer: Any) -> str:
@@ -149,9 +149,9 @@ def _place(case: Case) -> str:
 
 def _speed(timing: Timing) -> str:
     compiled = "" if timing.compiled is None else f", compiled {_short(timing.compiled)} ms"
-    own = timing.slower
+    ratio = timing.slower
     return (
-        f"Speed: {_short(own)} ms; PyTorch {_short(timing.eager)} ms{compiled}: "
+        f"Speed: {_short(ratio)} ms; PyTorch {_short(timing.eager)} ms{compiled}: "
         f"{_short(timing.speedup)} times as fast as the faster of these."
     )
 

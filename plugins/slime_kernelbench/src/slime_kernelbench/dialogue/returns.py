@@ -59,8 +59,8 @@ def returns(
         return [_known(whole, 0, gamma, _discounted)] * len(rewards)
     if mode == "potential":
         whole = [_difference(whole, turn) for turn in range(len(whole))]
-    each = _best if mode == "max_future" else _discounted
-    return [_known(whole, turn, gamma, each) for turn in range(len(rewards))]
+    horizon = _best if mode == "max_future" else _discounted
+    return [_known(whole, turn, gamma, horizon) for turn in range(len(rewards))]
 
 
 def padded(
@@ -76,12 +76,12 @@ def padded(
 
 
 def _known(
-    rewards: Sequence[float | None], turn: int, gamma: float, each: Callable[[Known, float], float]
+    rewards: Sequence[float | None], turn: int, gamma: float, horizon: Callable[[Known, float], float]
 ) -> float | None:
     """The return from a turn on; turns that weigh nothing (gamma 0) need not be known."""
     ahead = rewards[turn : turn + 1] if gamma == 0 else rewards[turn:]
-    known = [reward for reward in ahead if reward is not None]
-    return each(known, gamma) if len(known) == len(ahead) else None
+    rewards_ahead = [reward for reward in ahead if reward is not None]
+    return horizon(rewards_ahead, gamma) if len(rewards_ahead) == len(ahead) else None
 
 
 def _discounted(rewards: Known, gamma: float) -> float:

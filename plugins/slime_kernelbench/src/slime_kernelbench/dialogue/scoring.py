@@ -51,12 +51,12 @@ def score_group(group: Group, options: Options, *, evaluation: bool = False) -> 
     With ``reward_tier = auto``, where the speed of any right answer of the group was measured, one without a time
     could not be judged: it would compete with less than it is worth.
     """
-    found: list[Scored] = []
+    scores: list[Scored] = []
     if options.reward_tier == "auto" and any(_timed(sample) for sample in group.samples):
         options = options.model_copy(update={"reward_tier": "speed"})
     for places in group.rollouts.values():
-        found += _dialogue([(place, group.samples[place]) for place in places], options, evaluation)
-    return sorted(found, key=lambda scored: scored.place)
+        scores += _dialogue([(place, group.samples[place]) for place in places], options, evaluation)
+    return sorted(scores, key=lambda scored: scored.place)
 
 
 def so_far(values: Sequence[float | None]) -> list[float | None]:
@@ -73,36 +73,36 @@ def _timed(sample: Sample) -> bool:
 
 
 def _dialogue(samples: Sequence[tuple[int, Sample]], options: Options, evaluation: bool) -> list[Scored]:
-    known = [(place, sample, turn) for place, sample in samples if (turn := turn_of(sample)) is not None]
-    known.sort(key=lambda item: item[2]["turn"])
-    verdicts = [verdict_from_json(turn["verdict"]) for _, _, turn in known]
+    turns = [(place, sample, turn) for place, sample in samples if (turn := turn_of(sample)) is not None]
+    turns.sort(key=lambda item: item[2]["turn"])
+    verdicts = [verdict_from_json(turn["verdict"]) for _, _, turn in turns]
     worths = [worth(verdict, options) for verdict in verdicts]
-    values = [each.value for each in worths]
+    values = [value.value for value in worths]
     length = max(options.max_turns, len(values)) if options.early_end == "repeat" else 0
     totals = so_far(values) if evaluation else returns(values, options.return_mode, options.gamma, length)
     solved = any(verdict.correct and not verdict.flags for verdict in verdicts)
     peers = padded(values, options.return_mode, options.gamma, max(options.max_turns, len(values)))
-    found = []
-    for (place, sample, turn), verdict, each, total in zip(known, verdicts, worths, totals, strict=True):
+    scored = []
+    for (place, sample, turn), verdict, value, total in zip(turns, verdicts, worths, totals, strict=True):
         if options.ragged == "padded" and None not in peers:
             sample.train_metadata[TURN] = {"turn": turn["turn"], "returns": peers}
-        last = {"solved": float(solved), "turns": float(len(known))} if turn is known[-1][2] else {}
-        reward = _reward(each, total, verdict, turn, last)
-        found.append(
-            Scored(place=place, sample=sample, turn=turn, verdict=verdict, worth=each, total=total, reward=reward)
+        last = {"solved": float(solved), "turns": float(len(turns))} if turn is turns[-1][2] else {}
+        reward = _reward(value, total, verdict, turn, last)
+        scored.append(
+            Scored(place=place, sample=sample, turn=turn, verdict=verdict, worth=value, total=total, reward=reward)
         )
-    return found
+    return scored
 
 
 def _reward(
-    each: Worth, total: float | None, verdict: Verdict, turn: dict[str, Any], last: dict[str, float]
+    worth: Worth, total: float | None, verdict: Verdict, turn: dict[str, Any], last: dict[str, float]
 ) -> Reward:
     if total is None:
-        reason = each.reason or ("the engine gave it up" if turn["finish"] == "abort" else "")
+        reason = worth.reason or ("the engine gave it up" if turn["finish"] == "abort" else "")
         return Reward(value=0.0, kind="infra_error", reason=reason or "a later turn could not be judged")
-    terms = {**each.terms, "hack": float(verdict.status == "hack" or bool(verdict.flags)), **last}
-    if each.value is not None:
-        terms["own"] = each.value
+    terms = {**worth.terms, "hack": float(verdict.status == "hack" or bool(verdict.flags)), **last}
+    if worth.value is not None:
+        terms["own"] = worth.value
     if verdict.timing is not None and verdict.correct:
         terms["speedup"] = verdict.timing.speedup
     terms |= {f"turn{turn['turn'] + 1}_{name}": terms[name] for name in BY_TURN if name in terms}

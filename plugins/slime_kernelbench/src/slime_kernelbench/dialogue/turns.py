@@ -176,9 +176,9 @@ def problem_of(group: Group) -> Problem:
     Raises:
         DataError: DAT18 it names none.
     """
-    found = group.prompt.metadata.get("problem")
-    if isinstance(found, dict) and {"id", "name", "source"} <= set(found):
-        return Problem(**found)
+    problem = group.prompt.metadata.get("problem")
+    if isinstance(problem, dict) and {"id", "name", "source"} <= set(problem):
+        return Problem(**problem)
     raise DataError(
         f"the prompt of group {group.id} names no problem",
         code="DAT18",
@@ -195,25 +195,25 @@ def occasion(ctx: Context, turn: int) -> str:
 
 def turn_of(sample: Sample) -> dict[str, Any] | None:
     """What is known of a sample's turn, JSON-ready; None where it was generated elsewhere."""
-    found = sample.metadata.get(TURN)
-    return found if isinstance(found, dict) else None
+    turn = sample.metadata.get(TURN)
+    return turn if isinstance(turn, dict) else None
 
 
-def unanswered(found: Extraction) -> Verdict:
+def unanswered(extraction: Extraction) -> Verdict:
     """The verdict on an answer without code: refused, and nothing was judged."""
-    told = Diagnostic(stage="static", kind=feedback.NO_CODE, message=f"{found.why}.")
-    return Verdict(status="rejected", reached="static", diagnostics=(told,))
+    diagnostic = Diagnostic(stage="static", kind=feedback.NO_CODE, message=f"{extraction.why}.")
+    return Verdict(status="rejected", reached="static", diagnostics=(diagnostic,))
 
 
-async def judged(found: Extraction, problem: Problem, judge: Judge, retries: int) -> Verdict:
+async def judged(extraction: Extraction, problem: Problem, judge: Judge, retries: int) -> Verdict:
     """The verdict on an answer; asked again where nothing could be judged."""
-    if found.source is None:
-        return unanswered(found)
-    verdict = await judge.judge(found.source, problem)
+    if extraction.source is None:
+        return unanswered(extraction)
+    verdict = await judge.judge(extraction.source, problem)
     for _ in range(retries):
         if verdict.status != "infra":
             break
-        verdict = await judge.judge(found.source, problem)
+        verdict = await judge.judge(extraction.source, problem)
     return verdict
 
 
@@ -221,12 +221,12 @@ async def _judge(attempt: Attempt, before: Sequence[Attempt], problem: Problem, 
     """Fill in what the judge says of an answer; code that this dialogue has tried before is not judged again."""
     began = time.monotonic()
     if attempt.finish != "abort":
-        found = extract(room.speech.text(attempt.answer), reasoning_open=room.speech.reasoning_open)
-        attempt.source = found.source
-        twin = next((old for old in before if found.source is not None and old.source == found.source), None)
+        extraction = extract(room.speech.text(attempt.answer), reasoning_open=room.speech.reasoning_open)
+        attempt.source = extraction.source
+        twin = next((old for old in before if extraction.source is not None and old.source == extraction.source), None)
         if twin is None:
-            asked = replace(problem, occasion=occasion(room.ctx, attempt.turn))
-            attempt.verdict = await judged(found, asked, room.judge, room.options.judge_retries)
+            question = replace(problem, occasion=occasion(room.ctx, attempt.turn))
+            attempt.verdict = await judged(extraction, question, room.judge, room.options.judge_retries)
         else:
             attempt.verdict = replace(twin.verdict, cached=True, seconds={})
         attempt.value = worth(attempt.verdict, room.options).value
@@ -241,15 +241,15 @@ def _repeats(attempts: Sequence[Attempt]) -> int:
 
 def _answer(attempt: Attempt, room: Room) -> None:
     """Put the judge's words into tokens."""
-    told = feedback.tell(
+    feedback_text = feedback.tell(
         attempt.verdict,
         attempt=attempt.turn + 1,
         options=room.options,
         words=room.words,
         tokenizer=room.ctx.tokenizer,
     )
-    attempt.feedback = told
-    attempt.between = room.speech.between(told, shown(attempt, room.speech, drop=room.drops))
+    attempt.feedback = feedback_text
+    attempt.between = room.speech.between(feedback_text, shown(attempt, room.speech, drop=room.drops))
 
 
 def _annotate(attempts: Sequence[Attempt], ended: str, problem: Problem) -> None:

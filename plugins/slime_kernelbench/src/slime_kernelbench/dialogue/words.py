@@ -43,17 +43,17 @@ class Words:
 
     def prompt(self, problem: Problem, *, chat: bool) -> str | list[Message]:
         """What the model is asked first: messages for a chat template, else a text."""
-        given = {"problem": problem.source.strip("\n"), "name": problem.name, "short": short_form(problem.source)}
-        user = put(self.user, **given)
+        values = {"problem": problem.source.strip("\n"), "name": problem.name, "short": short_form(problem.source)}
+        user = put(self.user, **values)
         if not chat:
             return put(self.plain, system=self.system, user=user)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": user}]
 
 
-def put(text: str, **given: str) -> str:
+def put(text: str, **values: str) -> str:
     """``text`` with ``{{NAME}}`` replaced, once; names that are not given stay."""
-    return PLACE.sub(lambda match: given.get(match[1], match[0]), text)
+    return PLACE.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def load_words(path: str) -> Words:
@@ -62,14 +62,14 @@ def load_words(path: str) -> Words:
     Raises:
         ConfigError: CFG05 no such file, CFG06 no TOML, CFG01 an unknown key, CFG02 a value that is no text.
     """
-    ours, own = _read(OURS), _read(SHIPPED.get(path, Path(path).expanduser())) if path else {}
+    defaults, overrides = _read(OURS), _read(SHIPPED.get(path, Path(path).expanduser())) if path else {}
     where = f"plugin.kernelbench.prompt_template = {path}"
-    requests = own.get("requests", {})
-    unknown = [*(set(own) - {*TEXTS, "requests"}), *(set(requests) - set(REQUESTS))]
+    requests = overrides.get("requests", {})
+    unknown = [*(set(overrides) - {*TEXTS, "requests"}), *(set(requests) - set(REQUESTS))]
     if unknown:
-        known = ", ".join((*TEXTS, *(f"requests.{name}" for name in REQUESTS)))
-        raise ConfigError(f"'{sorted(unknown)[0]}' is no text of a prompt", code="CFG01", where=where, fix=known)
-    merged = {**ours, **own, "requests": {**ours["requests"], **requests}}
+        names = ", ".join((*TEXTS, *(f"requests.{name}" for name in REQUESTS)))
+        raise ConfigError(f"'{sorted(unknown)[0]}' is no text of a prompt", code="CFG01", where=where, fix=names)
+    merged = {**defaults, **overrides, "requests": {**defaults["requests"], **requests}}
     for name, text in [*((name, merged[name]) for name in TEXTS), *merged["requests"].items()]:
         if not isinstance(text, str):
             raise ConfigError(f"'{name}' is {text!r}, no text", code="CFG02", where=where)

@@ -40,13 +40,13 @@ def main(channel: Channel) -> None:
 
 def _kernels(names: Mapping[str, Any]) -> dict[str, JITFunction[Any]]:
     """Every kernel of a module by its function's name, without its autotuner and heuristics."""
-    found = {}
+    kernels = {}
     for value in names.values():
         while not isinstance(value, JITFunction) and type(value).__name__ in ("Autotuner", "Heuristics"):
             value = value.fn
         if isinstance(value, JITFunction):
-            found[value.fn.__name__] = value
-    return found
+            kernels[value.fn.__name__] = value
+    return kernels
 
 
 def _compiled(kernels: Mapping[str, JITFunction[Any]], launch: Mapping[str, Any], target: str) -> Tree:
@@ -62,14 +62,14 @@ def _compiled(kernels: Mapping[str, JITFunction[Any]], launch: Mapping[str, Any]
     began = time.perf_counter()
     try:
         source = ASTSource(kernel, signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(launch["options"]))
+        compiled = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(launch["options"]))
     except Exception as error:
         return {"kernel": kernel.fn.__name__, "error": told(error)}
     return {
         "kernel": kernel.fn.__name__,
-        "shared": int(made.metadata.shared),
+        "shared": int(compiled.metadata.shared),
         "most_shared": SHARED_BYTES.get(int(arch), 227 << 10),
-        "ptx_bytes": len(made.asm.get("ptx", "")),
-        "cubin_bytes": len(made.asm.get("cubin", b"")),
+        "ptx_bytes": len(compiled.asm.get("ptx", "")),
+        "cubin_bytes": len(compiled.asm.get("cubin", b"")),
         "seconds": time.perf_counter() - began,
     }

@@ -21,8 +21,8 @@ class Unjudgeable(Exception):
 
 
 @contextmanager
-def heard(outcome: Outcome, problem: Problem, what: str, where: str = "") -> Iterator[Tree]:
-    """What the reference's process answered, to be read in the block; ``what`` cannot be done where it says an error.
+def heard(outcome: Outcome, problem: Problem, action: str, where: str = "") -> Iterator[Tree]:
+    """What the reference's process answered, to be read in the block; ``action`` cannot be done where it says an error.
 
     Raises:
         Unjudgeable: it ended badly or says that it cannot, or the block finds nonsense in the answer.
@@ -32,7 +32,7 @@ def heard(outcome: Outcome, problem: Problem, what: str, where: str = "") -> Ite
     try:
         answer = unpack(outcome.result)
         if "error" in answer:
-            raise Unjudgeable(f"the reference of {problem.id} cannot be {what}: {answer['error']}")
+            raise Unjudgeable(f"the reference of {problem.id} cannot be {action}: {answer['error']}")
         yield answer
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unjudgeable(f"the reference's process answered with nonsense: {error}") from None
@@ -56,13 +56,13 @@ class Kept(Generic[K, V]):
     async def get(self, key: K, make: Callable[[], Awaitable[V]], worn: Callable[[V], bool] | None = None) -> V:
         """The one of ``key``; made where there is none, or where it is ``worn``. Raises what ``make`` does."""
         async with self._making.setdefault(key, asyncio.Lock()):
-            held = self._held.get(key)
-            if held is None or (worn is not None and worn(held)):
-                held = self._held[key] = await make()
+            value = self._held.get(key)
+            if value is None or (worn is not None and worn(value)):
+                value = self._held[key] = await make()
             self._held.move_to_end(key)
         weight = sum(map(self._weigh, self._held.values()))
         while weight > self._most and len(self._held) > 1:
             old, dropped = self._held.popitem(last=False)
             self._making.pop(old, None)
             weight -= self._weigh(dropped)
-        return held
+        return value

@@ -28,14 +28,14 @@ class Attributes:
     def restore(self, output: Any) -> list[str]:
         """Put them back; names of those that were new and hold memory of the output."""
         answer = {_place(tensor) for tensor in tensors_of(output)}
-        kept: list[str] = []
+        restored: list[str] = []
         for now, before in self._held:
             new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
-            kept += [str(name) for name, value in new.items() if answer & set(map(_place, tensors_of(value)))]
+            restored += [str(name) for name, value in new.items() if answer & set(map(_place, tensors_of(value)))]
             if new or len(now) != len(before):
                 now.clear()
                 now.update(before)
-        return kept
+        return restored
 
 
 def _attributes(model: Any) -> Iterator[dict[str, Any]]:

@@ -43,8 +43,8 @@ class Bench:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request, device = request, request["device"]
-        drawn = _sized(request["source"], request["seed"], request["weights_seed"], device)
-        inputs, self._model = drawn.draw(request["seed"]), drawn.model
+        model = _sized(request["source"], request["seed"], request["weights_seed"], device)
+        inputs, self._model = model.draw(request["seed"]), model.model
         which = [
             isinstance(one, torch.Tensor) and one.is_floating_point() and one.unique().numel() > 4 for one in inputs
         ]
@@ -53,19 +53,19 @@ class Bench:
         self._inputs.renew(request["seeds"][0])
         self._compiled = _compiled(self._model, self._inputs.now) if request["compile"] else None
         self._told: dict[str, Tree] = {
-            "init": drawn.init,
-            "state": drawn.state,
-            "shapes": drawn.shapes,
+            "init": model.init,
+            "state": model.state,
+            "shapes": model.shapes,
             "inputs": to_wire(inputs),
             "which": which,
             "expected": [
                 {
-                    "computed": to_wire(drawn.computed(copy.deepcopy(one), torch.float32)),
-                    "exact": to_wire(drawn.computed(copy.deepcopy(one), torch.float64)),
+                    "computed": to_wire(model.computed(copy.deepcopy(one), torch.float32)),
+                    "exact": to_wire(model.computed(copy.deepcopy(one), torch.float64)),
                 }
                 for one in map(self._inputs.renew, request["seeds"])
             ],
-            "bytes": _moved_bytes([self._inputs.now, drawn.computed(copy.deepcopy(self._inputs.now), torch.float32)]),
+            "bytes": _moved_bytes([self._inputs.now, model.computed(copy.deepcopy(self._inputs.now), torch.float32)]),
             "flops": _flops(self._model, self._inputs.now),
             "name": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         }
@@ -86,14 +86,14 @@ class Bench:
 
 
 def _sized(source: str, seed: int, weights_seed: int, device: str) -> Drawn:
-    why = ""
+    reason = ""
     for mapping in _mappings(source):
-        drawn = Drawn(shrink.resized(source, mapping), seed, weights_seed)
-        if _moved_bytes(drawn.draw(seed)) <= LARGEST_BYTES:
-            drawn.model = drawn.model.to(device)
-            return drawn
-        why = drawn.shapes
-    raise Unusable(f"its inputs are too large: {why}")
+        drawing = Drawn(shrink.resized(source, mapping), seed, weights_seed)
+        if _moved_bytes(drawing.draw(seed)) <= LARGEST_BYTES:
+            drawing.model = drawing.model.to(device)
+            return drawing
+        reason = drawing.shapes
+    raise Unusable(f"its inputs are too large: {reason}")
 
 
 def _mappings(source: str) -> Iterator[dict[int, int]]:

@@ -56,16 +56,16 @@ def least(largest: int, number: int, branches: Sequence[tuple[int, int, int]]) -
         >>> least(5003, 16384, []), least(5003, 0, [(3, 16, 5)]), least(5003, 0, [])
         (32768, 32768, 0)
     """
-    wanted = [number + 1] * bool(number)
-    wanted += [
+    sizes = [number + 1] * bool(number)
+    sizes += [
         min(math.ceil(1.1 * largest * limit / max(most, 1)), MOST) for _, limit, most in branches if limit <= MOST
     ]
-    return min(1 << (max(wanted) - 1).bit_length(), MOST) if wanted else 0
+    return min(1 << (max(sizes) - 1).bit_length(), MOST) if sizes else 0
 
 
 def _numbers(source: str) -> set[int]:
-    found = (_value(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant | ast.BinOp))
-    return {value for value in found if value is not None}
+    values = (_value(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant | ast.BinOp))
+    return {value for value in values if value is not None}
 
 
 def _value(node: ast.expr) -> int | None:

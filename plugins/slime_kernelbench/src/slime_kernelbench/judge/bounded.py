@@ -29,11 +29,11 @@ class Bounded(TorchFunctionMode):
         self._most = most
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        sizes = [made.numel()] if isinstance(made, torch.Tensor) else []
+        result = func(*args, **(kwargs or {}))
+        sizes = [result.numel()] if isinstance(result, torch.Tensor) else []
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key = [*args, *(kwargs or {}).values()][:2]
             sizes.append(math.prod(query.shape[:-1]) * int(key.shape[-2]))
         if max(sizes, default=0) > self._most:
             raise TooLarge(f"on its way it makes a tensor of {max(sizes)} elements, the most is {self._most}")
-        return made
+        return result

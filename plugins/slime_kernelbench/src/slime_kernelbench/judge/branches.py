@@ -44,15 +44,15 @@ class Branches:
     def open(self) -> list[list[int]]:
         """Lines of comparisons that went one way though one side changed from call to call; what that has to pass, the
         most it was."""
-        found: set[tuple[int, int, int]] = set()
+        splits: set[tuple[int, int, int]] = set()
         for place, calls in self._pairs.items():
             lefts, rights = ({max(pair[side] for pair in pairs) for pairs in calls.values()} for side in (0, 1))
             if len(self._outcomes[place]) > 1 or (len(lefts) > 1) == (len(rights) > 1):
                 continue
             varied, fixed = (lefts, max(rights)) if len(lefts) > 1 else (rights, max(lefts))
             if max(varied) <= fixed:
-                found.add((place >> 16, fixed, max(varied)))
-        return [list(one) for one in sorted(found)]
+                splits.add((place >> 16, fixed, max(varied)))
+        return [list(one) for one in sorted(splits)]
 
     def _see(self, place: int, left: Any, right: Any, outcome: Any) -> None:
         if type(left) is not int or type(right) is not int:
@@ -97,5 +97,5 @@ def _parts(node: ast.FunctionDef) -> list[ast.AST]:
 
 def _call(node: ast.expr, name: str, *arguments: ast.expr) -> ast.Call:
     place = ast.Constant((node.lineno << 16) + node.col_offset)
-    made = ast.Call(ast.Name(name, ast.Load()), [place, *arguments], [])
-    return ast.copy_location(made, node)
+    call = ast.Call(ast.Name(name, ast.Load()), [place, *arguments], [])
+    return ast.copy_location(call, node)

@@ -48,9 +48,9 @@ class Calls(Expressions):
 
     def of_Call(self, node: ast.Call, scope: Scope) -> Facts:
         callees = self.facts(node.func, scope) or only(UNKNOWN)
-        found: Facts = frozenset()
+        results: Facts = frozenset()
         if looks := frozenset(callee for callee in callees if callee.name in _LOOKED_UP):
-            found, callees = self.attribute_named(node, scope), callees - looks
+            results, callees = self.attribute_named(node, scope), callees - looks
         arguments = [self.value(argument, scope) for argument in node.args]
         keywords: dict[str, Facts] = {}
         for keyword in node.keywords:
@@ -60,8 +60,8 @@ class Calls(Expressions):
         if starred(node.args):
             keywords["**"] = keywords.get("**", frozenset()) | only(UNKNOWN).union(*arguments)
         for callee in callees:
-            found |= self._call(node, callee, arguments, keywords, scope)
-        return found or only(UNKNOWN)
+            results |= self._call(node, callee, arguments, keywords, scope)
+        return results or only(UNKNOWN)
 
     def _call(
         self, node: ast.Call, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
@@ -120,7 +120,7 @@ class Calls(Expressions):
         """A call of what `functools.partial` made."""
 
     @abstractmethod
-    def held_by_partial(self, made: Value) -> Facts:
+    def held_by_partial(self, value: Value) -> Facts:
         """What a partial function may call or give to what it calls."""
 
     def escape(self, arguments: list[Facts], hot: bool) -> None:
@@ -162,16 +162,16 @@ class Calls(Expressions):
                 self.refuse(self.at, "torch_computes", f".{last} computes in PyTorch, not in a kernel")
 
     def _decorated(self, node: ast.Call, callee: Value, arguments: list[Facts]) -> Facts:
-        found: set[Value] = set()
+        facts: set[Value] = set()
         for fact in arguments[0] if arguments else ():
             gives_back = callee.name.startswith(("functools.", "abc."))  # what it is given
             if gives_back or (fact.kind == "kernel" and callee.name in ("triton.autotune", "triton.heuristics")):
-                found.add(fact)
+                facts.add(fact)
             elif fact.kind == "function" and callee.name == "triton.jit":
-                found.add(self.make_kernel(fact))
+                facts.add(self.make_kernel(fact))
             else:
                 self.refuse(node, "dynamic_code", f"{callee.name} is applied to what is not a function of this file")
-        return frozenset(found) or only(UNKNOWN)
+        return frozenset(facts) or only(UNKNOWN)
 
     def make_kernel(self, function: Value) -> Value:
         """The kernel that ``triton.jit`` makes of a function."""
@@ -235,8 +235,8 @@ class Calls(Expressions):
                 self.refuse(node, "dynamic_code", f"{method} is called under another name")
             else:
                 target = ast.copy_location(ast.Attribute(value=base, attr=literal.value, ctx=ast.Store()), node)
-                held = arguments[1] if len(arguments) > 1 else next(iter(keywords.values()), only(PLAIN))
-                self.bind(target, held, scope)
+                function = arguments[1] if len(arguments) > 1 else next(iter(keywords.values()), only(PLAIN))
+                self.bind(target, function, scope)
         if method == "named_parameters":
             return self.box(node, self.box(node, only(TENSOR, PLAIN), scope, "inner"), scope)
         return only(PLAIN) if method in ("training",) else self.box(node, only(TENSOR), scope)
@@ -250,11 +250,11 @@ class Calls(Expressions):
         keywords: dict[str, Facts],
         scope: Scope,
     ) -> Facts:
-        given = frozenset().union(*arguments, *keywords.values())
+        operands = frozenset().union(*arguments, *keywords.values())
         kinds = {fact.kind for fact in base}
         if method in _GROWS:
-            inside = self.opened(given) if method in ("extend", "update") else frozenset()
-            self.grow(node, base, given | inside | self.opened(self.boxes(inside)), scope)
+            inside = self.opened(operands) if method in ("extend", "update") else frozenset()
+            self.grow(node, base, operands | inside | self.opened(self.boxes(inside)), scope)
             return self.opened(base) if method == "setdefault" else only(UNKNOWN)
         if kinds == {"box"}:
             inside = self.opened(base)
@@ -263,8 +263,8 @@ class Calls(Expressions):
             self._keyed(node, keywords, inside, scope)
             if method == "items":
                 return self.box(node, self.box(node, inside | only(PLAIN), scope, "inner"), scope)
-            return inside | given if method in ("get", "pop", "index") else self.box(node, inside, scope)
-        self.escape([given], scope.hot)
+            return inside | operands if method in ("get", "pop", "index") else self.box(node, inside, scope)
+        self.escape([operands], scope.hot)
         if method in names.PLAIN_TENSOR or method in names.PLAIN_CONTAINER or kinds == {"plain"}:
             return only(PLAIN)
         if method in _PARTS:
@@ -280,14 +280,14 @@ class Calls(Expressions):
         """The containers among them."""
         return frozenset(fact for fact in facts if fact.kind == "box")
 
-    def grow(self, node: ast.AST, container: Facts, held: Facts, scope: Scope) -> None:
-        """A container now also holds ``held``, under whatever name it is asked."""
+    def grow(self, node: ast.AST, container: Facts, facts: Facts, scope: Scope) -> None:
+        """A container now also holds ``facts``, under whatever name it is asked."""
         for fact in container:
             if fact.kind == "box" and fact.name == "kept" and scope.hot:
                 self.refuse(node, "global_state", "a container that outlives the call may not be changed in it")
             elif fact.kind == "box":
-                self.table.grow(held, "held", fact)
-            elif code_of(held):
+                self.table.grow(facts, "held", fact)
+            elif code_of(facts):
                 self.refuse(node, "unresolved_call", "code is kept where it cannot be followed")
 
     # Torch, triton and Python's own functions.
@@ -306,20 +306,20 @@ class Calls(Expressions):
             for facts in arguments:
                 self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, path)
             return only(PLAIN)
-        given = frozenset().union(*arguments, *keywords.values())
+        operands = frozenset().union(*arguments, *keywords.values())
         if root != "torch":
-            return (given if rest.endswith("cast") else code_of(given)) or only(PLAIN)
+            return (operands if rest.endswith("cast") else code_of(operands)) or only(PLAIN)
         if rest.startswith("nn."):
-            return self._call_layer(node, rest, given, scope)
+            return self._call_layer(node, rest, operands, scope)
         if rest in names.PLAIN_RESULTS or rest.startswith("cuda."):
-            return only(PLAIN) | code_of(given)  # a function that torch.no_grad was given is still that function
+            return only(PLAIN) | code_of(operands)  # a function that torch.no_grad was given is still that function
         return self.box(node, only(TENSOR), scope) if rest in _PARTS else only(TENSOR)
 
-    def _call_layer(self, node: ast.Call, rest: str, given: Facts, scope: Scope) -> Facts:
+    def _call_layer(self, node: ast.Call, rest: str, operands: Facts, scope: Scope) -> Facts:
         name = rest.rpartition(".")[2]
         if name in _CONTAINERS:
-            boxes = frozenset(fact for fact in given if fact.kind == "box")
-            return self.box(node, self.opened(boxes) | given - boxes, scope)
+            boxes = frozenset(fact for fact in operands if fact.kind == "box")
+            return self.box(node, self.opened(boxes) | operands - boxes, scope)
         if rest.startswith("nn.init."):
             return only(TENSOR)
         return only(TENSOR) if name in ("Parameter", "Buffer") else only(LAYER)
@@ -336,7 +336,7 @@ class Calls(Expressions):
         return only(PLAIN)
 
     def _call_builtin(self, node: ast.Call, name: str, arguments: list[Facts], named: Facts, scope: Scope) -> Facts:
-        given = frozenset().union(named, *arguments)
+        operands = frozenset().union(named, *arguments)
         inside = self.opened(frozenset().union(*arguments))
         if name in _COMPUTING_BUILTINS:
             for facts in arguments:
@@ -344,14 +344,14 @@ class Calls(Expressions):
         if name == "property":
             self.refuse(node, "dynamic_code", "property is a decorator; it is not called")
         if name == "type":
-            classes = frozenset(Value("class", fact.name) for fact in given if fact.kind in _OBJECTS)
-            return classes | (only(PLAIN) if len(classes) < len(given) else frozenset())
+            classes = frozenset(Value("class", fact.name) for fact in operands if fact.kind in _OBJECTS)
+            return classes | (only(PLAIN) if len(classes) < len(operands) else frozenset())
         if name == "super":
             return self._super(node, arguments, scope)
         if name == "map" and arguments:
-            each = [self.opened(facts) for facts in arguments[1:]]
-            made = (self._call(node, callee, each, {}, scope) for callee in arguments[0])
-            return self.box(node, frozenset().union(*made), scope)
+            opened = [self.opened(facts) for facts in arguments[1:]]
+            results = (self._call(node, callee, opened, {}, scope) for callee in arguments[0])
+            return self.box(node, frozenset().union(*results), scope)
         if name == "filter" and arguments:
             self._keyed(node, {"key": arguments[0]}, self.opened(frozenset().union(*arguments[1:])), scope)
         if name in _ITERABLES:
@@ -362,7 +362,7 @@ class Calls(Expressions):
         if name in ("sum", "max", "min", "abs"):
             return inside - only(UNKNOWN) or only(PLAIN)
         if name in ("staticmethod", "classmethod"):
-            return given or only(UNKNOWN)
+            return operands or only(UNKNOWN)
         return only(UNKNOWN) if name == "object" else only(PLAIN)
 
     def _super(self, node: ast.Call, arguments: list[Facts], scope: Scope) -> Facts:
@@ -371,8 +371,8 @@ class Calls(Expressions):
         objects = arguments[1] if len(arguments) > 1 else scope.find("__self__") or frozenset()
         if len(classes) != 1 or not all(fact.kind == "class" for fact in classes):
             self.refuse(node, "unresolved_call", "of which class this is super() cannot be told from the text")
-        own = frozenset(fact for fact in objects if fact.kind in ("self", "instance"))
-        return frozenset(Value("super", fact.name, own) for fact in classes)
+        instances = frozenset(fact for fact in objects if fact.kind in ("self", "instance"))
+        return frozenset(Value("super", fact.name, instances) for fact in classes)
 
 
 def _of_shelf(fact: Value) -> bool:

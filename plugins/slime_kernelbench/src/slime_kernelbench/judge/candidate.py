@@ -203,15 +203,15 @@ class Trial:
         return dict(reply)
 
     def _raised(self, claim: Any, bfloat16: bool) -> None:
-        held = claim if isinstance(claim, dict) else {}
-        line = held.get("line")
+        position = claim if isinstance(claim, dict) else {}
+        line = position.get("line")
         diagnostic = Diagnostic(
             stage=self.reached,
-            kind=str(held.get("kind", "Exception"))[:60],
-            message=str(held.get("message", ""))[:600],
+            kind=str(position.get("kind", "Exception"))[:60],
+            message=str(position.get("message", ""))[:600],
             line=line if isinstance(line, int) else None,
-            excerpt=str(held.get("excerpt", ""))[:200],
-            traceback=str(held.get("traceback", ""))[:2000],
+            excerpt=str(position.get("excerpt", ""))[:200],
+            traceback=str(position.get("traceback", ""))[:2000],
         )
         if bfloat16 and _NOT_INTERPRETED in diagnostic.message:
             self.decide("infra", diagnostic)
@@ -235,14 +235,14 @@ class Trial:
         accesses = reply.get("accesses")
         self.work = max(self.work, (beyond.elements(question), accesses if isinstance(accesses, int) else 0))
         self._evidence(reply, question)
-        found = compare(reply.get("output"), question.expected, tf32=self.options.tf32)
-        if found.agrees and self.wrong is None:  # what kernels forgot to write is a mistake where it shows
+        comparison = compare(reply.get("output"), question.expected, tf32=self.options.tf32)
+        if comparison.agrees and self.wrong is None:  # what kernels forgot to write is a mistake where it shows
             self._written(reply)
         if not repeat:
-            self.cases.append(_case(question, found))
-        if not found.agrees:
-            kind = "not_repeatable" if repeat else found.kind
-            self.wrong = self.wrong or Diagnostic(stage="correctness", kind=kind, message=_told(question, found))
+            self.cases.append(_case(question, comparison))
+        if not comparison.agrees:
+            kind = "not_repeatable" if repeat else comparison.kind
+            self.wrong = self.wrong or Diagnostic(stage="correctness", kind=kind, message=_told(question, comparison))
         if isinstance(race := reply.get("race"), str) and race:
             message = f"{race[:200]}, in an order that no GPU promises; use an atomic, or one program for each element"
             self.wrong = self.wrong or Diagnostic(stage="correctness", kind="race", message=message)
@@ -256,8 +256,8 @@ class Trial:
         launches = reply.get("launches")
         launches = launches if isinstance(launches, int) else 0
         self.launches = max(self.launches, launches)
-        told = reply.get("signatures")
-        self.signatures = told if isinstance(told, list) else []
+        signatures = reply.get("signatures")
+        self.signatures = signatures if isinstance(signatures, list) else []
         if launches < 1:
             self.flag("no_launch", "launch", "no kernel was launched while the answer was made")
         computed = reply.get("computed")
@@ -267,17 +267,17 @@ class Trial:
         changed = reply.get("changed")
         if isinstance(changed, list) and changed:
             self.flag("monkeypatch", "process", "replaced: " + ", ".join(map(str, changed[:6])))
-        kept = reply.get("kept")
-        if isinstance(kept, list) and kept:
-            self.flag("global_state", "process", "the answer is kept as self." + str(kept[0])[:60])
+        outputs = reply.get("kept")
+        if isinstance(outputs, list) and outputs:
+            self.flag("global_state", "process", "the answer is kept as self." + str(outputs[0])[:60])
         if not _same(reply.get("inputs"), question.inputs):
             self.flag("mutated_input", "process", "an input was changed")
 
     def _written(self, reply: dict[str, Any]) -> None:
         """Whether kernels can have made an answer that is right: they wrote half of its elements, or more."""
-        stored, made = reply.get("stored"), _elements(reply.get("output"))
-        if self.launches and made and (not isinstance(stored, int) or 2 * stored < made):
-            self.flag("decoy_launch", "launch", f"kernels wrote {stored} elements, the answer has {made}")
+        stored, elements = reply.get("stored"), _elements(reply.get("output"))
+        if self.launches and elements and (not isinstance(stored, int) or 2 * stored < elements):
+            self.flag("decoy_launch", "launch", f"kernels wrote {stored} elements, the answer has {elements}")
 
     async def _without_kernels(self, child: Child, style: Style) -> None:
         """The answer must not be right when no kernel does anything."""
@@ -343,21 +343,21 @@ def _same(after: Tree, before: Tree) -> bool:
 
 def _lacking(without: Any) -> str:
     """Which weights of the reference a candidate has no place for, by its own account."""
-    told = ", ".join(str(name)[:60] for name in without[:4]) if isinstance(without, list) else ""
-    return f"; ModelNew holds no parameter or buffer of the size and first value of the reference's {told}"
+    names = ", ".join(str(name)[:60] for name in without[:4]) if isinstance(without, list) else ""
+    return f"; ModelNew holds no parameter or buffer of the size and first value of the reference's {names}"
 
 
-def _case(question: Question, found: Comparison) -> Case:
+def _case(question: Question, comparison: Comparison) -> Case:
     return Case(
         shapes=question.shapes,
         regime=question.regime,
-        agrees=found.agrees,
-        max_abs=found.max_abs,
-        max_rel=found.max_rel,
-        tolerance=found.tolerance,
-        where=found.where,
+        agrees=comparison.agrees,
+        max_abs=comparison.max_abs,
+        max_rel=comparison.max_rel,
+        tolerance=comparison.tolerance,
+        where=comparison.where,
     )
 
 
-def _told(question: Question, found: Comparison) -> str:
-    return f"inputs of shapes {question.shapes}, {question.regime} values: {found.problem}"
+def _told(question: Question, comparison: Comparison) -> str:
+    return f"inputs of shapes {question.shapes}, {question.regime} values: {comparison.problem}"

@@ -38,18 +38,18 @@ class Classes(Standard):
         if scope.outer is not None or node.name in self.classes or node.keywords:
             self.refuse(node, "dynamic_code", "a class stands once, at the top of the file, without a metaclass")
         bases = [self._base(node, base, scope) for base in node.bases]
-        own = [self.classes[base.name] for base in bases if base.kind == "class"]
+        parents = [self.classes[base.name] for base in bases if base.kind == "class"]
         named = {base.name for base in bases}
         facts = ClassFacts(
             name=node.name,
             node=node,
             methods={},
-            order=(node.name, *_merged([list(base.order) for base in own] + [[base.name for base in own]])),
-            is_module="torch.nn.Module" in named or any(base.is_module for base in own),
-            is_function=_FUNCTION in named or any(base.is_function for base in own),
-            is_enum=bool(named & _ENUMS) or any(base.is_enum for base in own),
-            is_record="typing.NamedTuple" in named or any(base.is_record for base in own),
-            is_tuple="typing.NamedTuple" in named or any(base.is_tuple for base in own),
+            order=(node.name, *_merged([list(base.order) for base in parents] + [[base.name for base in parents]])),
+            is_module="torch.nn.Module" in named or any(base.is_module for base in parents),
+            is_function=_FUNCTION in named or any(base.is_function for base in parents),
+            is_enum=bool(named & _ENUMS) or any(base.is_enum for base in parents),
+            is_record="typing.NamedTuple" in named or any(base.is_record for base in parents),
+            is_tuple="typing.NamedTuple" in named or any(base.is_tuple for base in parents),
         )
         if named & _OF_ENUMS and not facts.is_enum:
             self.refuse(node, "inherits_reference", f"a base of {node.name} is not allowed without an enum")
@@ -69,36 +69,36 @@ class Classes(Standard):
             return False
         if "namedtuple" not in ast.unparse(call.func) or self.facts(call.func, scope) != _NAMED_TUPLE:
             return False
-        made = self._written.setdefault(id(node), class_of_tuple(target.id, call) or ast.Pass())
-        if not isinstance(made, ast.ClassDef) or scope.outer is not None or target.id in self.classes:
+        definition = self._written.setdefault(id(node), class_of_tuple(target.id, call) or ast.Pass())
+        if not isinstance(definition, ast.ClassDef) or scope.outer is not None or target.id in self.classes:
             self.refuse(node, "dynamic_code", "a named tuple stands once, at the top of the file, with literal fields")
             return True
-        facts = ClassFacts(target.id, made, {}, (target.id,), is_module=False, is_record=True, is_tuple=True)
+        facts = ClassFacts(target.id, definition, {}, (target.id,), is_module=False, is_record=True, is_tuple=True)
         self.classes[target.id] = facts
-        body = Scope(self.table, id(made), outer=scope, inline=True, of_class=True)
-        for statement in made.body:
+        body = Scope(self.table, id(definition), outer=scope, inline=True, of_class=True)
+        for statement in definition.body:
             self._class_statement(statement, facts, scope, body)
         self.define(node, target.id, only(Value("class", target.id)), scope)
         return True
 
     def _class_decorators(self, node: ast.ClassDef, facts: ClassFacts, scope: Scope) -> None:
         for decorator in node.decorator_list:
-            found = self.facts(decorator, scope)
-            if {fact.name for fact in found} != {"dataclasses.dataclass"} or facts.is_module or facts.is_function:
+            decorators = self.facts(decorator, scope)
+            if {fact.name for fact in decorators} != {"dataclasses.dataclass"} or facts.is_module or facts.is_function:
                 self.refuse(decorator, "dynamic_code", "a class may have dataclass as its decorator, a module none")
             facts.is_record = True
 
     def _base(self, node: ast.ClassDef, base: ast.expr, scope: Scope) -> Value:
-        found = self.facts(base, scope)
-        fact = next(iter(found)) if len(found) == 1 else UNKNOWN
+        facts = self.facts(base, scope)
+        fact = next(iter(facts)) if len(facts) == 1 else UNKNOWN
         if fact.kind != "class" and (fact.kind != "library" or fact.name not in _BASES | _OF_ENUMS):
             self.refuse(base, "inherits_reference", f"base {ast.unparse(base)} of {node.name} is not allowed")
         return fact
 
     def _class_statement(self, statement: ast.stmt, facts: ClassFacts, scope: Scope, body: Scope) -> None:
         if isinstance(statement, ast.FunctionDef):
-            own = {"__init__"} if facts.is_module or facts.is_function else _OWN
-            special = statement.name.startswith("__") and statement.name not in own
+            specials = {"__init__"} if facts.is_module or facts.is_function else _OWN
+            special = statement.name.startswith("__") and statement.name not in specials
             if special or facts.is_enum or statement.name in names.NO_OVERRIDE:
                 self.refuse(statement, "monkeypatch", f"a candidate may not define {statement.name} here")
             if statement.name == "forward" and is_property(statement):
@@ -109,23 +109,23 @@ class Classes(Standard):
             self._class_attributes(statement, statement.targets, self.value(statement.value, body), facts, body)
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             self.value(statement.annotation, body)
-            held = only(PLAIN) if statement.value is None else self.value(statement.value, body)
+            value = only(PLAIN) if statement.value is None else self.value(statement.value, body)
             if statement.value is not None or facts.is_record:
-                self._class_attributes(statement, [statement.target], held, facts, body)
+                self._class_attributes(statement, [statement.target], value, facts, body)
         elif not isinstance(statement, ast.Pass) and not _docstring(statement):
             self.refuse(statement, "forbidden_syntax", f"{type(statement).__name__} is not allowed in a class")
 
     def _class_attributes(
-        self, node: ast.stmt, targets: Sequence[ast.expr], held: Facts, facts: ClassFacts, body: Scope
+        self, node: ast.stmt, targets: Sequence[ast.expr], value: Facts, facts: ClassFacts, body: Scope
     ) -> None:
         for name in (target.id for target in targets if isinstance(target, ast.Name)):
             if name.startswith("__") or name in names.NO_OVERRIDE or name == "forward":
                 self.refuse(node, "monkeypatch", f"a candidate may not define {name}")
-            if facts.is_enum and held != only(PLAIN):
+            if facts.is_enum and value != only(PLAIN):
                 self.refuse(node, "dynamic_code", f"{name} of an enum is no number and no text")
-            self._no_code(node, facts.name, held)
-            body.define(name, held)
-            self.table.grow(held, "attribute", facts.name, name)
+            self._no_code(node, facts.name, value)
+            body.define(name, value)
+            self.table.grow(value, "attribute", facts.name, name)
             self.own_attributes.add(name)
 
     def call_class(self, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], hot: bool) -> Facts:
@@ -150,9 +150,9 @@ class Classes(Standard):
                     name = statement.target.id
                     self.table.grow(anywhere | keywords.get(name, frozenset()), "attribute", owner, name)
 
-    def _no_code(self, node: ast.AST, owner: str, held: Facts) -> None:
+    def _no_code(self, node: ast.AST, owner: str, facts: Facts) -> None:
         """Refuse code in a named tuple: whatever goes through the tuple would have it."""
-        if self.classes[owner].is_tuple and code_of(self.inmost(held)):
+        if self.classes[owner].is_tuple and code_of(self.inmost(facts)):
             self.refuse(node, "unresolved_call", "a named tuple holds code, where it cannot be followed")
 
     def call_method(
@@ -181,10 +181,10 @@ def _docstring(statement: ast.stmt) -> bool:
 
 def _merged(sequences: list[list[str]]) -> list[str]:
     """Python's order of bases (C3); what is left over where there is none."""
-    found: list[str] = []
+    merged: list[str] = []
     while sequences := [sequence for sequence in sequences if sequence]:
         heads = [sequence[0] for sequence in sequences]
         first = next((head for head in heads if not any(head in sequence[1:] for sequence in sequences)), heads[0])
-        found.append(first)
+        merged.append(first)
         sequences = [[name for name in sequence if name != first] for sequence in sequences]
-    return found
+    return merged

@@ -53,13 +53,13 @@ def compare(answer: Tree, expected: Expected, *, tf32: bool = False, device: str
     if wrong:
         return Comparison(agrees=False, kind="structure", problem=wrong)
     worst = Comparison(agrees=True)
-    for index, (name, got, exact, computed) in enumerate(pairs):
+    for index, (name, output, exact, computed) in enumerate(pairs):
         own_scale = expected.scales[index] if index < len(expected.scales) else 0.0
-        found = _compare_one(name, got, exact, computed, own_scale, tf32=tf32, device=device)
-        if not found.agrees:
-            return found
-        if found.max_rel >= worst.max_rel:
-            worst = found
+        comparison = _compare_one(name, output, exact, computed, own_scale, tf32=tf32, device=device)
+        if not comparison.agrees:
+            return comparison
+        if comparison.max_rel >= worst.max_rel:
+            worst = comparison
     return worst
 
 
@@ -70,20 +70,20 @@ def scales_of(exact: Tree) -> list[float]:
     return [scale_of(np.asarray(numbers_of(one))) for _, one, _, _ in pairs]
 
 
-def _pair(name: str, got: Tree, exact: Tree, computed: Tree, pairs: list[tuple[str, Tree, Tree, Tree]]) -> str:
+def _pair(name: str, output: Tree, exact: Tree, computed: Tree, pairs: list[tuple[str, Tree, Tree, Tree]]) -> str:
     """Walk three trees side by side; what is wrong with the first one's form, or ""."""
     if isinstance(computed, list | tuple):
-        if not isinstance(got, list | tuple) or len(got) != len(computed):
-            return f"{name} should be {len(computed)} values, not {_described(got)}"
-        parts = zip(map(str, range(len(computed))), got, exact, computed)
+        if not isinstance(output, list | tuple) or len(output) != len(computed):
+            return f"{name} should be {len(computed)} values, not {_described(output)}"
+        parts = zip(map(str, range(len(computed))), output, exact, computed)
     elif isinstance(computed, dict):
-        if not isinstance(got, dict) or set(got) != set(computed):
-            return f"{name} should be a dict with keys {sorted(computed)}, not {_described(got)}"
-        parts = ((key, got[key], exact[key], computed[key]) for key in sorted(computed))  # type: ignore[assignment]
+        if not isinstance(output, dict) or set(output) != set(computed):
+            return f"{name} should be a dict with keys {sorted(computed)}, not {_described(output)}"
+        parts = ((key, output[key], exact[key], computed[key]) for key in sorted(computed))  # type: ignore[assignment]
     else:
-        if isinstance(computed, Leaf) and not isinstance(got, Leaf):
-            return f"{name} should be a tensor, not {_described(got)}"
-        pairs.append((name, got, exact, computed))
+        if isinstance(computed, Leaf) and not isinstance(output, Leaf):
+            return f"{name} should be a tensor, not {_described(output)}"
+        pairs.append((name, output, exact, computed))
         return ""
     for key, one, two, three in parts:
         wrong = _pair(f"{name}[{key}]", one, two, three, pairs)
@@ -99,54 +99,54 @@ def _described(tree: Tree) -> str:
 
 
 def _compare_one(
-    name: str, got: Tree, exact: Tree, computed: Tree, own_scale: float, *, tf32: bool, device: str
+    name: str, output: Tree, exact: Tree, computed: Tree, own_scale: float, *, tf32: bool, device: str
 ) -> Comparison:
     if not isinstance(computed, Leaf):
-        same = type(got) is type(computed) and (got == computed or (got != got and computed != computed))
+        same = type(output) is type(computed) and (output == computed or (output != output and computed != computed))
         return Comparison(agrees=same, kind="" if same else "values", problem="" if same else f"{name} differs")
-    wrong = _form(name, got, computed, device)
+    wrong = _form(name, output, computed, device)
     if wrong:
         return Comparison(agrees=False, kind=wrong[0], problem=wrong[1])
     want = np.asarray(numbers_of(exact))
     allowed = tolerance(want, numbers_of(computed), computed.dtype, own_scale, tf32)
-    return _values(name, numbers_of(got), want, allowed)
+    return _values(name, numbers_of(output), want, allowed)
 
 
-def _form(name: str, got: Leaf, computed: Leaf, device: str) -> tuple[str, str] | None:
-    if got.kind != "Tensor":
-        return "type", f"{name} is a {got.kind}, not a torch.Tensor"
-    if got.dtype != computed.dtype:
-        return "dtype", f"{name} has dtype {got.dtype}, not {computed.dtype}"
-    if got.shape != computed.shape:
-        return "shape", f"{name} has shape {got.shape}, not {computed.shape}"
-    if got.device and got.device != device:
-        return "device", f"{name} is on {got.device}, not on {device}"
-    overlaps = any(step == 0 and size > 1 for step, size in zip(got.stride, got.shape))
+def _form(name: str, output: Leaf, computed: Leaf, device: str) -> tuple[str, str] | None:
+    if output.kind != "Tensor":
+        return "type", f"{name} is a {output.kind}, not a torch.Tensor"
+    if output.dtype != computed.dtype:
+        return "dtype", f"{name} has dtype {output.dtype}, not {computed.dtype}"
+    if output.shape != computed.shape:
+        return "shape", f"{name} has shape {output.shape}, not {computed.shape}"
+    if output.device and output.device != device:
+        return "device", f"{name} is on {output.device}, not on {device}"
+    overlaps = any(step == 0 and size > 1 for step, size in zip(output.stride, output.shape))
     meant = any(step == 0 and size > 1 for step, size in zip(computed.stride, computed.shape))
     if overlaps and not meant:
-        return "stride", f"{name} has strides {got.stride}: its elements share memory"
+        return "stride", f"{name} has strides {output.stride}: its elements share memory"
     return None
 
 
 def numbers_of(tree: Tree) -> Array:
     """A tensor's elements in float64, or as the integers and booleans that they are; complex ones as pairs."""
-    held = array_of(tree) if isinstance(tree, Leaf) else np.asarray(tree)
-    if held.dtype.kind == "c":
-        return np.stack([held.real, held.imag], axis=-1).astype(np.float64)
-    return held.astype(np.float64) if held.dtype.kind == "f" else held
+    array = array_of(tree) if isinstance(tree, Leaf) else np.asarray(tree)
+    if array.dtype.kind == "c":
+        return np.stack([array.real, array.imag], axis=-1).astype(np.float64)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def _values(name: str, got: Array, want: Array, allowed: Array) -> Comparison:
+def _values(name: str, output: Array, want: Array, allowed: Array) -> Comparison:
     if not want.size:
         return Comparison(agrees=True)
-    exact_kind = want.dtype.kind in "biu" or got.dtype.kind in "biu"
+    exact_kind = want.dtype.kind in "biu" or output.dtype.kind in "biu"
     if exact_kind:
-        different = got != want
-        difference = np.abs(got.astype(np.float64) - want.astype(np.float64))
+        different = output != want
+        difference = np.abs(output.astype(np.float64) - want.astype(np.float64))
         bad = different
     else:
         with np.errstate(invalid="ignore", over="ignore"):
-            difference = np.where(got == want, 0.0, np.abs(got - want))
+            difference = np.where(output == want, 0.0, np.abs(output - want))
             bad = ~(difference <= allowed)  # NaN is a mismatch
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         scaled = np.where(difference == 0, 0.0, difference / np.maximum(allowed, 1e-300))
@@ -161,7 +161,7 @@ def _values(name: str, got: Array, want: Array, allowed: Array) -> Comparison:
         where=where,
     )
     if bad.any():
-        missing = int((~np.isfinite(got.astype(np.float64)) & np.isfinite(want.astype(np.float64))).sum())
+        missing = int((~np.isfinite(output.astype(np.float64)) & np.isfinite(want.astype(np.float64))).sum())
         finding.kind = "nan" if missing else "values"
         finding.problem = _told(name, int(bad.sum()), want.size, missing, finding)
     return finding

@@ -93,7 +93,7 @@ class Examiner:
         box = await self._opened.box()
         outcome = await box.run(REFERENCE, pack(request | more), limits)
         with heard(outcome, problem, "examined") as answer:
-            styles = [_style(name, held) for name, held in answer["styles"].items()]
+            styles = [_style(name, style) for name, style in answer["styles"].items()]
         return styles, answer
 
     async def _draw(self, problem: Problem, which: str) -> Examination:
@@ -103,33 +103,33 @@ class Examiner:
         return Examination(weights_seed=weights_seed, order=order, styles=styles, dtypes=frozenset(_dtypes(answer)))
 
 
-def _style(name: str, held: Tree) -> Style:
-    cases = {case["regime"]: case for case in held["cases"] if _well_conditioned(case["exact"], case["computed"])}
+def _style(name: str, answer: Tree) -> Style:
+    cases = {case["regime"]: case for case in answer["cases"] if _well_conditioned(case["exact"], case["computed"])}
     if not cases:
         raise ValueError("the reference's own rounding is as large as its answers")
-    own = cases.get("normal") or next(iter(cases.values()))
-    scales = scales_of(own["exact"])
+    normal = cases.get("normal") or next(iter(cases.values()))
+    scales = scales_of(normal["exact"])
 
     def question(regime: str) -> Question:
         case = cases[regime]
         expected = Expected(exact=case["exact"], computed=case["computed"], scales=scales)
-        return Question(style=name, regime=regime, shapes=held["shapes"], inputs=case["inputs"], expected=expected)
+        return Question(style=name, regime=regime, shapes=answer["shapes"], inputs=case["inputs"], expected=expected)
 
-    asked: list[str] = []
-    for wanted in PLAN.get(name, ("normal",)):
+    regimes: list[str] = []
+    for preferred in PLAN.get(name, ("normal",)):
         chosen = next(
-            (regime for regime in (wanted, *_INSTEAD, *cases) if regime in cases and regime not in asked), None
+            (regime for regime in (preferred, *_INSTEAD, *cases) if regime in cases and regime not in regimes), None
         )
-        asked.extend([chosen] if chosen else [])
+        regimes.extend([chosen] if chosen else [])
     spare = next(
-        (regime for regime in ("mixed", "again", *cases) if regime in cases and regime not in asked), asked[0]
+        (regime for regime in ("mixed", "again", *cases) if regime in cases and regime not in regimes), regimes[0]
     )
     return Style(
         name=name,
-        init=held["init"],
-        state=held["state"],
-        woken=held["woken"],
-        questions=[question(regime) for regime in asked],
+        init=answer["init"],
+        state=answer["state"],
+        woken=answer["woken"],
+        questions=[question(regime) for regime in regimes],
         spare=question(spare),
     )
 

@@ -46,11 +46,11 @@ class Expressions(Ground):
         if method is None:
             self.refuse(node, "forbidden_syntax", f"{type(node).__name__} is not allowed in host code")
             return only(UNKNOWN)
-        found: Facts = method(node, scope)
-        if len(found) > _MOST:
-            self.escape([found], hot=True)
+        facts: Facts = method(node, scope)
+        if len(facts) > _MOST:
+            self.escape([facts], hot=True)
             return only(UNKNOWN)
-        return found
+        return facts
 
     # Leaves.
 
@@ -58,11 +58,11 @@ class Expressions(Ground):
         return only(PLAIN)
 
     def of_Name(self, node: ast.Name, scope: Scope) -> Facts:
-        found = scope.find(node.id)
-        if found is not None:
-            for fact in (fact for fact in found if fact.kind == "outside"):
+        facts = scope.find(node.id)
+        if facts is not None:
+            for fact in (fact for fact in facts if fact.kind == "outside"):
                 self.refuse(node, "forbidden_import", f"import of {fact.name} is not allowed; {names.IMPORTABLE}")
-            return found
+            return facts
         if node.id not in names.BUILTINS:
             self.refuse(node, "unknown_name", f"name {node.id} is not defined here, or is not allowed")
             return only(UNKNOWN)
@@ -85,20 +85,20 @@ class Expressions(Ground):
     # Containers.
 
     def of_Tuple(self, node: ast.Tuple | ast.List | ast.Set, scope: Scope) -> Facts:
-        held: Facts = frozenset()
+        items: Facts = frozenset()
         for item in node.elts:
-            held |= self.value(item, scope)
-        return self.box(node, held, scope)
+            items |= self.value(item, scope)
+        return self.box(node, items, scope)
 
     of_List = of_Tuple
     of_Set = of_Tuple
 
     def of_Dict(self, node: ast.Dict, scope: Scope) -> Facts:
-        held: Facts = frozenset()
+        items: Facts = frozenset()
         for key, item in zip(node.keys, node.values):
-            held |= code_of(self.value(key, scope))
-            held |= self.value(item, scope) if key is not None else self.opened(self.value(item, scope))
-        return self.box(node, held, scope)
+            items |= code_of(self.value(key, scope))
+            items |= self.value(item, scope) if key is not None else self.opened(self.value(item, scope))
+        return self.box(node, items, scope)
 
     def of_Starred(self, node: ast.Starred, scope: Scope) -> Facts:
         return self.opened(self.value(node.value, scope))
@@ -127,9 +127,9 @@ class Expressions(Ground):
 
     # Operators: on tensors they compute.
 
-    def _computes(self, node: ast.AST, facts: Facts, scope: Scope, what: str) -> None:
+    def _computes(self, node: ast.AST, facts: Facts, scope: Scope, subject: str) -> None:
         if scope.hot and facts == only(TENSOR):
-            self.refuse(node, "torch_computes", f"{what} on tensors computes in PyTorch, not in a kernel")
+            self.refuse(node, "torch_computes", f"{subject} on tensors computes in PyTorch, not in a kernel")
 
     def of_BinOp(self, node: ast.BinOp, scope: Scope) -> Facts:
         left, right = self.value(node.left, scope), self.value(node.right, scope)
@@ -184,28 +184,28 @@ class Expressions(Ground):
     def of_Subscript(self, node: ast.Subscript, scope: Scope) -> Facts:
         base = self.facts(node.value, scope)
         inside = self.value(node.slice, scope)
-        found: set[Value] = set()
+        facts: set[Value] = set()
         for fact in base:
             if fact.kind == "kernel":
                 self.at = node
                 self.escape([inside], hot=True)  # the grid may be a function
-                found.add(Value("launcher", fact.name))
+                facts.add(Value("launcher", fact.name))
             elif fact.kind in ("library", "class"):
-                found |= only(PLAIN) | code_of(self.inmost(inside))  # such as Optional[Tensor]; Union[X] is X itself
+                facts |= only(PLAIN) | code_of(self.inmost(inside))  # such as Optional[Tensor]; Union[X] is X itself
             else:
-                found |= self.opened(only(fact))
-        return frozenset(found)
+                facts |= self.opened(only(fact))
+        return frozenset(facts)
 
     # Attributes.
 
     def of_Attribute(self, node: ast.Attribute, scope: Scope) -> Facts:
-        found: Facts = frozenset()
+        values: Facts = frozenset()
         facts = self.facts(node.value, scope)
         mixed = node.attr in self.own_attributes and any(fact.kind in ("instance", "self") for fact in facts)
         for fact in facts:
             unsure = mixed and fact.kind in ("tensor", "plain", "box")  # such as one of many arguments
-            found |= self._attribute(node, UNKNOWN if unsure else fact, scope)
-        return found
+            values |= self._attribute(node, UNKNOWN if unsure else fact, scope)
+        return values
 
     def attribute_named(self, node: ast.Call, scope: Scope) -> Facts:
         """``getattr`` and ``hasattr`` with a literal name are plain attributes; with any other they are refused."""
@@ -214,10 +214,10 @@ class Expressions(Ground):
             self.refuse(node, "dynamic_code", "getattr needs a literal name")
             return only(UNKNOWN)
         spelled = ast.copy_location(ast.Attribute(value=node.args[0], attr=literal.value, ctx=ast.Load()), node)
-        found = self.facts(spelled, scope)
+        facts = self.facts(spelled, scope)
         for default in node.args[2:]:
-            found |= self.value(default, scope)
-        return found
+            facts |= self.value(default, scope)
+        return facts
 
     def _attribute(self, node: ast.Attribute, fact: Value, scope: Scope) -> Facts:
         name = node.attr
@@ -261,26 +261,26 @@ class Expressions(Ground):
 
     def _of_super(self, node: ast.Attribute, fact: Value, name: str, scope: Scope) -> Facts:
         """``super().NAME``: of the class after ``fact.name`` in the order of whatever object it is."""
-        found: Facts = frozenset()
+        facts: Facts = frozenset()
         for one in fact.items:
             order = self._order(one.name)
             after = order[order.index(fact.name) + 1 :] if fact.name in order else ()
             owner = next((item for item in after if name in self.classes[item].methods), None)
             if owner is not None:
-                found |= only(Value("method", f"{owner}.{name}", only(one)))
+                facts |= only(Value("method", f"{owner}.{name}", only(one)))
             elif name == "__init__":
-                found |= only(Value("method", "torch.nn.Module.__init__"))
-        return found or self._refused(node, name, scope.hot)
+                facts |= only(Value("method", "torch.nn.Module.__init__"))
+        return facts or self._refused(node, name, scope.hot)
 
     def _of_class(self, node: ast.Attribute, fact: Value, name: str, scope: Scope) -> Facts:
-        held = self._held(fact.name, name)
+        attributes = self._held(fact.name, name)
         if name == "apply" and self.classes[fact.name].is_function:
             return only(Value("method", f"{fact.name}.forward", only(fact)))
         if (method := self.method_of(fact.name, name)) is not None:
             static = {ast.unparse(decorator) for decorator in method.decorator_list}
             bound = Value("method", f"{fact.name}.{name}", only(Value("instance", fact.name)))
-            held |= only(bound if "classmethod" in static else Value("function", name, node=id(method)))
-        return held or (only(PLAIN) if name == "__name__" else self._refused(node, name, True))
+            attributes |= only(bound if "classmethod" in static else Value("function", name, node=id(method)))
+        return attributes or (only(PLAIN) if name == "__name__" else self._refused(node, name, True))
 
     def _held(self, owner: str, name: str) -> Facts:
         """What an attribute of a class's, or of its objects, may hold."""
@@ -289,13 +289,13 @@ class Expressions(Ground):
         )
 
     def _own_attribute(self, node: ast.Attribute, owner: str, name: str, scope: Scope) -> Facts:
-        held = self._held(owner, name)
+        attributes = self._held(owner, name)
         if (method := self.method_of(owner, name)) is not None:
             if is_property(method):
-                return held | self.call_method(owner, name, [], {}, scope.hot)
-            held |= only(Value("method", f"{owner}.{name}"))
-        if held:
-            return held
+                return attributes | self.call_method(owner, name, [], {}, scope.hot)
+            attributes |= only(Value("method", f"{owner}.{name}"))
+        if attributes:
+            return attributes
         if name in names.MODULE:
             return only(Value("method", "module." + name))
         if name in self.own_attributes:
@@ -305,11 +305,13 @@ class Expressions(Ground):
     def _member(self, node: ast.Attribute, fact: Value, scope: Scope) -> Facts:
         name = node.attr
         allowed = names.HOT_TENSOR if scope.hot else names.SETUP_TENSOR
-        known = name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
-        own = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
-        known |= name in names.CONFIG and fact.kind in ("plain", "unknown")
-        known |= name in ("value", "__name__") and fact.kind == "plain"  # of an enum, of type(x)
-        if not (known or own or name in self.allow):
+        permitted = (
+            name in allowed or name in names.CONTAINER or name in names.LAYER or name in names.DEVICE_PROPERTIES
+        )
+        unbound = fact.kind == "unknown" and name in self.own_attributes and name not in names.COMPUTES
+        permitted |= name in names.CONFIG and fact.kind in ("plain", "unknown")
+        permitted |= name in ("value", "__name__") and fact.kind == "plain"  # of an enum, of type(x)
+        if not (permitted or unbound or name in self.allow):
             return self._refused(node, name, scope.hot)
         if fact.kind == "layer":
             if name in ("forward",):
@@ -334,7 +336,7 @@ class Expressions(Ground):
             return only(fact) if fact.kind == "tensor" else only(UNKNOWN)
         if fact.kind in ("box", "plain") or name in names.HOT_TENSOR or name in names.SETUP_TENSOR:
             return only(Value("method", "value." + name, only(fact)))
-        return only(UNKNOWN).union(*(self._held(owner, name) for owner in self.classes)) if own else only(UNKNOWN)
+        return only(UNKNOWN).union(*(self._held(owner, name) for owner in self.classes)) if unbound else only(UNKNOWN)
 
     def _refused(self, node: ast.AST, name: str, hot: bool) -> Facts:
         if hot and name in names.COMPUTES:

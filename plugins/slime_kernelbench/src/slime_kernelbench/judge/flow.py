@@ -162,8 +162,8 @@ class Flow(Control):
         read = self._made.setdefault(id(node), loaded(node))
         facts, before = self.value(read, scope), self.facts(read.left, scope)
         boxes = self.boxes(before)
-        given = self.opened(self.facts(node.value, scope))
-        self.grow(node, boxes, given | self.opened(self.boxes(given)), scope)
+        operands = self.opened(self.facts(node.value, scope))
+        self.grow(node, boxes, operands | self.opened(self.boxes(operands)), scope)
         self.counted.add(node.target)  # a count of calls
         self.bind(node.target, facts | boxes, scope)
 
@@ -241,31 +241,31 @@ class Flow(Control):
         around = body or scope
         self._signature(node, node.args, around)
         self.value(node.returns, around)
-        made = only(Value("function", node.name, node=id(node)))
+        function = only(Value("function", node.name, node=id(node)))
         for decorator in reversed(node.decorator_list):
-            made = self._decorated_by(decorator, made, around, owner)
-        for fact in made:
+            function = self._decorated_by(decorator, function, around, owner)
+        for fact in function:
             if fact.kind == "kernel":
                 self.make_kernel(fact)
-        return made
+        return function
 
-    def _decorated_by(self, decorator: ast.expr, given: Facts, scope: Scope, owner: str | None) -> Facts:
-        made: Facts = frozenset()
+    def _decorated_by(self, decorator: ast.expr, value: Facts, scope: Scope, owner: str | None) -> Facts:
+        results: Facts = frozenset()
         facts = self.facts(decorator, scope)
         if facts == only(Value("library", "contextlib.contextmanager")):
-            self.managers |= {fact.node for fact in given}
-            return given
+            self.managers |= {fact.node for fact in value}
+            return value
         for fact in facts:
             if fact.kind == "decorator" or fact.name in _MAKES:
                 call = ast.copy_location(ast.Call(decorator, [], []), decorator)
-                made |= self._decorated(call, Value("decorator", fact.name), [given])
+                results |= self._decorated(call, Value("decorator", fact.name), [value])
             elif fact.kind == "function" and owner is None:
-                made |= self.call_function(fact, [given], {}, scope.hot)
+                results |= self.call_function(fact, [value], {}, scope.hot)
             else:
                 if fact.name not in _DECORATORS and not called(decorator, fact):
                     self.refuse(decorator, "forbidden_syntax", f"@{ast.unparse(decorator)} is not allowed here")
-                made |= given
-        return made or only(UNKNOWN)
+                results |= value
+        return results or only(UNKNOWN)
 
     def make_kernel(self, function: Value) -> Value:
         """Remember the kernel's definition; one of the same name twice is refused."""
@@ -330,20 +330,20 @@ class Flow(Control):
         else:
             self.block(node.body, scope)
         self._depth -= 1
-        made = self._returns.pop() or only(PLAIN)
-        self.table.grow(made, *key)
-        return made
+        facts = self._returns.pop() or only(PLAIN)
+        self.table.grow(facts, *key)
+        return facts
 
     def _bind_arguments(
         self, node: ast.FunctionDef | ast.Lambda, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
     ) -> None:
         parameters = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
         others = [argument.arg for argument in node.args.kwonlyargs]
-        given = dict(zip(parameters, arguments)) | {name: facts for name, facts in keywords.items() if name != "**"}
+        bound = dict(zip(parameters, arguments)) | {name: facts for name, facts in keywords.items() if name != "**"}
         defaults = self._defaults[id(node)]
         spread = keywords.get("**")
         for name in (*parameters, *others):
-            facts = given.get(name)
+            facts = bound.get(name)
             if facts is None:
                 facts = defaults.get(name, frozenset()) | (spread or frozenset()) or only(UNKNOWN)
             scope.define(name, facts)

@@ -59,31 +59,31 @@ class Ground(Libraries, ABC):
     def bind(self, target: ast.expr, facts: Facts, scope: Scope) -> None:
         """Give ``target`` of an assignment its facts."""
 
-    def box(self, node: ast.AST, held: Facts, scope: Scope, part: str = "") -> Facts:
-        """A container that ``node`` makes, and which holds ``held`` among others.
+    def box(self, node: ast.AST, contents: Facts, scope: Scope, part: str = "") -> Facts:
+        """A container that ``node`` makes, and which holds ``contents`` among others.
 
         Where it is made in set-up it is ``kept``: still there in the next call. ``part``: the tuples within.
         """
-        made = Value("box", part or ("" if scope.hot else "kept"), node=id(node))
-        self.table.grow(held, "held", made)
-        return only(made)
+        box = Value("box", part or ("" if scope.hot else "kept"), node=id(node))
+        self.table.grow(contents, "held", box)
+        return only(box)
 
     def opened(self, facts: Facts) -> Facts:
         """What iterating over, indexing or unpacking gives."""
-        found: set[Value] = set()
+        contents: set[Value] = set()
         for value in facts:
             if value.kind == "box":
-                found |= self.table.get("held", value) or frozenset()
+                contents |= self.table.get("held", value) or frozenset()
             else:
-                found.add(value if value.kind in ("tensor", "plain", "refused") else UNKNOWN)
-                found |= code_of(only(value))
-        return frozenset(found)
+                contents.add(value if value.kind in ("tensor", "plain", "refused") else UNKNOWN)
+                contents |= code_of(only(value))
+        return frozenset(contents)
 
     def inmost(self, facts: Facts) -> Facts:
         """What containers hold, and those within them, at any depth; and what is no container."""
-        found, waiting = set(facts), list(facts)
+        reached, waiting = set(facts), list(facts)
         while waiting:
-            new = self.opened(only(fact)) - found if (fact := waiting.pop()).kind == "box" else frozenset()
-            found |= new
+            new = self.opened(only(fact)) - reached if (fact := waiting.pop()).kind == "box" else frozenset()
+            reached |= new
             waiting += new
-        return frozenset(fact for fact in found if fact.kind != "box")
+        return frozenset(fact for fact in reached if fact.kind != "box")

@@ -54,24 +54,24 @@ class Kernels:
 
     def reached(self, launched: set[str]) -> set[str]:
         """The kernels launched, and all that they name."""
-        found: set[str] = set()
+        names: set[str] = set()
         waiting = list(launched)
         while waiting:
             name = waiting.pop()
-            if name not in found:
-                found.add(name)
+            if name not in names:
+                names.add(name)
                 waiting.extend(self.calls.get(name, ()))
-        return found
+        return names
 
     def _refuse(self, node: ast.AST, rule: str, message: str) -> None:
         self.findings.add(Finding(getattr(node, "lineno", 0), rule, message))
 
     def _check(self, name: str, kernel: ast.FunctionDef) -> None:
         arguments = kernel.args
-        own = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        local_names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         body = [node for statement in kernel.body for node in ast.walk(statement)]
         _targets(body, self.local)
-        own |= {
+        local_names |= {
             node.id
             for node in body
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in self.local
@@ -81,12 +81,12 @@ class Kernels:
         for node in body:
             if isinstance(node, _SYNTAX) or (isinstance(node, ast.FunctionDef) and node is not kernel):
                 self._refuse(node, "kernel_syntax", f"{type(node).__name__} is not allowed in a kernel")
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not self._own(node, own):
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not self._own(node, local_names):
                 self._name(name, node, is_value=id(node) not in inner)
             elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 self._refuse(node, "kernel_syntax", "a kernel assigns to names alone; results leave by tl.store")
             elif isinstance(node, ast.Attribute):
-                self._attribute(name, node, own, is_value=id(node) not in inner)
+                self._attribute(name, node, local_names, is_value=id(node) not in inner)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.startswith("__"):
                 self._refuse(node, "dynamic_code", f"{node.id} may not be given a value")
 
@@ -118,8 +118,8 @@ class Kernels:
         if path.rpartition(".")[2] in names.STORES:
             self.stores.add(kernel)
 
-    def _attribute(self, kernel: str, node: ast.Attribute, own: set[str], *, is_value: bool) -> None:
-        paths = self._dotted(node, own)
+    def _attribute(self, kernel: str, node: ast.Attribute, local_names: set[str], *, is_value: bool) -> None:
+        paths = self._dotted(node, local_names)
         if not paths:
             if node.attr not in names.KERNEL_ATTRIBUTES:
                 self._refuse(node, "forbidden_attribute", f"attribute {node.attr} is not allowed in a kernel")
@@ -134,18 +134,18 @@ class Kernels:
         elif is_value and not path.startswith("math.") and path not in ("triton.cdiv", "triton.next_power_of_2"):
             self._refuse(node, "kernel_names_host", f"{path} is host code; a kernel cannot use it")
 
-    def _own(self, node: ast.Name, own: set[str]) -> bool:
+    def _own(self, node: ast.Name, local_names: set[str]) -> bool:
         """Whether a name is the kernel's, and not one of the file's or Python's."""
-        return node.id in own or id(node) in self.local
+        return node.id in local_names or id(node) in self.local
 
-    def _dotted(self, node: ast.Attribute, own: set[str]) -> list[str]:
+    def _dotted(self, node: ast.Attribute, local_names: set[str]) -> list[str]:
         """The dotted names that an attribute of a library may be; none where its root is a value."""
         parts: list[str] = []
         base: ast.expr = node
         while isinstance(base, ast.Attribute):
             parts.append(base.attr)
             base = base.value
-        if not isinstance(base, ast.Name) or self._own(base, own):
+        if not isinstance(base, ast.Name) or self._own(base, local_names):
             return []
         facts = self.scope.find(base.id) or frozenset()
         return [".".join([one.name, *reversed(parts)]) for one in facts if one.kind in ("module", "library")]
@@ -158,8 +158,8 @@ def _targets(body: list[ast.AST], local: set[int]) -> None:
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             outside = {id(part) for part in ast.walk(node.generators[0].iter)}
             within = [part for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in outside]
-            given = {name for part in node.generators for name in _names(part.target)}
-            local.update(id(part) for part in within if part.id in given)
+            targets = {name for part in node.generators for name in _names(part.target)}
+            local.update(id(part) for part in within if part.id in targets)
 
 
 def _names(target: ast.expr) -> set[str]:

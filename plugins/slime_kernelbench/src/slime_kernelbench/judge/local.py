@@ -82,10 +82,10 @@ class LocalJudge:
         digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         about = hashlib.sha256(problem.source.encode(errors="surrogatepass")).hexdigest()
         key = (digest, about, problem.occasion)
-        while (known := self._verdicts.get(key)) is not None:
-            await asyncio.wait([known])
-            if not known.cancelled():
-                return replace(known.result(), cached=True)
+        while (pending := self._verdicts.get(key)) is not None:
+            await asyncio.wait([pending])
+            if not pending.cancelled():
+                return replace(pending.result(), cached=True)
         future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._verdicts[key] = future
         try:

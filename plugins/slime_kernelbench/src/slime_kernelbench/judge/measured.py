@@ -58,10 +58,10 @@ class Launches:
 
         def counted(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             self.count += not warmup
-            made = run(function, *args, grid=grid, warmup=warmup or self.skip, **kwargs)
-            if self.skip and hasattr(made, "_init_handles"):
-                made._init_handles()  # a C compiler makes what launches it, which its first launch would wait for
-            return made
+            launch = run(function, *args, grid=grid, warmup=warmup or self.skip, **kwargs)
+            if self.skip and hasattr(launch, "_init_handles"):
+                launch._init_handles()  # a C compiler makes what launches it, which its first launch would wait for
+            return launch
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.skip:
@@ -133,16 +133,16 @@ class Session:
         def watched() -> Any:
             count = self.launches.count
             with self.watch, self.watch.answer(ablate=False):
-                made = self.model(*self.inputs.now)
+                output = self.model(*self.inputs.now)
             computed.update(self.watch.computed)
             self.launches.count = count
-            return made
+            return output
 
         self.kept["watched"] = watched()
         self.launches.count = 0
-        found = self.meter.measure(request["order"], request["host_order"], request["warm"], watched)
-        self.kept |= {str(number): made for number, made in enumerate(self.meter.outputs)}
-        return {**found, "calls": len(self.meter.outputs), "launches": self.launches.count, "computed": computed}
+        times = self.meter.measure(request["order"], request["host_order"], request["warm"], watched)
+        self.kept |= {str(number): output for number, output in enumerate(self.meter.outputs)}
+        return {**times, "calls": len(self.meter.outputs), "launches": self.launches.count, "computed": computed}
 
     def do_check(self, request: Mapping[str, Any]) -> Tree:
         """What it has changed."""

@@ -62,19 +62,19 @@ class CudaStopwatch:
         self._cache.zero_()
         _spin(LEAD_CYCLES)
         begin.record()
-        made = call()
+        output = call()
         end.record()
         _synchronize()
-        return begin.elapsed_time(end), made
+        return begin.elapsed_time(end), output
 
     def by_host(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """See `Stopwatch`."""
         self._cache.zero_()
         _synchronize()
         began = _clock()
-        made = call()
+        output = call()
         _synchronize()
-        return 1e3 * (_clock() - began), made
+        return 1e3 * (_clock() - began), output
 
 
 class HostStopwatch:
@@ -83,8 +83,8 @@ class HostStopwatch:
     def by_events(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """See `Stopwatch`."""
         began = _clock()
-        made = call()
-        return 1e3 * (_clock() - began), made
+        output = call()
+        return 1e3 * (_clock() - began), output
 
     by_host = by_events
 
@@ -201,7 +201,7 @@ class Meter:
         """
         first = [self._model(*self._inputs.now) for _ in range(max(warm, 1))]
         most = max(_fitting(first[0], KEPT_BYTES), 6)
-        for tensor in (tensor for made in first for tensor in tensors_of(made)):
+        for tensor in (tensor for output in first for tensor in tensors_of(output)):
             _spoil(tensor)
         del first
         self.mutated = self._inputs.changed()
@@ -215,9 +215,9 @@ class Meter:
         outputs: dict[str, list[Any]] = {name: [] for name in clocks}
         state = State(self._model)
         for _, name, seed in sorted(calls, key=lambda one: one[0]):
-            taken, made = clocks[name][0](partial(self._model, *self._inputs.renew(seed)))
-            times[name].append(taken)
-            outputs[name].append(made)
+            duration, output = clocks[name][0](partial(self._model, *self._inputs.renew(seed)))
+            times[name].append(duration)
+            outputs[name].append(output)
             for tensor in tensors_of(look()) if seed % LOOKS == 0 else ():
                 _spoil(tensor)
             self.mutated |= self._inputs.changed()
@@ -229,9 +229,11 @@ class Meter:
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """All that its modules have in their attributes, with names."""
     for prefix, module in model.named_modules():
-        own = {name: value for name, value in vars(module).items() if name != "_modules"}
-        own |= own.pop("_parameters", {}) | own.pop("_buffers", {})
-        yield from ((f"{prefix}.{name}".lstrip("."), one) for name, value in own.items() for one in tensors_of(value))
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        attributes |= attributes.pop("_parameters", {}) | attributes.pop("_buffers", {})
+        yield from (
+            (f"{prefix}.{name}".lstrip("."), one) for name, value in attributes.items() for one in tensors_of(value)
+        )
 
 
 def _fitting(answer: Any, size: int) -> int:

@@ -56,8 +56,8 @@ def imported(source: str, branches: Branches | None = None) -> ModuleType:
 
 def _builtins() -> dict[str, Any]:
     allowed = names.BUILTINS | names.KERNEL_BUILTINS
-    held = {name: getattr(builtins, name) for name in allowed if hasattr(builtins, name) and name != "__name__"}
-    return held | {
+    functions = {name: getattr(builtins, name) for name in allowed if hasattr(builtins, name) and name != "__name__"}
+    return functions | {
         "__build_class__": builtins.__build_class__,
         "__import__": _import,
         "getattr": _getattr,
@@ -72,11 +72,11 @@ _TYPES = (bool, int, float, str, tuple, list, dict, set, type(None), torch.Size,
 
 def _getattr(owner: Any, name: str, default: Any = _NONE) -> Any:
     """As Python's, for attributes that a candidate may spell out."""
-    found = getattr(owner, name, default)
-    closed = names.is_inside(name) or (isinstance(found, ModuleType) and found.__name__ not in names.IMPORTS)
-    if closed or found is _NONE:
+    attribute = getattr(owner, name, default)
+    closed = names.is_inside(name) or (isinstance(attribute, ModuleType) and attribute.__name__ not in names.IMPORTS)
+    if closed or attribute is _NONE:
         raise AttributeError(f"{type(owner).__name__} has no attribute {name} that a candidate may use")
-    return found
+    return attribute
 
 
 def _hasattr(owner: Any, name: str) -> bool:
@@ -89,11 +89,11 @@ def _hasattr(owner: Any, name: str) -> bool:
 
 def _type(value: Any, /) -> Any:
     """Of numbers, texts, containers, tensors and the candidate's objects: what makes nothing else."""
-    found = type(value)
-    own = found.__module__ == "candidate" and not issubclass(found, type)
-    if not (own or issubclass(found, torch.Tensor) or found in _TYPES):
+    kind = type(value)
+    is_candidate = kind.__module__ == "candidate" and not issubclass(kind, type)
+    if not (is_candidate or issubclass(kind, torch.Tensor) or kind in _TYPES):
         raise TypeError("type(x) is for numbers, texts, containers, tensors and objects of one's own")
-    return found
+    return kind
 
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
@@ -102,10 +102,10 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     `PyImport_Import` asks the builtins of the innermost Python frame, which is the candidate's.
     """
     frame = sys._getframe(1)
-    theirs = frame.f_code.co_code[frame.f_lasti] != dis.opmap["IMPORT_NAME"] and name.partition(".")[0] in LIBRARIES
-    if not theirs and not level and name in names.SHELF:
+    dynamic = frame.f_code.co_code[frame.f_lasti] != dis.opmap["IMPORT_NAME"] and name.partition(".")[0] in LIBRARIES
+    if not dynamic and not level and name in names.SHELF:
         return shelf(name)
-    if not theirs and (level or (name not in names.IMPORTS and name != "triton.runtime")):
+    if not dynamic and (level or (name not in names.IMPORTS and name != "triton.runtime")):
         raise ModuleNotFoundError(f"import of {name} is not allowed")
     return __import__(name, globals, locals, fromlist, level)
 
@@ -117,11 +117,11 @@ def told(error: BaseException) -> Tree:
         cause = cause.__cause__
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == FILE]
     frames = frames or [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
-    own = getattr(cause, "lineno", None) if isinstance(cause, SyntaxError) else None
+    line = getattr(cause, "lineno", None) if isinstance(cause, SyntaxError) else None
     return {
         "kind": type(cause).__name__,
         "message": " ".join(str(cause).split())[:_TOLD],
-        "line": frames[-1].lineno if frames else own,
+        "line": frames[-1].lineno if frames else line,
         "excerpt": (frames[-1].line or "")[:200] if frames else "",
         "traceback": "\n".join(f"line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames[-6:])[:2000],
     }

@@ -91,20 +91,20 @@ def parse(source: str) -> ast.Module:
 
 def _everywhere(tree: ast.Module) -> set[Finding]:
     """What is refused wherever it stands, reached or not."""
-    found: set[Finding] = set()
+    findings: set[Finding] = set()
     bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    asked = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and is_type_of(node)}
+    callees = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and is_type_of(node)}
     forbidden = names.FORBIDDEN_NAMES - bound  # such as a parameter `input`; Python's own is not there at run time
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Name) and node.id in forbidden and isinstance(node.ctx, ast.Load):
-            if id(node) in asked:
+            if id(node) in callees:
                 continue
-            found.add(Finding(line, "dynamic_code", f"{node.id} is not allowed{names.HINTS.get(node.id, '')}"))
+            findings.add(Finding(line, "dynamic_code", f"{node.id} is not allowed{names.HINTS.get(node.id, '')}"))
         elif isinstance(node, ast.Attribute) and names.is_inside(node.attr):
-            found.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
-    return found
+            findings.add(Finding(line, "forbidden_attribute", f"attribute {node.attr} opens Python's inside"))
+    return findings
 
 
 def _refused(findings: list[Finding], source: str) -> Reading:
@@ -126,12 +126,12 @@ def _refused(findings: list[Finding], source: str) -> Reading:
 def _unparsable(error: BaseException, source: str) -> Reading:
     line = error.lineno if isinstance(error, SyntaxError) else None
     lines = source.splitlines()
-    told = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
-    told = "it is not UTF-8: save it as such" if isinstance(error, UnicodeError) else told
+    message = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+    message = "it is not UTF-8: save it as such" if isinstance(error, UnicodeError) else message
     diagnostic = Diagnostic(
         stage="static",
         kind=type(error).__name__,
-        message=told.splitlines()[0][:300],
+        message=message.splitlines()[0][:300],
         line=line,
         excerpt=lines[line - 1].strip()[:200] if line and 0 < line <= len(lines) else "",
     )

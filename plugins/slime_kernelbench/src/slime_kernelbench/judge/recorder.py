@@ -40,10 +40,10 @@ class Recorder:
     def end(self) -> set[str]:
         """The operators since then, with their namespaces; `SWITCHED_OFF` where one of our own is not heard."""
         _empty(0)
-        heard = {event.name() for event in _disable().events()}
-        if "aten::empty" not in heard:
+        events = {event.name() for event in _disable().events()}
+        if "aten::empty" not in events:
             return {SWITCHED_OFF}
-        return {name for name in heard if "::" in name and not _is_made_of_others(name)}
+        return {name for name in events if "::" in name and not _is_made_of_others(name)}
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +51,7 @@ def _is_made_of_others(name: str) -> bool:
     namespace, _, last = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), last, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    known = [one.name() for one in overloads if torch._C._dispatch_has_kernel(one.name())]
-    return bool(known) and all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in known
+    kernels = [one.name() for one in overloads if torch._C._dispatch_has_kernel(one.name())]
+    return bool(kernels) and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in kernels
     )

@@ -44,8 +44,10 @@ def main(channel: Channel) -> None:
     request = unpack(channel.receive())
     torch.set_num_threads(1)
     try:
-        asked = request["source"], request["seed"], request["weights_seed"]
-        answer = larger(*asked, request["least"]) if "least" in request else examination(*asked, request["styles"])
+        identity = request["source"], request["seed"], request["weights_seed"]
+        answer = (
+            larger(*identity, request["least"]) if "least" in request else examination(*identity, request["styles"])
+        )
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:500]}
     channel.send(pack(answer))
@@ -53,20 +55,20 @@ def main(channel: Channel) -> None:
 
 def examination(source: str, seed: int, weights_seed: int, styles: list[str]) -> Tree:
     """All cases of every style that can be had; raises `Unusable` where none can."""
-    found: dict[str, Tree] = {}
-    why = "no style was asked for"
+    answer: dict[str, Tree] = {}
+    reason = "no style was asked for"
     for number, style in enumerate(styles):
         try:
-            found[style] = _styled(source, style, seed + 1000 * number, weights_seed)
+            answer[style] = _styled(source, style, seed + 1000 * number, weights_seed)
         except Unusable as error:
-            why = str(error)
-    if not found:
-        raise Unusable(why)
-    return {"styles": found}
+            reason = str(error)
+    if not answer:
+        raise Unusable(reason)
+    return {"styles": answer}
 
 
 def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
-    why = "it has no sizes that could be changed"
+    reason = "it has no sizes that could be changed"
     low, high = BOUNDS[style]
     tries = (
         (mapping, most)
@@ -77,49 +79,49 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
         try:
             text = shrink.resized(source, mapping)
             _weigh(text, high)
-            drawn = Drawn(text, seed, weights_seed)
-            if not low <= drawn.largest <= high:
-                raise Unusable(f"its largest input has {drawn.largest} elements, wanted are {low} to {high}")
-            if drawn.parameters > MOST_PARAMETERS:
-                raise Unusable(f"it has {drawn.parameters} parameters")
-            if style == "long" and 1 in mapping.values() and (drawn.parameters or drawn.rows != {shrink.LONGEST}):
+            drawing = Drawn(text, seed, weights_seed)
+            if not low <= drawing.largest <= high:
+                raise Unusable(f"its largest input has {drawing.largest} elements, wanted are {low} to {high}")
+            if drawing.parameters > MOST_PARAMETERS:
+                raise Unusable(f"it has {drawing.parameters} parameters")
+            if style == "long" and 1 in mapping.values() and (drawing.parameters or drawing.rows != {shrink.LONGEST}):
                 raise Unusable("with a size of 1 it is not one long row without weights")
-            woken = drawn.wake(weights_seed) if style in WOKEN else {}
-            drawn.most = 8 * high if style == "long" else None
-            cases = list(drawn.cases(seed))
+            woken = drawing.wake(weights_seed) if style in WOKEN else {}
+            drawing.most = 8 * high if style == "long" else None
+            cases = list(drawing.cases(seed))
             if not cases:
                 raise Unusable("the reference gives NaN, or nothing that float32 can be judged by")
-            made = max((math.prod(leaf.shape) for leaf in leaves_of(cases[0]["computed"])), default=0)
-            if made > 4 * high or (style == "long" and made > high):
-                raise Unusable(f"its largest output has {made} elements, the most is {high}")
-            made_of = {"init": drawn.init, "state": drawn.state, "woken": woken}
-            return made_of | {"cases": cases, "shapes": drawn.shapes}
+            elements = max((math.prod(leaf.shape) for leaf in leaves_of(cases[0]["computed"])), default=0)
+            if elements > 4 * high or (style == "long" and elements > high):
+                raise Unusable(f"its largest output has {elements} elements, the most is {high}")
+            made_of = {"init": drawing.init, "state": drawing.state, "woken": woken}
+            return made_of | {"cases": cases, "shapes": drawing.shapes}
         except Exception as error:
-            why = str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"
-    raise Unusable(why)
+            reason = str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"
+    raise Unusable(reason)
 
 
 def larger(source: str, seed: int, weights_seed: int, least: int) -> Tree:
     """One case for each way to larger sizes that can be had: with ``least`` elements, and with one size at its own."""
-    found: dict[str, Tree] = {}
+    styles: dict[str, Tree] = {}
     sizes = shrink.sizes(source)
     for axis in range(min(len(sizes), AXES) + 1):
         for mapping in shrink.grown(sizes, axis):
             try:
                 text = shrink.resized(source, mapping)
                 _weigh(text, MOST_ELEMENTS)
-                drawn = Drawn(text, seed + axis, weights_seed)
-                if (not axis and drawn.largest < least) or max(drawn.largest, drawn.parameters) > MOST_ELEMENTS:
+                drawing = Drawn(text, seed + axis, weights_seed)
+                if (not axis and drawing.largest < least) or max(drawing.largest, drawing.parameters) > MOST_ELEMENTS:
                     continue
-                drawn.most = 4 * MOST_ELEMENTS
-                case = next(drawn.cases(seed + axis))
+                drawing.most = 4 * MOST_ELEMENTS
+                case = next(drawing.cases(seed + axis))
             except Exception:
                 continue
-            made_of = {"init": drawn.init, "state": drawn.state, "woken": {}}
-            if case["regime"] == "normal" and all(drawn.shapes != held["shapes"] for held in found.values()):
-                found[f"larger {axis}"] = made_of | {"cases": [case], "shapes": drawn.shapes}
+            made_of = {"init": drawing.init, "state": drawing.state, "woken": {}}
+            if case["regime"] == "normal" and all(drawing.shapes != style["shapes"] for style in styles.values()):
+                styles[f"larger {axis}"] = made_of | {"cases": [case], "shapes": drawing.shapes}
             break
-    return {"styles": found}
+    return {"styles": styles}
 
 
 def _weigh(source: str, most: int) -> None:

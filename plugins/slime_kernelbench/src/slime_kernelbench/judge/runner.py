@@ -111,18 +111,18 @@ class Session:
 
     def _placed(self, slot: str, tree: Tree) -> list[Any]:
         fresh = of_wire(tree)
-        held = self.slots.get(slot)
-        if held is None or [leaf.shape for leaf in leaves_of(to_wire(held))] != [
+        values = self.slots.get(slot)
+        if values is None or [leaf.shape for leaf in leaves_of(to_wire(values))] != [
             leaf.shape for leaf in leaves_of(tree)
         ]:
             self.slots[slot] = fresh
             return list(fresh)
-        for index, (old, new) in enumerate(zip(held, fresh)):
+        for index, (old, new) in enumerate(zip(values, fresh)):
             if isinstance(new, torch.Tensor):
                 old.copy_(new)
             else:
-                held[index] = new
-        return list(held)
+                values[index] = new
+        return list(values)
 
 
 def _warm_up() -> None:
@@ -130,8 +130,8 @@ def _warm_up() -> None:
     warm()
     kernel = imported(_FIRST).__dict__["first"]
     if isinstance(kernel, InterpretedFunction):  # not so where a GPU runs kernels
-        held = torch.zeros(16)
-        kernel[(1,)](held, torch.empty(16), BLOCK=16)
+        source = torch.zeros(16)
+        kernel[(1,)](source, torch.empty(16), BLOCK=16)
     del sys.modules["candidate"]
 
 

@@ -38,9 +38,9 @@ def _kept(maxsize: Any = 128, typed: bool = False) -> Any:
     return maxsize if callable(maxsize) else _same
 
 
-def _partial(function: Callable[..., Any], /, *given: Any, **named: Any) -> Callable[..., Any]:
+def _partial(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Callable[..., Any]:
     def call(*more: Any, **others: Any) -> Any:
-        return function(*given, *more, **{**named, **others})
+        return function(*arguments, *more, **{**named, **others})
 
     return call
 

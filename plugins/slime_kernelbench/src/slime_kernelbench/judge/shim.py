@@ -149,13 +149,13 @@ def _libdevice() -> None:
 
     def made(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **ignored: Any) -> Any:
-            held = [interpreter_semantic.to_tensor(argument) for argument in arguments]
-            if any(one.dtype.scalar.is_bf16() for one in held):
+            tensors = [interpreter_semantic.to_tensor(argument) for argument in arguments]
+            if any(one.dtype.scalar.is_bf16() for one in tensors):
                 raise NotImplementedError(f"bfloat16 arithmetic cannot be interpreted: libdevice.{name}")
-            value = function(*(one.handle.data for one in held))
-            kind = triton.language.int32 if value.dtype == bool else held[0].dtype.scalar
+            value = function(*(one.handle.data for one in tensors))
+            kind = triton.language.int32 if value.dtype == bool else tensors[0].dtype.scalar
             handle = TensorHandle(np.asarray(value, dtype=_get_np_dtype(kind)), kind)
-            shape = list(held[0].shape) if held[0].dtype.is_block() else []
+            shape = list(tensors[0].shape) if tensors[0].dtype.is_block() else []
             full = triton.language.block_type(kind, shape) if shape else kind
             return triton.language.tensor(handle, full)
 

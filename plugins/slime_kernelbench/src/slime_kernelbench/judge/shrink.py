@@ -39,7 +39,7 @@ def resized(source: str, mapping: Mapping[int, int]) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def proposals(found: tuple[int, ...], style: str) -> Iterator[dict[int, int]]:
+def proposals(sizes: tuple[int, ...], style: str) -> Iterator[dict[int, int]]:
     """Mappings to try, best first. ``style``: "even" (multiples of 8), "odd" (no multiple of a block), "long".
 
     Example:
@@ -48,28 +48,28 @@ def proposals(found: tuple[int, ...], style: str) -> Iterator[dict[int, int]]:
         >>> next(proposals((16, 4096), "even"))
         {16: 16, 4096: 24}
     """
-    if not found:
+    if not sizes:
         yield {}
         return
     if style == "long":
-        yield {**_ascending(found[:-1], 1, 0), found[-1]: LONGEST}
+        yield {**_ascending(sizes[:-1], 1, 0), sizes[-1]: LONGEST}
         for last in (LONGEST, 1251, 625, 313, 157, 79, 41, 21):
             for rest in (16, 8):
-                others = _ascending(found[:-1], rest, 0)
+                others = _ascending(sizes[:-1], rest, 0)
                 if last > max(others.values(), default=0):
-                    yield {**others, found[-1]: last}
-        yield from ({size: min(base, size) for size in found} for base in (32, 24, 16, 12, 10, 8, 7, 6))
+                    yield {**others, sizes[-1]: last}
+        yield from ({size: min(base, size) for size in sizes} for base in (32, 24, 16, 12, 10, 8, 7, 6))
         return
     odd = 1 if style == "odd" else 0
     for base in (16, 24, 40, 8, 4):
-        yield _ascending(found, base, odd)
+        yield _ascending(sizes, base, odd)
     if odd:  # where sizes must divide: odd multiples of a power of two
-        yield from ({size: 8 * (2 * index + base) for index, size in enumerate(found)} for base in (5, 3, 1))
+        yield from ({size: 8 * (2 * index + base) for index, size in enumerate(sizes)} for base in (5, 3, 1))
     for add in (odd, 0) if odd else (0,):
-        yield from ({size: min(base + add, size) for size in found} for base in (64, 32, 16, 8, 4))
+        yield from ({size: min(base + add, size) for size in sizes} for base in (64, 32, 16, 8, 4))
 
 
-def grown(found: tuple[int, ...], axis: int) -> Iterator[dict[int, int]]:
+def grown(sizes: tuple[int, ...], axis: int) -> Iterator[dict[int, int]]:
     """Mappings to larger sizes, none larger than it was: 0 is all of them alike, ascending; 1 the largest alone, and
     so on, descending.
 
@@ -78,20 +78,20 @@ def grown(found: tuple[int, ...], axis: int) -> Iterator[dict[int, int]]:
         [{512: 9, 4096: 16}, {512: 8, 4096: 4096}, {512: 512, 4096: 8}]
     """
     if axis == 0:
-        yield from ({size: max(9, int(size / 1.4**power)) for size in found} for power in range(40, -1, -1))
+        yield from ({size: max(9, int(size / 1.4**power)) for size in sizes} for power in range(40, -1, -1))
         return
     for rest in (8, 2, 1):
         for power in range(8):
             yield {
-                size: max(size >> power, 9) if size == found[-axis] else min(size, rest + index)
-                for index, size in enumerate(found)
+                size: max(size >> power, 9) if size == sizes[-axis] else min(size, rest + index)
+                for index, size in enumerate(sizes)
             }
 
 
-def _ascending(found: tuple[int, ...], base: int, odd: int) -> dict[int, int]:
+def _ascending(sizes: tuple[int, ...], base: int, odd: int) -> dict[int, int]:
     """Never larger than it was, but for making it odd."""
-    wanted = {size: min(size, base + min(8, base) * index) for index, size in enumerate(found)}
-    return {size: value | odd for size, value in wanted.items()}
+    sizes_now = {size: min(size, base + min(8, base) * index) for index, size in enumerate(sizes)}
+    return {size: value | odd for size, value in sizes_now.items()}
 
 
 def _value(node: ast.expr) -> int | None:
@@ -137,10 +137,10 @@ def _inside_other(node: ast.AST) -> Iterator[tuple[ast.expr, int]]:
 def _replace(tree: ast.AST, old: ast.expr, value: int) -> None:
     new = ast.copy_location(ast.Constant(value=value), old)
     for parent in ast.walk(tree):
-        for name, held in ast.iter_fields(parent):
-            if held is old:
+        for name, child in ast.iter_fields(parent):
+            if child is old:
                 setattr(parent, name, new)
                 return
-            if isinstance(held, list) and any(item is old for item in held):
-                held[:] = [new if item is old else item for item in held]
+            if isinstance(child, list) and any(item is old for item in child):
+                child[:] = [new if item is old else item for item in child]
                 return

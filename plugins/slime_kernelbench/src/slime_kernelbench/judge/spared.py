@@ -53,8 +53,8 @@ class Spared(ast.NodeTransformer):
 
 def _nothing(node: ast.stmt, alias: ast.alias) -> ast.stmt:
     target = ast.Name(alias.asname or alias.name.partition(".")[0], ast.Store())
-    made = ast.Assign([target], ast.Constant(None))
-    return ast.fix_missing_locations(ast.copy_location(made, node))
+    assignment = ast.Assign([target], ast.Constant(None))
+    return ast.fix_missing_locations(ast.copy_location(assignment, node))
 
 
 __all__ = ["Spared", "is_spared"]

@@ -79,7 +79,7 @@ class Speed:
         self._options, self._device = options, device
         self._gpus = itertools.cycle(options.gpus)
         self._alone = {gpu: asyncio.Lock() for gpu in options.gpus}
-        self._baselines = Kept[tuple[str, str], Baseline](HELD_BYTES, lambda held: held.size)
+        self._baselines = Kept[tuple[str, str], Baseline](HELD_BYTES, lambda entry: entry.size)
         self._usable = Kept[str, dict[str, Leaf]](len(options.gpus) or 1)
         gpu = device == "cuda"
         environment = FEW_CHANNELS | {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
@@ -138,9 +138,9 @@ class Speed:
                 why=outcome.reason[:500],
                 fix="nvidia-smi   (that GPU and its driver)\nor without timing: --judge-gpus ''",
             )
-        made = await box.run(PREPARED, gpu=self._uuid(gpu))
+        child = await box.run(PREPARED, gpu=self._uuid(gpu))
         try:
-            return prepared.heard(made.result)
+            return prepared.heard(child.result)
         except ValueError:
             return {}
 
@@ -148,9 +148,9 @@ class Speed:
 
     async def _baseline(self, box: Sandbox, problem: Problem, gpu: str) -> Baseline:
         make = partial(self._drawn, box, problem, gpu)
-        found = await self._baselines.get((problem.source, gpu), make, worn=lambda held: held.uses >= USES)
-        found.uses += 1
-        return found
+        baseline = await self._baselines.get((problem.source, gpu), make, worn=lambda entry: entry.uses >= USES)
+        baseline.uses += 1
+        return baseline
 
     async def _drawn(self, box: Sandbox, problem: Problem, gpu: str) -> Baseline:
         seeds = _seeds(SETS)
@@ -177,10 +177,10 @@ class Speed:
         )
         async with box.spawn(REFERENCE, limits=limits, gpu=self._uuid(gpu)) as child:
             outcome = await self._of_reference(child, pack(request), gpu)
-        with heard(outcome, problem, "measured", " on the GPU") as told:
-            eager, compiled = _samples(told["eager"]), told["compiled"] and _samples(told["compiled"])
+        with heard(outcome, problem, "measured", " on the GPU") as answer:
+            eager, compiled = _samples(answer["eager"]), answer["compiled"] and _samples(answer["compiled"])
         return Baseline(
-            told=told,
+            told=answer,
             seeds=seeds,
             weights_seed=weights_seed,
             eager=eager,
@@ -217,8 +217,8 @@ class Speed:
         )
         seeds = _seeds(EVENTS + HOST)
         places = _places(len(seeds))
-        for place, known in zip(places, baseline.seeds[1:]):
-            seeds[place] = known
+        for place, expected in zip(places, baseline.seeds[1:]):
+            seeds[place] = expected
         shared = {"device": self._device, "weights_seed": baseline.weights_seed, "first": baseline.seeds[0]}
         parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
         marks = [time.perf_counter()]
@@ -230,10 +230,10 @@ class Speed:
             async with self._alone[gpu]:
                 marks.append(time.perf_counter())
                 request = {"do": "measure", "order": seeds[:EVENTS], "host_order": seeds[EVENTS:], "warm": WARM}
-                told = await self._ask(child, request | shared, trial)
+                answer = await self._ask(child, request | shared, trial)
             marks.append(time.perf_counter())
-            told |= await self._ask(child, {"do": "check"} | shared, trial)
-            samples = self._trusted(told, trial)
+            answer |= await self._ask(child, {"do": "check"} | shared, trial)
+            samples = self._trusted(answer, trial)
             calls = [*range(len(samples.events)), *range(EVENTS, EVENTS + len(samples.host))]  # that it kept
             looked_at = [("watched", 0)]
             looked_at += [(str(calls.index(one)), number) for number, one in enumerate(places, 1) if one in calls]
@@ -241,11 +241,11 @@ class Speed:
             without = await self._look(child, "without", baseline, 0, trial)
             marks.append(time.perf_counter())
         took = {f"speed_{name}": after - before for name, before, after in zip(PARTS, marks, marks[1:])}
-        return Measured(samples=samples, comparisons=comparisons, without=without, told=told, seconds=took)
+        return Measured(samples=samples, comparisons=comparisons, without=without, told=answer, seconds=took)
 
-    def _trusted(self, told: dict[str, Any], trial: Trial) -> Samples:
+    def _trusted(self, answer: dict[str, Any], trial: Trial) -> Samples:
         try:
-            samples = _samples(told)
+            samples = _samples(answer)
         except (ValueError, KeyError, TypeError) as error:
             trial.decide("runtime_error", Diagnostic(stage="speed", kind="protocol", message=str(error)[:200]))
         return samples
@@ -261,21 +261,21 @@ class Speed:
         return await asyncio.to_thread(self._compare, reply, expected, pattern)
 
     def _compare(self, reply: dict[str, Any], expected: dict[str, Tree], pattern: Pattern) -> Comparison:
-        wanted = forms(expected["computed"])
-        if reply.get("forms") != wanted:
+        forms_expected = forms(expected["computed"])
+        if reply.get("forms") != forms_expected:
             return Comparison(
-                agrees=False, kind="shape", problem=f"output is {reply.get('forms')}, not {wanted}"[:300]
+                agrees=False, kind="shape", problem=f"output is {reply.get('forms')}, not {forms_expected}"[:300]
             )
-        held = Expected(exact=sampled(expected["exact"], pattern), computed=sampled(expected["computed"], pattern))
-        return compare(reply.get("output"), held, tf32=self._options.tf32, device=self._device)
+        subset = Expected(exact=sampled(expected["exact"], pattern), computed=sampled(expected["computed"], pattern))
+        return compare(reply.get("output"), subset, tf32=self._options.tf32, device=self._device)
 
     # The judgement.
 
     def _judge(self, trial: Trial, baseline: Baseline, first: Measured, again: Measured) -> None:
-        for found in (*first.comparisons, *again.comparisons):
-            if not found.agrees:
-                message = f"inputs of shapes {baseline.told['shapes']}, on the GPU: {found.problem}"
-                trial.decide("wrong", Diagnostic(stage="speed", kind=found.kind, message=message[:600]))
+        for comparison in (*first.comparisons, *again.comparisons):
+            if not comparison.agrees:
+                message = f"inputs of shapes {baseline.told['shapes']}, on the GPU: {comparison.problem}"
+                trial.decide("wrong", Diagnostic(stage="speed", kind=comparison.kind, message=message[:600]))
         for one in (first, again):
             self._evidence(trial, one)
         name = str(baseline.told["name"])
@@ -322,13 +322,13 @@ class Speed:
 
 def _seeds(count: int) -> list[int]:
     """No two are the same, nor give the same values."""
-    drawn = [secrets.randbits(27) << 20 for _ in range(count)]
-    return [high | low for high, low in zip(drawn, secrets.SystemRandom().sample(range(1 << 20), count))]
+    seeds = [secrets.randbits(27) << 20 for _ in range(count)]
+    return [high | low for high, low in zip(seeds, secrets.SystemRandom().sample(range(1 << 20), count))]
 
 
 def _places(count: int) -> list[int]:
     return secrets.SystemRandom().sample(range(count), SETS - 1)
 
 
-def _samples(told: dict[str, Sequence[float]]) -> Samples:
-    return Samples(events=tuple(map(float, told["events"])), host=tuple(map(float, told["host"])))
+def _samples(times: dict[str, Sequence[float]]) -> Samples:
+    return Samples(events=tuple(map(float, times["events"])), host=tuple(map(float, times["host"])))

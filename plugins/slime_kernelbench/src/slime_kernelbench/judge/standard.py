@@ -30,21 +30,21 @@ class Standard(Calls):
     def on_Import(self, node: ast.Import, scope: Scope) -> None:
         for alias in node.names:
             path = alias.name if alias.asname else alias.name.partition(".")[0]
-            found = Value("module", path)
+            value = Value("module", path)
             if is_spared(alias.name):
-                found = Value("outside", alias.name)
+                value = Value("outside", alias.name)
             elif alias.name not in names.IMPORTS and alias.name not in names.SHELF:
                 if self.guarded:  # it raises, and is caught
                     continue
                 self.refuse(node, "forbidden_import", f"import of {alias.name} is not allowed")
-            self.define(node, alias.asname or path, only(found), scope)
+            self.define(node, alias.asname or path, only(value), scope)
 
     def on_ImportFrom(self, node: ast.ImportFrom, scope: Scope) -> None:
         root = node.module or ""
         for alias in node.names:
             path = f"{root}.{alias.name}"
-            known = root in names.IMPORTS or root in names.SHELF or root == "triton.runtime" or is_spared(root)
-            if node.level or alias.name == "*" or not known:
+            permitted = root in names.IMPORTS or root in names.SHELF or root == "triton.runtime" or is_spared(root)
+            if node.level or alias.name == "*" or not permitted:
                 if self.guarded and not node.level and alias.name != "*":
                     continue
                 self.refuse(node, "forbidden_import", f"import of {path} is not allowed")
@@ -60,12 +60,12 @@ class Standard(Calls):
         self, node: ast.Call, path: str, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
     ) -> Facts:
         root, _, last = path.partition(".")
-        given = frozenset().union(*arguments, *keywords.values())
+        operands = frozenset().union(*arguments, *keywords.values())
         if root in ("functools", "dataclasses") and "**" in keywords:
             self.refuse(node, "dynamic_code", f"{path} takes neither * nor ** in a candidate: its code is followed")
             return only(UNKNOWN)
         if path in _IDENTITIES:
-            return (frozenset() if last == "wraps" else code_of(given)) | _decorator(path)
+            return (frozenset() if last == "wraps" else code_of(operands)) | _decorator(path)
         match path:
             case "functools.partial":
                 return self._partial(node, arguments, keywords)
@@ -76,9 +76,9 @@ class Standard(Calls):
                     self.refuse(node, "dynamic_code", "dataclass is a decorator; it is not called with a class")
                 return _decorator(path)
             case "dataclasses.field":
-                made = (self._call(node, callee, [], {}, scope) for callee in keywords.get("default_factory", ()))
-                self.escape([given], hot=True)
-                return keywords.get("default", frozenset()).union(*made) | only(PLAIN)
+                results = (self._call(node, callee, [], {}, scope) for callee in keywords.get("default_factory", ()))
+                self.escape([operands], hot=True)
+                return keywords.get("default", frozenset()).union(*results) | only(PLAIN)
             case "logging.getLogger":
                 return only(Value("library", "logging.Logger"))
         if root in ("collections", "contextlib"):
@@ -86,74 +86,78 @@ class Standard(Calls):
         if root in ("operator", "numpy"):
             return self._operated(node, path, arguments, scope)
         if root == "itertools":
-            each = self.opened(given)
-            inside = each | self.opened(self.boxes(each))
-            return self.box(node, inside if path in _MEMBERS else self.box(node, each, scope, "inner"), scope)
+            items = self.opened(operands)
+            inside = items | self.opened(self.boxes(items))
+            return self.box(node, inside if path in _MEMBERS else self.box(node, items, scope, "inner"), scope)
         return only(PLAIN)  # a warning, a log's line, an enum's number
 
     def _partial(self, node: ast.Call, arguments: list[Facts], keywords: dict[str, Facts]) -> Facts:
-        made = Value("partial", node=id(node))
-        self.partials[made] = (len(arguments), tuple(keywords))
+        value = Value("partial", node=id(node))
+        self.partials[value] = (len(arguments), tuple(keywords))
         for key, facts in [*enumerate(arguments), *keywords.items()]:
-            self.table.grow(facts, "partial", made, key)
-        return only(made)
+            self.table.grow(facts, "partial", value, key)
+        return only(value)
 
     def call_partial(
         self, node: ast.Call, callee: Value, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
     ) -> Facts:
         """A call of what `functools.partial` made: its own arguments first."""
         count, named = self.partials[callee]
-        held = {key: self.table.get("partial", callee, key) or frozenset() for key in (*range(count), *named)}
-        given = [held[number] for number in range(1, count)] + arguments
-        named_facts = {name: held[name] for name in named} | keywords
+        bound = {key: self.table.get("partial", callee, key) or frozenset() for key in (*range(count), *named)}
+        values = [bound[number] for number in range(1, count)] + arguments
+        named_facts = {name: bound[name] for name in named} | keywords
         if "**" in keywords:  # what is in it may stand anywhere
-            named_facts["**"] = keywords["**"].union(*held.values())
-        found: Facts = frozenset()
-        for function in held.get(0, frozenset()):
-            found |= self._call(node, function, given, named_facts, scope)
-        return found or only(UNKNOWN)
+            named_facts["**"] = keywords["**"].union(*bound.values())
+        facts: Facts = frozenset()
+        for function in bound.get(0, frozenset()):
+            facts |= self._call(node, function, values, named_facts, scope)
+        return facts or only(UNKNOWN)
 
-    def held_by_partial(self, made: Value) -> Facts:
+    def held_by_partial(self, value: Value) -> Facts:
         """What a partial function may call or give to what it calls."""
-        count, named = self.partials[made]
-        return frozenset().union(*(self.table.get("partial", made, key) or () for key in (*range(count), *named)))
+        count, named = self.partials[value]
+        return frozenset().union(*(self.table.get("partial", value, key) or () for key in (*range(count), *named)))
 
     def _reduced(self, node: ast.Call, arguments: list[Facts], scope: Scope) -> Facts:
         if len(arguments) < 2:
             self.refuse(node, "dynamic_code", "functools.reduce needs a function and what it goes through")
             return only(UNKNOWN)
-        each = self.opened(arguments[1])
-        found = each.union(*arguments[2:])
+        items = self.opened(arguments[1])
+        facts = items.union(*arguments[2:])
         for _ in range(_ROUNDS):
-            made = frozenset().union(*(self._call(node, one, [found, each], {}, scope) for one in arguments[0]))
-            if made <= found:
-                return found
-            found |= made
-        self.escape([found], hot=True)
+            results = frozenset().union(*(self._call(node, one, [facts, items], {}, scope) for one in arguments[0]))
+            if results <= facts:
+                return facts
+            facts |= results
+        self.escape([facts], hot=True)
         return only(UNKNOWN)
 
     def _collected(
         self, node: ast.Call, name: str, arguments: list[Facts], keywords: dict[str, Facts], scope: Scope
     ) -> Facts:
-        given = frozenset().union(*arguments, *keywords.values())
+        operands = frozenset().union(*arguments, *keywords.values())
         if name in ("contextmanager", "namedtuple"):
             self.refuse(
                 node, "dynamic_code", f"{name} stands at the top of the file, as a decorator or NAME = {name}()"
             )
         if name not in ("OrderedDict", "defaultdict"):
-            return only(PLAIN) | code_of(given)
-        made = [self._call(node, one, [], {}, scope) for one in arguments[0]] if name == "defaultdict" else []
-        inside = self.opened(given)
-        return self.box(node, inside.union(self.opened(self.boxes(inside)), code_of(given), *made), scope)
+            return only(PLAIN) | code_of(operands)
+        defaults = [self._call(node, one, [], {}, scope) for one in arguments[0]] if name == "defaultdict" else []
+        inside = self.opened(operands)
+        return self.box(node, inside.union(self.opened(self.boxes(inside)), code_of(operands), *defaults), scope)
 
     def _operated(self, node: ast.Call, path: str, arguments: list[Facts], scope: Scope) -> Facts:
-        given = frozenset().union(*arguments)
+        operands = frozenset().union(*arguments)
         for facts in arguments:
             self._computes(node, facts if facts == only(TENSOR) else self.opened(facts), scope, path)
-        if path.startswith("operator.") and given - only(PLAIN):
-            boxes = any(fact.kind == "box" for fact in given)
-            made = self.box(node, self.opened(given), scope) if boxes else only(TENSOR if TENSOR in given else UNKNOWN)
-            return made | code_of(given)
+        if path.startswith("operator.") and operands - only(PLAIN):
+            boxes = any(fact.kind == "box" for fact in operands)
+            result = (
+                self.box(node, self.opened(operands), scope)
+                if boxes
+                else only(TENSOR if TENSOR in operands else UNKNOWN)
+            )
+            return result | code_of(operands)
         return only(PLAIN)
 
 

@@ -58,16 +58,16 @@ def class_of_tuple(name: str, call: ast.Call) -> ast.ClassDef | None:
         return None
     values = [None] * (len(named) - len(defaults)) + defaults
     text = "class it:\n" + "".join(f"    {field}: None\n" for field in named if field.isidentifier()) + "    pass\n"
-    made = ast.parse(text).body[0]
-    if not isinstance(made, ast.ClassDef) or len(made.body) != len(named) + 1 or len(values) != len(named):
+    definition = ast.parse(text).body[0]
+    if not isinstance(definition, ast.ClassDef) or len(definition.body) != len(named) + 1 or len(values) != len(named):
         return None
-    made.name = name
-    for statement, value in zip(made.body, values):
+    definition.name = name
+    for statement, value in zip(definition.body, values):
         if isinstance(statement, ast.AnnAssign):
             statement.value = value
-    for part in ast.walk(made):
+    for part in ast.walk(definition):
         ast.copy_location(part, call)
-    return made
+    return definition
 
 
 def _texts(node: ast.expr | None) -> list[str] | None:

@@ -45,10 +45,10 @@ class Compiler:
             return
         try:
             answer = unpack(outcome.result)
-            found = [_told(one) for one in answer.get("kernels", [answer])]
+            diagnostics = [_told(one) for one in answer.get("kernels", [answer])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            found = [Diagnostic(stage="compile", kind="protocol", message=str(error)[:200])]
-        failures = [one for one in found if one is not None]
+            diagnostics = [Diagnostic(stage="compile", kind="protocol", message=str(error)[:200])]
+        failures = [one for one in diagnostics if one is not None]
         if failures:
             trial.status = "compile_error"
             trial.diagnostics.extend(failures[:4])

@@ -26,9 +26,9 @@ def to_wire(value: Any) -> Tree:
 
 def leaf_of(tensor: torch.Tensor) -> Leaf:
     """One tensor, copied to the host."""
-    held = tensor.detach()
+    detached = tensor.detach()
     kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else "Tensor"
-    plain = held.to("cpu").contiguous()
+    plain = detached.to("cpu").contiguous()
     data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return Leaf(
         dtype=str(tensor.dtype).removeprefix("torch."),

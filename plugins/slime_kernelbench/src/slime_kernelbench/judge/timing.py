@@ -100,7 +100,7 @@ def suspicions(timing: Timing, first: Samples, again: Samples, eager: Samples) -
     aside. So is one whose calls took far longer in total than their number times the median: it tells of the calls
     that did least.
     """
-    found: list[Flag] = []
+    flags: list[Flag] = []
     overhead = max(median(eager.host) - median(eager.events), 0.0)
     pairs = [(median(one.events), sorted(one.host)[len(one.host) // 4] - overhead) for one in (first, again)]
     hidden = [(event, host) for event, host in pairs if host > HIDDEN_RATIO * event + HIDDEN_MS]
@@ -108,22 +108,22 @@ def suspicions(timing: Timing, first: Samples, again: Samples, eager: Samples) -
         event, host = hidden[0]
         rule = "hidden_work" if len(hidden) == len(pairs) else "not_repeatable"
         detail = f"{event:.3f} ms by the device's events, {host:.3f} ms by the host's clock"
-        found.append(Flag(rule=rule, layer="timing", detail=detail))
+        flags.append(Flag(rule=rule, layer="timing", detail=detail))
     uneven = [(median(one.events), math.fsum(one.events) / len(one.events)) for one in (first, again)]
     if all(mean > HIDDEN_RATIO * event + HIDDEN_MS for event, mean in uneven):
         event, mean = uneven[0]
         detail = f"{event:.3f} ms at the median, {mean:.3f} ms on average"
-        found.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
+        flags.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
     fastest = min(timing.candidate, timing.remeasured)
     if fastest < FLOOR_SLACK * timing.floor:
         detail = f"{fastest:.4f} ms; moving its data alone takes {timing.floor:.4f} ms"
-        found.append(Flag(rule="below_floor", layer="timing", detail=detail))
+        flags.append(Flag(rule="below_floor", layer="timing", detail=detail))
     if timing.slower > APART * fastest and timing.slower - fastest > 0.02:
         detail = f"{timing.candidate:.4f} ms, in a fresh process {timing.remeasured:.4f} ms"
-        found.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
+        flags.append(Flag(rule="not_repeatable", layer="timing", detail=detail))
     if timing.speedup > EXCESSIVE:
-        found.append(Flag(rule="excessive_speedup", layer="timing", detail=f"{timing.speedup:.1f} times"))
-    return found
+        flags.append(Flag(rule="excessive_speedup", layer="timing", detail=f"{timing.speedup:.1f} times"))
+    return flags
 
 
 CHEATS = frozenset({"hidden_work", "below_floor"})

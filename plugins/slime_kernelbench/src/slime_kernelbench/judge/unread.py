@@ -28,8 +28,8 @@ def without_unread(source: str, tree: ast.Module, read: Collection[int]) -> str:
         begin = begins[line - 1] + column
         end = begins[(last.end_lineno or 0) - 1] + (last.end_col_offset or 0)
         rest = "\n" * ((last.end_lineno or 0) - line) + ")"  # in brackets, where lines may end
-        told = f"raise RuntimeError({f'{node.name} {WHY}'!r}" + rest
-        data = data[:begin] + told.encode() + data[end:]
+        text = f"raise RuntimeError({f'{node.name} {WHY}'!r}" + rest
+        data = data[:begin] + text.encode() + data[end:]
     return data.decode()
 
 

@@ -68,8 +68,10 @@ def is_property(method: ast.FunctionDef) -> bool:
 
 def numbers_of(method: ast.FunctionDef | None) -> list[str]:
     """Parameters that say that they are numbers."""
-    found = method.args.args if method is not None else []
-    return [one.arg for one in found if isinstance(one.annotation, ast.Name) and one.annotation.id in ("float", "int")]
+    arguments = method.args.args if method is not None else []
+    return [
+        one.arg for one in arguments if isinstance(one.annotation, ast.Name) and one.annotation.id in ("float", "int")
+    ]
 
 
 class Table:
@@ -137,9 +139,9 @@ class Scope:
             return self.names[name]
         now, scope = self.inline, self.outer
         while scope is not None:
-            found = scope.names.get(name) if now else scope.table.get("name", scope.place, name)
-            if found is not None and not scope.of_class:
-                return found
+            facts = scope.names.get(name) if now else scope.table.get("name", scope.place, name)
+            if facts is not None and not scope.of_class:
+                return facts
             now, scope = now and scope.inline, scope.outer
         return None
 

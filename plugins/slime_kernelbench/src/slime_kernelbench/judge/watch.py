@@ -69,15 +69,15 @@ class Watch(TorchDispatchMode):
         self.races = Races()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if self.hot and name.removeprefix("aten::") not in ATEN_PLUMBING:
             self.computed[name.removeprefix("aten::")] += 1
         if self.inside:
-            return made
-        if name in _EMPTY and isinstance(made, torch.Tensor) and made.numel():
-            poison(made)
-        return made
+            return result
+        if name in _EMPTY and isinstance(result, torch.Tensor) and result.numel():
+            poison(result)
+        return result
 
     @contextmanager
     def answer(self, ablate: bool, order: int = 0) -> Iterator[None]:
@@ -115,10 +115,10 @@ class Watch(TorchDispatchMode):
 
         interpreter.InterpretedFunction.run = watched
         interpreter._patch_lang = _patched
-        made = GridExecutor.__init__
+        original = GridExecutor.__init__
 
         def with_texts(executor: Any, fn: Any, arg_names: Any, grid: Any, hooks: Any = ()) -> None:
-            made(executor, fn, arg_names, grid, list(hooks))
+            original(executor, fn, arg_names, grid, list(hooks))
             texts = {name: str(note) for name, note in fn.__annotations__.items()}  # "tl.constexpr" is one, too
             executor.constexprs = [name for name in arg_names if "constexpr" in texts.get(name, "")]
 
@@ -132,21 +132,21 @@ class Watch(TorchDispatchMode):
         """The types of a launch's arguments, for the compiler."""
         if len(self.signatures) >= LAUNCHES or not self.hot:
             return
-        given = dict(zip(kernel.arg_names, args)) | kwargs
+        arguments = dict(zip(kernel.arg_names, args)) | kwargs
         constexprs = GridExecutor(kernel.fn, kernel.arg_names, None).constexprs
-        found: dict[str, Any] = {"kernel": kernel.fn.__name__, "types": {}, "constants": {}, "options": {}}
-        for name, value in given.items():
+        signature: dict[str, Any] = {"kernel": kernel.fn.__name__, "types": {}, "constants": {}, "options": {}}
+        for name, value in arguments.items():
             if name not in kernel.arg_names:
                 if isinstance(value, int) and name in ("num_warps", "num_stages", "num_ctas"):
-                    found["options"][name] = value
+                    signature["options"][name] = value
             elif name in constexprs or value is None:
                 if value is not None and not isinstance(value, int | float | str | bool):
                     return  # a dtype or a function: such kernels are compiled where they run
-                found["constants"][name] = value
+                signature["constants"][name] = value
             else:
                 with torch._C.DisableTorchFunction():
-                    found["types"][name] = str(mangle_type(value))
-        self.signatures.setdefault(repr(found), found)
+                    signature["types"][name] = str(mangle_type(value))
+        self.signatures.setdefault(repr(signature), signature)
 
     def check(self, pointers: Any, mask: Any, size: int) -> tuple[Any, tuple[int, int] | None]:
         """The active ones of the pointers, and the memory that all of them are in; None where they are in several.
@@ -190,10 +190,10 @@ class _Guarded:
         self._watch.stored += active.size
 
         def differs() -> Any:
-            held = self._real.load(pointers, mask, np.zeros(pointers.shape, value.dtype), value.dtype)
+            old = self._real.load(pointers, mask, np.zeros(pointers.shape, value.dtype), value.dtype)
             bits, chosen = f"u{value.dtype.itemsize}", np.broadcast_to(mask, pointers.shape)
             new = np.ascontiguousarray(np.broadcast_to(value, pointers.shape))
-            return held.view(bits)[chosen] != new.view(bits)[chosen]
+            return old.view(bits)[chosen] != new.view(bits)[chosen]
 
         if span is not None:
             self._watch.races.store(active, span, differs)
@@ -230,14 +230,14 @@ def warm() -> None:
     language = triton.language
     language.tensor.__index__ = lambda self: int(self.handle.data.item())  # any numpy's
     language.tensor.__bool__ = _truth
-    real, kept = interpreter._get_np_dtype, {}
+    real, dtypes = interpreter._get_np_dtype, {}
 
     def numpy_dtype(kind: Any) -> Any:  # triton makes its table anew in every operation
         if type(kind) is not triton.language.dtype:
             return real(kind)
-        if kind.name not in kept:
-            kept[kind.name] = real(kind)
-        return kept[kind.name]
+        if kind.name not in dtypes:
+            dtypes[kind.name] = real(kind)
+        return dtypes[kind.name]
 
     interpreter._get_np_dtype = numpy_dtype
     without_dynamo()
@@ -262,15 +262,15 @@ def _truth(tensor: Any) -> bool:
 
 def _memory(values: list[Any]) -> list[tuple[int, int]]:
     """Where the storages of the tensors among ``values`` begin and end."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for value in values:
-        held = getattr(value, "base", value)  # of a descriptor
-        if isinstance(held, torch.Tensor):
-            storage = held.untyped_storage()
-            found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        tensor = getattr(value, "base", value)  # of a descriptor
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         elif isinstance(value, tuple | list):
-            found.extend(_memory(list(value)))
-    return found
+            ranges.extend(_memory(list(value)))
+    return ranges
 
 
 def _refuse_bfloat16() -> None:
@@ -310,5 +310,5 @@ _WATCHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 def fingerprint() -> dict[str, Any]:
     """What a cheat would replace, and the number of threads."""
-    found = {f"{owner.__name__}.{name}": getattr(owner, name) for owner, names in _WATCHED for name in names}
-    return found | {"threads": threading.active_count()}
+    fingerprint = {f"{owner.__name__}.{name}": getattr(owner, name) for owner, names in _WATCHED for name in names}
+    return fingerprint | {"threads": threading.active_count()}

@@ -17,19 +17,23 @@ def give(model: Any, state: dict[str, torch.Tensor], woken: Mapping[str, float])
     Example:
         give(model, {"ln.weight": gamma, "ln.bias": beta}, {"ln.weight": 1.0, "ln.bias": 0.0})      # ["ln.bias"]
     """
-    own: dict[str, torch.Tensor] = model.state_dict()
-    if own.keys() != state.keys() and len(own) == len(state):
-        named = dict(zip(own, state.values()))
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    if weights.keys() != state.keys() and len(weights) == len(state):
+        named = dict(zip(weights, state.values()))
     else:
         named = state
-    if own.keys() == named.keys() and all(own[name].shape == named[name].shape for name in own):
+    if weights.keys() == named.keys() and all(weights[name].shape == named[name].shape for name in weights):
         model.load_state_dict(named)
         return []
-    return _placed(own, state, woken)
+    return _placed(weights, state, woken)
 
 
-def _placed(own: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], woken: Mapping[str, float]) -> list[str]:
-    free = {name: value for name, value in own.items() if value.is_floating_point() and value.unique().numel() == 1}
+def _placed(
+    weights: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], woken: Mapping[str, float]
+) -> list[str]:
+    free = {
+        name: value for name, value in weights.items() if value.is_floating_point() and value.unique().numel() == 1
+    }
     without: list[str] = []
     for name, before in woken.items():
         value = state[name]
@@ -38,7 +42,7 @@ def _placed(own: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], wok
         if place is None:
             without.append(name)
         else:
-            free.pop(place).copy_(value.view(own[place].shape))
+            free.pop(place).copy_(value.view(weights[place].shape))
     return without
 
 

@@ -35,16 +35,16 @@ def load(where: str | Path, *, levels: Sequence[int] = ()) -> list[Problem]:
     Raises:
         DataError: CFG05 there is nothing, DAT17 it holds no problem, DAT22 an id twice, or as `rows.of_row`.
     """
-    found = list(_read(str(where)))
-    _check_ids(found)
-    chosen = [problem for problem in found if not levels or problem.level in levels]
+    problems = list(_read(str(where)))
+    _check_ids(problems)
+    chosen = [problem for problem in problems if not levels or problem.level in levels]
     if not chosen:
-        have = sorted({problem.level for problem in found})
+        have = sorted({problem.level for problem in problems})
         raise DataError(
-            f"{where} holds no problem" + (f" of level {', '.join(map(str, levels))}" if found else ""),
+            f"{where} holds no problem" + (f" of level {', '.join(map(str, levels))}" if problems else ""),
             code="DAT17",
             where=str(where),
-            why=f"its levels are {have}" if found else "",
+            why=f"its levels are {have}" if problems else "",
             fix="name a JSONL, Parquet or Python file, a folder of them, OWNER/NAME on the hub, or: shipped",
         )
     return chosen
@@ -98,7 +98,7 @@ def _hub(spec: str) -> Iterator[Problem]:
         yield from _rows(HubRows(spec), spec)
         return
     absent: DataError | None = None
-    found = 0
+    total = 0
     for split in SPLITS:
         try:
             rows = HubRows(f"{spec}:{split}")
@@ -107,9 +107,9 @@ def _hub(spec: str) -> Iterator[Problem]:
                 raise
             absent = error
             continue
-        found += len(rows)
+        total += len(rows)
         yield from _rows(rows, split)
-    if not found and absent is not None:
+    if not total and absent is not None:
         raise absent
 
 

@@ -81,10 +81,10 @@ def of_file(path: Path, *, id: str = "") -> Problem:
     level = LEVEL.fullmatch(path.parent.name)
     stem = path.name.removesuffix(".py").removesuffix(".problem")
     numbered = NUMBERED.fullmatch(stem)
-    found = f"kernelbench/{level[1]}/{numbered[1]}" if level and numbered else stem
+    default_id = f"kernelbench/{level[1]}/{numbered[1]}" if level and numbered else stem
     name = numbered[2] if numbered else stem
     return checked(
-        Problem(id=id or found, name=name, source=source, level=int(level[1]) if level else 1, where=f"{path}:1")
+        Problem(id=id or default_id, name=name, source=source, level=int(level[1]) if level else 1, where=f"{path}:1")
     )
 
 
@@ -154,5 +154,5 @@ def _number(value: Any, where: str) -> str:
     return str(value)
 
 
-def _wrong(key: str, value: Any, wanted: str, where: str) -> DataError:
-    return DataError(f"{key} is {value!r:.60}, not {wanted}", code="DAT24", where=where, fix=ONE_OF)
+def _wrong(key: str, value: Any, expectation: str, where: str) -> DataError:
+    return DataError(f"{key} is {value!r:.60}, not {expectation}", code="DAT24", where=where, fix=ONE_OF)

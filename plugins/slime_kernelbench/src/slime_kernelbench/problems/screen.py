@@ -61,8 +61,8 @@ class Screened:
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         problem = self.problem
-        told = {"id": problem.id, "name": problem.name, "where": problem.where, "verdict": self.verdict}
-        return {**told, "reasons": list(self.reasons), "unknown": self.unknown, "cases": self.cases}
+        fields = {"id": problem.id, "name": problem.name, "where": problem.where, "verdict": self.verdict}
+        return {**fields, "reasons": list(self.reasons), "unknown": self.unknown, "cases": self.cases}
 
     def cells(self) -> list[str]:
         """For the table."""
@@ -101,22 +101,26 @@ async def screen(problem: Problem, box: Sandbox) -> Screened:
 def write_sound(path: Path, rows: Sequence[Screened]) -> None:
     """Write the problems that are sound as rows that `load` reads, with the ids they have."""
     sound = [row.problem for row in rows if row.verdict == "sound"]
-    kept = [{"id": each.id, "name": each.name, "level": each.level, "code": each.source} for each in sound]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    records = [
+        {"id": problem.id, "name": problem.name, "level": problem.level, "code": problem.source} for problem in sound
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
 
 
 def trivial(cases: Sequence[Sized]) -> list[str]:
     """Which trivial answers pass for the reference, over its cases as (size, case)."""
-    own = {style: scales_of(case["exact"]) for style, case in reversed(cases)}
-    expected = [Expected(exact=case["exact"], computed=case["computed"], scales=own[style]) for style, case in cases]
-    found = []
+    scales = {style: scales_of(case["exact"]) for style, case in reversed(cases)}
+    expected = [
+        Expected(exact=case["exact"], computed=case["computed"], scales=scales[style]) for style, case in cases
+    ]
+    answers = []
     for name, answer in _answers(cases):
-        given = [answer(case, case["computed"]) for _, case in cases]
-        if all(compare(got, wanted).agrees for got, wanted in zip(given, expected, strict=True)):
-            found.append(f"{name} for it")
+        outputs = [answer(case, case["computed"]) for _, case in cases]
+        if all(compare(output, reference).agrees for output, reference in zip(outputs, expected, strict=True)):
+            answers.append(f"{name} for it")
     if len(cases) > 1 and _replayed(cases, expected):
-        found.append("its first output passes for the others: inputs do not matter")
-    return found
+        answers.append("its first output passes for the others: inputs do not matter")
+    return answers
 
 
 def _answers(cases: Sequence[Sized]) -> Iterator[tuple[str, Answer]]:
@@ -136,14 +140,14 @@ def _input(number: int, case: dict[str, Any], like: Tree) -> Tree:
 
 def _replayed(cases: Sequence[Sized], expected: Sequence[Expected]) -> bool:
     """Whether, for every size, the output of its first case agrees with all its cases."""
-    kept: dict[str, Tree] = {}
+    outputs: dict[str, Tree] = {}
     compared = 0
-    for (style, case), wanted in zip(cases, expected, strict=True):
-        if style not in kept:
-            kept[style] = case["computed"]
+    for (style, case), reference in zip(cases, expected, strict=True):
+        if style not in outputs:
+            outputs[style] = case["computed"]
             continue
         compared += 1
-        if not compare(kept[style], wanted).agrees:
+        if not compare(outputs[style], reference).agrees:
             return False
     return compared > 0
 
@@ -177,20 +181,20 @@ async def _run(problem: Problem, box: Sandbox) -> list[Sized] | Screened:
     from slime_sandbox import Limits
 
     seed, weights_seed = SEEDS
-    asked = {"source": problem.source, "seed": seed, "weights_seed": weights_seed, "styles": list(STYLES)}
-    outcome = await box.run(ENTRY, pack(asked), Limits(wall_seconds=SECONDS))
+    request = {"source": problem.source, "seed": seed, "weights_seed": weights_seed, "styles": list(STYLES)}
+    outcome = await box.run(ENTRY, pack(request), Limits(wall_seconds=SECONDS))
     if outcome.status == "infra":
         return Screened(problem=problem, unknown=f"the sandbox failed: {outcome.reason}")
     if outcome.status != "ok":
-        why = f"its reference could not be run: {outcome.status}, {outcome.reason}"
-        return Screened(problem=problem, reasons=(why,))
+        reason = f"its reference could not be run: {outcome.status}, {outcome.reason}"
+        return Screened(problem=problem, reasons=(reason,))
     try:
         answer = unpack(outcome.result)
         if "error" not in answer:
-            return [(style, case) for style, found in answer["styles"].items() for case in found["cases"]]
-        why = " ".join(str(answer["error"]).split())[:300]
+            return [(style, case) for style, answer_of in answer["styles"].items() for case in answer_of["cases"]]
+        reason = " ".join(str(answer["error"]).split())[:300]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"its process answered nonsense: {error}"
-    if TOO_LARGE.match(why):
-        return Screened(problem=problem, unknown=f"no sizes were found at which the judge can ask it here: {why}")
-    return Screened(problem=problem, reasons=(f"its reference does not run: {why}",))
+        reason = f"its process answered nonsense: {error}"
+    if TOO_LARGE.match(reason):
+        return Screened(problem=problem, unknown=f"no sizes were found at which the judge can ask it here: {reason}")
+    return Screened(problem=problem, reasons=(f"its reference does not run: {reason}",))

@@ -34,12 +34,12 @@ def split(problems: Sequence[Problem], *, heldout: float = 0.2, seed: int = 0) -
 
     Example: {p.id for p in split(shipped()).train} & {p.id for p in split(shipped()).heldout} == set()
     """
-    held = [problem for problem in problems if is_held_out(problem.id, heldout, seed)]
+    heldout_problems = [problem for problem in problems if is_held_out(problem.id, heldout, seed)]
     others = [problem for problem in problems if not is_held_out(problem.id, heldout, seed)]
-    twins = near_duplicates(others, held)
+    twins = near_duplicates(others, heldout_problems)
     train = [problem for problem in others if problem.id not in twins]
     left_out = [(problem, twins[problem.id]) for problem in problems if problem.id in twins]
-    return Split(train=train, heldout=held, left_out=left_out)
+    return Split(train=train, heldout=heldout_problems, left_out=left_out)
 
 
 def is_held_out(id: str, share: float, seed: int) -> bool:
@@ -50,14 +50,14 @@ def is_held_out(id: str, share: float, seed: int) -> bool:
 
 def near_duplicates(problems: Iterable[Problem], others: Sequence[Problem]) -> dict[str, Problem]:
     """By id, those of ``problems`` that one of ``others`` is a near duplicate of, and that one."""
-    known = [(other, shingles(other.source)) for other in others]
-    found: dict[str, Problem] = {}
+    sources = [(other, shingles(other.source)) for other in others]
+    duplicates: dict[str, Problem] = {}
     for problem in problems:
-        own = shingles(problem.source)
-        twin = next((other for other, theirs in known if likeness(own, theirs) >= ALIKE), None)
+        words = shingles(problem.source)
+        twin = next((other for other, other_words in sources if likeness(words, other_words) >= ALIKE), None)
         if twin is not None:
-            found[problem.id] = twin
-    return found
+            duplicates[problem.id] = twin
+    return duplicates
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
@@ -98,8 +98,8 @@ class _Words(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         """``torch`` and ``self`` say something; other names are what they are called here."""
-        known = node.id in ("torch", "nn", "F", "self", "True", "False")
-        self.tokens.append(node.id if known else f"name{self._own.setdefault(node.id, len(self._own))}")
+        reserved = node.id in ("torch", "nn", "F", "self", "True", "False")
+        self.tokens.append(node.id if reserved else f"name{self._own.setdefault(node.id, len(self._own))}")
 
     def visit_arg(self, node: ast.arg) -> None:
         """A parameter."""

@@ -72,15 +72,15 @@ async def _judged(desk: Desk, ask: Ask) -> Verdict:
     try:
         return await desk.judge(ask)
     except Full:
-        why = f"{desk.pool.limits.waiting} candidates wait"
+        reason = f"{desk.pool.limits.waiting} candidates wait"
         fix = "send the same again after Retry-After seconds"
-        raise refused(429, "full", "the queue is full", why=why, fix=fix) from None
+        raise refused(429, "full", "the queue is full", why=reason, fix=fix) from None
     except Stopped:
-        what = "the service ended before this was judged"
-        raise refused(503, "draining", what, fix="ask another, or later") from None
+        message = "the service ended before this was judged"
+        raise refused(503, "draining", message, fix="ask another, or later") from None
     except Clash:
-        what = "this key asked for another judgement"
-        raise refused(409, "key", what, where="key", fix="a new key for each") from None
+        message = "this key asked for another judgement"
+        raise refused(409, "key", message, where="key", fix="a new key for each") from None
 
 
 async def _while_connected(request: Request, work: Awaitable[Verdict]) -> Verdict:
@@ -90,12 +90,12 @@ async def _while_connected(request: Request, work: Awaitable[Verdict]) -> Verdic
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    value, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
+    value, hangup = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
     try:
-        await asyncio.wait([value, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([value, hangup], return_when=asyncio.FIRST_COMPLETED)
         if not value.done():
             raise refused(499, "gone", "the caller hung up")
         return value.result()
     finally:
         value.cancel()
-        gone.cancel()
+        hangup.cancel()

@@ -93,10 +93,10 @@ class RemoteJudge:
         try:
             async with asyncio.timeout(10):
                 answer = await self._open().get("/health")
-            found: dict[str, Any] = answer.json()
+            status: dict[str, Any] = answer.json()
             if answer.status_code != 200:
-                raise ValueError(f"it answers {answer.status_code}: {found.get('error', {}).get('what', '')}")
-            return found
+                raise ValueError(f"it answers {answer.status_code}: {status.get('error', {}).get('what', '')}")
+            return status
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise ConfigError(
                 f"no judge answers at {self._url}",
@@ -167,14 +167,14 @@ async def _read(answer: httpx.Response) -> bytes:
 def _refusal(answer: httpx.Response, raw: bytes) -> _Trouble:
     try:
         error = json.loads(raw)["error"]
-        why = " | ".join(str(error[part])[:300] for part in ("what", "why", "fix") if error.get(part))
+        reason = " | ".join(str(error[part])[:300] for part in ("what", "why", "fix") if error.get(part))
     except (ValueError, TypeError, KeyError, AttributeError):
-        why = f"it begins {raw[:SHOWN]!r}"
+        reason = f"it begins {raw[:SHOWN]!r}"
     status = answer.status_code
     kind = {401: "Token", 403: "Token", 429: "Full", 503: "Draining"}.get(status, f"HTTP{status}")
-    asked = answer.headers.get("Retry-After", "")
-    after = min(30.0, float(asked)) if asked.isdecimal() else 0.0
-    return _Trouble(kind, f"HTTP {status}: {why}", again=status in AGAIN, after=after)
+    delay = answer.headers.get("Retry-After", "")
+    after = min(30.0, float(delay)) if delay.isdecimal() else 0.0
+    return _Trouble(kind, f"HTTP {status}: {reason}", again=status in AGAIN, after=after)
 
 
 def _asked(problem: Problem) -> dict[str, Any]:
@@ -183,12 +183,12 @@ def _asked(problem: Problem) -> dict[str, Any]:
 
 def _unsendable(source: str) -> Verdict | None:
     """The verdict on a text that no file of Python can hold: it is its author's, so no `infra`."""
-    why = ""
+    reason = ""
     if len(source) > MAX_CANDIDATE:
-        why = f"the source has {len(source)} characters, at most {MAX_CANDIDATE} are judged"
+        reason = f"the source has {len(source)} characters, at most {MAX_CANDIDATE} are judged"
     elif any("\ud800" <= char <= "\udfff" for char in source):
-        why = "the source is not UTF-8: it has lone surrogates"
-    if not why:
+        reason = "the source is not UTF-8: it has lone surrogates"
+    if not reason:
         return None
-    told = Diagnostic(stage="static", kind="source", message=why)
-    return Verdict(status="rejected", reached="static", diagnostics=(told,), source_hash=hash_of(source))
+    diagnostic = Diagnostic(stage="static", kind="source", message=reason)
+    return Verdict(status="rejected", reached="static", diagnostics=(diagnostic,), source_hash=hash_of(source))

@@ -32,9 +32,9 @@ class Desk:
         verdict = await desk.judge(ask)
     """
 
-    def __init__(self, pool: Pool, *, kept: int = KEPT) -> None:
+    def __init__(self, pool: Pool, *, capacity: int = KEPT) -> None:
         self.pool = pool
-        self._kept = kept
+        self._kept = capacity
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def judge(self, ask: Ask) -> Verdict:

@@ -36,22 +36,22 @@ def devices(gpus: Sequence[str], workers: int) -> list[Device]:
     """
     if not gpus:
         return [Device(name=f"cpu-{number}") for number in range(workers)]
-    known = list_gpus()
-    found = [known.get(gpu, gpu if gpu in known.values() else "") for gpu in gpus]
-    for given, uuid in zip(gpus, found):
+    by_index = list_gpus()
+    uuids = [by_index.get(gpu, gpu if gpu in by_index.values() else "") for gpu in gpus]
+    for name, uuid in zip(gpus, uuids):
         if not uuid:
             raise ConfigError(
-                f"there is no GPU {given!r} here",
+                f"there is no GPU {name!r} here",
                 code="CFG04",
                 where="--gpus",
-                why=f"nvidia-smi lists {', '.join(f'{index}: {uuid}' for index, uuid in known.items()) or 'none'}",
+                why=f"nvidia-smi lists {', '.join(f'{index}: {uuid}' for index, uuid in by_index.items()) or 'none'}",
                 fix="name one of these by number or UUID, or: --gpus none",
             )
-    if len(set(found)) < len(found):
+    if len(set(uuids)) < len(uuids):
         raise ConfigError(
             "a GPU is named twice", code="CFG07", where="--gpus", why="a device judges one candidate at a time"
         )
-    return [Device(name=uuid, gpu=uuid) for uuid in found]
+    return [Device(name=uuid, gpu=uuid) for uuid in uuids]
 
 
 def list_gpus(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -69,10 +69,10 @@ def visible(listing: str, mask: str | None) -> dict[str, str]:
     Example: visible("0, GPU-aa\\n1, GPU-bb\\n", "1") == {"1": "GPU-bb"}
     """
     rows = [line.split(",") for line in listing.splitlines() if line.count(",") == 1]
-    known = {index.strip(): uuid.strip() for index, uuid in rows}
+    by_index = {index.strip(): uuid.strip() for index, uuid in rows}
     if mask is None:
-        return known
-    wanted = [word.strip() for word in mask.split(",") if word.strip()]
+        return by_index
+    words = [word.strip() for word in mask.split(",") if word.strip()]
     return {
-        i: u for i, u in known.items() if any(word == i or (len(word) > 4 and u.startswith(word)) for word in wanted)
+        i: u for i, u in by_index.items() if any(word == i or (len(word) > 4 and u.startswith(word)) for word in words)
     }

@@ -27,7 +27,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         return None
     except asyncio.LimitOverrunError as error:
         raise ValueError("a message is too long") from error
-    found = json.loads(line)
-    if not isinstance(found, dict):
+    message = json.loads(line)
+    if not isinstance(message, dict):
         raise ValueError("a message is no object")
-    return found
+    return message

@@ -258,10 +258,10 @@ class Pool:
                 place.state, place.why = "ready", ""
                 self._changed.set()
 
-    def _quarantine(self, place: Place, why: str) -> None:
+    def _quarantine(self, place: Place, reason: str) -> None:
         place.quarantines += place.state != "quarantined"
-        place.state, place.why = "quarantined", why
-        log.warning("device %s is in quarantine: %s", place.device.name, why)
+        place.state, place.why = "quarantined", reason
+        log.warning("device %s is in quarantine: %s", place.device.name, reason)
 
     async def _judge(self, worker: Worker, job: Job) -> str:
         """Why the device may not be sound after a candidate; empty where it is.
@@ -294,12 +294,12 @@ class Pool:
         except ValueError as error:
             raise Lost(str(error)) from error
 
-    def _again(self, job: Job, why: str) -> None:
+    def _again(self, job: Job, reason: str) -> None:
         """Queue a candidate once more, before all others; answer `infra` where that has been done."""
         if job.tries < TRIES and time.monotonic() < job.until:
             self._put(job, first=True)
         else:
-            _answer(job, infra("WorkerLost", why, source=job.source))
+            _answer(job, infra("WorkerLost", reason, source=job.source))
 
 
 def _unjudgeable(verdict: Verdict) -> bool:

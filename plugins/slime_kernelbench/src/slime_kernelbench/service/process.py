@@ -51,23 +51,23 @@ class Worker:
         Raises:
             Lost: it cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         try:
-            with theirs:
+            with child_end:
                 process = await asyncio.create_subprocess_exec(
                     *command,
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
+                    str(child_end.fileno()),
+                    pass_fds=(child_end.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     env={**os.environ, **device.environment()},
                     start_new_session=True,  # a Ctrl-C is for the server, which lets it finish
                 )
         except OSError as error:
-            ours.close()
+            parent_end.close()
             raise Lost(f"a worker cannot be started: {error}") from error
         worker = cls(device, process)
-        worker._reader, worker._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        worker._reader, worker._writer = await asyncio.open_connection(sock=parent_end, limit=MAX_LINE)
         try:
             gpus = {"judge_gpus": [device.gpu]} if device.gpu else {}
             await send(worker._writer, {"options": {**options, **gpus}, "secret": secret, "parent": os.getpid()})
@@ -101,19 +101,19 @@ class Worker:
 
     async def _hear(self) -> None:
         """Hand answers to those who asked, until the worker is gone."""
-        why = ""
+        reason = ""
         try:
             while (answer := await receive(self._reader)) is not None:
                 waiting = self._asked.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer["verdict"])
-            why = end_of(await self._process.wait())
+            reason = end_of(await self._process.wait())
         except (ValueError, KeyError) as error:
-            why = f"sent what is no answer: {error}"
+            reason = f"sent what is no answer: {error}"
         finally:
             for waiting in self._asked.values():
                 if not waiting.done():
-                    waiting.set_exception(Lost(f"its worker {why or 'was given up'}"))
+                    waiting.set_exception(Lost(f"its worker {reason or 'was given up'}"))
 
     async def kill(self) -> None:
         """End the process, which takes its sandbox with it, and wait for it."""

@@ -15,8 +15,8 @@ def infra(kind: str, reason: str, *, source: str = "") -> Verdict:
 
     Example: infra("Deadline", "the judge did not answer in 600 s", source=source)
     """
-    told = Diagnostic(stage="static", kind=kind, message=" ".join(reason.split())[:500])
-    return Verdict(status="infra", reached="static", diagnostics=(told,), source_hash=hash_of(source))
+    diagnostic = Diagnostic(stage="static", kind=kind, message=" ".join(reason.split())[:500])
+    return Verdict(status="infra", reached="static", diagnostics=(diagnostic,), source_hash=hash_of(source))
 
 
 def hash_of(source: str) -> str:

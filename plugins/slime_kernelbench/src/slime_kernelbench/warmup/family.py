@@ -188,7 +188,7 @@ class Operator:
         """The fields of Slips that change its kernel."""
         finish = FINISHES[self.finish]
         places = {"load": True, "store": not finish.row, "fill": finish.has("FILL"), "divide": finish.has("DIVIDE")}
-        return tuple(name for name, there in places.items() if there)
+        return tuple(name for name, places_of in places.items() if places_of)
 
     def problem(self, rows: int, cols: int) -> Problem:
         """The operator as a problem on inputs of [rows, cols]."""

@@ -63,13 +63,13 @@ class Demonstrations:
         operator = rng.choice(self._operators)
         problem = operator.problem(*sizes("train", rng))
         slips = drawn(operator, self._habits.slips, rng)
-        asked = self._voice.ask(problem)
+        text = self._voice.ask(problem)
         tokens: list[int] = []
         if slips != Slips() and rng.random() < self._habits.later:
             wrong = self._voice.answer(fenced(operator.kernel(slips)))
-            tokens = [*self._voice.encode(asked), *wrong, *self._voice.between(verdict(problem, rng), wrong)]
+            tokens = [*self._voice.encode(text), *wrong, *self._voice.between(verdict(problem, rng), wrong)]
             slips = mended(slips, self._habits.mends, rng)
-        return Prompt(id="", position=position, prompt=asked, tokens=tokens, label=fenced(operator.kernel(slips)))
+        return Prompt(id="", position=position, prompt=text, tokens=tokens, label=fenced(operator.kernel(slips)))
 
     def state(self) -> dict[str, Any]:
         """Whatever decides the rows and their order."""
@@ -83,8 +83,8 @@ def drawn(operator: Operator, probability: float, rng: Random) -> Slips:
 
 def mended(slips: Slips, probability: float, rng: Random) -> Slips:
     """What is left of slips in the next attempt."""
-    left = {name: there and rng.random() >= probability for name, there in asdict(slips).items()}
-    return replace(slips, **left)
+    remaining = {name: slip and rng.random() >= probability for name, slip in asdict(slips).items()}
+    return replace(slips, **remaining)
 
 
 def fenced(source: str) -> str:
@@ -105,5 +105,5 @@ def verdict(problem: Problem, rng: Random) -> Verdict:
         where=(rng.randrange(rows), rng.randrange(cols)),
     )
     message = f"inputs of shapes {case.shapes}, {case.regime} values: the largest difference is {case.max_abs:.3g}"
-    told = Diagnostic(stage="correctness", kind="nan" if unwritten else "values", message=message)
-    return Verdict(status="wrong", reached="correctness", diagnostics=(told,), cases=(case,))
+    diagnostic = Diagnostic(stage="correctness", kind="nan" if unwritten else "values", message=message)
+    return Verdict(status="wrong", reached="correctness", diagnostics=(diagnostic,), cases=(case,))

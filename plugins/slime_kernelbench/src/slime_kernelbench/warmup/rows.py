@@ -35,8 +35,8 @@ class Family:
         """Every operator of a side whose output tells of each slip."""
         lengths = (1, 2, 3) if side == "train" else (2,)
         chains = (steps for length in lengths for steps in product(STEPS, repeat=length) if self._lies(steps, side))
-        made = (Operator(steps, finish) for steps in chains for finish in FINISHES)
-        return [operator for operator in made if operator.tells]
+        operators = (Operator(steps, finish) for steps in chains for finish in FINISHES)
+        return [operator for operator in operators if operator.tells]
 
     def problems(self, side: Side, count: int) -> list[Problem]:
         """``count`` different operators of a side (all of them where it has fewer), each with one size."""

@@ -61,15 +61,15 @@ def voice_of(ctx: Context, *, render: Render, speech: Speech, tell: Tell) -> Voi
     def encode(prompt: str | list[Message]) -> list[int]:
         template = speech.template or not isinstance(prompt, str)
         text = chat.render(prompt, ctx.tokenizer, template=template, where="the pupil", kwargs=speech.kwargs)
-        found: list[int] = chat.encode(ctx.tokenizer, text)
-        return found
+        tokens: list[int] = chat.encode(ctx.tokenizer, text)
+        return tokens
 
     def answer(text: str) -> list[int]:
         end: Any = ctx.tokenizer.eos_token_id
         return [*chat.encode(ctx.tokenizer, text), *([] if end is None else [int(end)])]
 
     def between(verdict: Verdict, ids: Sequence[int]) -> list[int]:
-        found: list[int] = speech.between(tell(verdict), ids)
-        return found
+        tokens: list[int] = speech.between(tell(verdict), ids)
+        return tokens
 
     return Voice(ask=render, encode=encode, answer=answer, between=between)

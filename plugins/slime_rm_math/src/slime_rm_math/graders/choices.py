@@ -65,8 +65,8 @@ def choice(response: str, label: Any, metadata: Mapping[str, Any]) -> Verdict:
     Example:
         choice("so the answer is (B)", "B", {})    # RIGHT
     """
-    if why := _misshapen(metadata):
-        return unjudged(why)
+    if reason := _misshapen(metadata):
+        return unjudged(reason)
     right = _right_letter(label, metadata, *_offered(metadata))
     if right is None:
         return unjudged(f"the label {label_text(label) or '':.40} is none of the choices")
@@ -89,8 +89,8 @@ def letter_of(response: str, metadata: Mapping[str, Any]) -> str | None:
     chosen = _chosen(text, letters)
     if chosen is not None:
         return chosen
-    said = [letter for letter, one in zip(letters, texts, strict=False) if plain_text(one) == plain_text(text)]
-    return said[0] if said else None
+    letters_of = [letter for letter, one in zip(letters, texts, strict=False) if plain_text(one) == plain_text(text)]
+    return letters_of[0] if letters_of else None
 
 
 def _misshapen(metadata: Mapping[str, Any]) -> str:
@@ -102,15 +102,15 @@ def _misshapen(metadata: Mapping[str, Any]) -> str:
 
 def _offered(metadata: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Letters, and the texts of the choices where the row has them."""
-    given = metadata.get("choices")
-    texts = [str(one) for one in (given.values() if isinstance(given, Mapping) else given or ())]
+    choices = metadata.get("choices")
+    texts = [str(one) for one in (choices.values() if isinstance(choices, Mapping) else choices or ())]
     return [str(one).upper() for one in metadata.get("valid_letters") or LETTERS[: len(texts) or None]], texts
 
 
 def _right_letter(label: Any, metadata: Mapping[str, Any], letters: list[str], texts: list[str]) -> str | None:
-    told = metadata.get("correct_letter")
-    if isinstance(told, str) and told.strip().upper() in letters:
-        return str(told).strip().upper()
+    correct = metadata.get("correct_letter")
+    if isinstance(correct, str) and correct.strip().upper() in letters:
+        return str(correct).strip().upper()
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label or "").strip()
@@ -127,9 +127,9 @@ def _chosen(text: str, letters: list[str]) -> str | None:
     for pattern in REFUSED:
         text = pattern.sub(" ; ", text)
     for pattern in NAMED:
-        found: list[str] = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
-        if found:
-            return found[-1]
+        letters_chosen: list[str] = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
+        if letters_chosen:
+            return letters_chosen[-1]
     alone: list[str] = [letter for letter in ALONE.findall(text) if letter in letters]
     return alone[-1] if alone else None
 
@@ -149,12 +149,12 @@ def f1(response: str, label: str) -> tuple[float, float, float]:
     Example:
         f1("the cat sat", "a cat sat down")    # (0.8, 1.0, 0.667): cat, sat of cat, sat; of cat, sat, down
     """
-    found, known = plain_text(response), plain_text(label)
-    if found != known and (found in DECISIONS or known in DECISIONS):
+    answer, target = plain_text(response), plain_text(label)
+    if answer != target and (answer in DECISIONS or target in DECISIONS):
         return 0.0, 0.0, 0.0
-    mine, theirs = found.split(), known.split()
-    same = sum((Counter(mine) & Counter(theirs)).values())
+    words, label_words = answer.split(), target.split()
+    same = sum((Counter(words) & Counter(label_words)).values())
     if same == 0:
         return 0.0, 0.0, 0.0
-    precision, recall = same / len(mine), same / len(theirs)
+    precision, recall = same / len(words), same / len(label_words)
     return 2 * precision * recall / (precision + recall), precision, recall

@@ -56,16 +56,16 @@ def normal_form(text: str) -> str:
 
 def answer_of(response: str) -> str | None:
     """What follows the last "Answer:" in the last 300 characters, None where nothing does."""
-    found = ANSWER.findall(response[-LOOKED_AT:])
-    return found[-1] if found else None
+    answers = ANSWER.findall(response[-LOOKED_AT:])
+    return answers[-1] if answers else None
 
 
 def is_right(answer: str, label: str) -> bool:
     """Whether an answer has the label's normal form; a whole number as label is compared as one."""
-    wanted = normal_form(label)
+    target = normal_form(label)
     try:
-        value = float(wanted)
-        wanted = str(int(value)) if value == int(value) else wanted
+        value = float(target)
+        target = str(int(value)) if value == int(value) else target
     except (ValueError, OverflowError):
         pass
-    return normal_form(answer) == wanted
+    return normal_form(answer) == target

@@ -76,23 +76,29 @@ def elements(text: str) -> list[str]:
 
 def pairs(answer: str, label: str) -> list[tuple[str, str]] | None:
     """What math-verify must call equal for the answer to be right; empty where it is right, None where it is wrong."""
-    found, known = normal_form(answer), normal_form(label)
-    if found == known:
+    answer_form, label_form = normal_form(answer), normal_form(label)
+    if answer_form == label_form:
         return []
-    if not found:
+    if not answer_form:
         return None
-    left, right = elements(found), elements(known)
-    if len(left) != len(right) or (len(right) > 1 and (found[0], found[-1]) != (known[0], known[-1])):
+    answers, right = elements(answer_form), elements(label_form)
+    if len(answers) != len(right) or (
+        len(right) > 1 and (answer_form[0], answer_form[-1]) != (label_form[0], label_form[-1])
+    ):
         return None
-    asked = []
-    for mine, theirs in zip(left, right, strict=True):
-        if mine == theirs:
+    pairs = []
+    for element, reference_element in zip(answers, right, strict=True):
+        if element == reference_element:
             continue
-        fractions = PLAIN_FRACTION.fullmatch(mine) and PLAIN_FRACTION.fullmatch(theirs)
-        if fractions or _whole(mine) != _whole(theirs) or (_whole(mine) and int(mine) != int(theirs)):
+        fractions = PLAIN_FRACTION.fullmatch(element) and PLAIN_FRACTION.fullmatch(reference_element)
+        if (
+            fractions
+            or _whole(element) != _whole(reference_element)
+            or (_whole(element) and int(element) != int(reference_element))
+        ):
             return None
-        asked.append((mine, theirs) if len(right) > 1 else (answer, label))
-    return asked
+        pairs.append((element, reference_element) if len(right) > 1 else (answer, label))
+    return pairs
 
 
 def _whole(text: str) -> bool:

@@ -41,9 +41,9 @@ class Equivalence:
             within: seconds that it may wait, for a worker and for the verdict.
         """
         answer, label = _readable(answer), _readable(label)
-        known = self.at_once(answer, label)
-        if known is not None:
-            return known
+        verdict = self.at_once(answer, label)
+        if verdict is not None:
+            return verdict
         try:
             async with asyncio.timeout(None if math.isinf(within) else within):
                 return await asyncio.wrap_future(self.pool().ask(label, answer))
@@ -61,16 +61,16 @@ class Equivalence:
         text = _readable(text.strip()).replace(*EMPTY)
         if len(text) > hostile.LONGEST:
             return text
-        known = forms.at_once(text)
-        if known is not None or text in self._forms:
-            return known if known is not None else self._forms[text]
-        found = "" if hostile.refusal(text) else await self._asked(text, within)
-        if not found:
+        number = forms.at_once(text)
+        if number is not None or text in self._forms:
+            return number if number is not None else self._forms[text]
+        form = "" if hostile.refusal(text) else await self._asked(text, within)
+        if not form:
             return canonical(text)
-        self._forms[text] = found
+        self._forms[text] = form
         if len(self._forms) > FORMS:
             self._forms.popitem(last=False)
-        return found
+        return form
 
     async def _asked(self, text: str, within: float) -> str:
         try:
@@ -88,9 +88,9 @@ class Equivalence:
             return unparsable("an empty answer")
         if len(answer) <= hostile.LONGEST and canonical(answer) == canonical(label):
             return RIGHT
-        if why := hostile.refusal(label):
-            return unjudged(f"the label is refused: {why}")
-        return unparsable(why) if (why := hostile.refusal(answer)) else None
+        if reason := hostile.refusal(label):
+            return unjudged(f"the label is refused: {reason}")
+        return unparsable(reason) if (reason := hostile.refusal(answer)) else None
 
     def pool(self) -> Pool:
         """The workers of this process; a fork gets its own."""

@@ -37,9 +37,9 @@ def at_once(text: str) -> str | None:
         at_once(r"\frac{1}{2}"), at_once("0.50"), at_once(r"\text{East}"), at_once("x^2")    # 0.5 0.5 east None
     """
     short = canonical(text)
-    known = number(text) or number(short)
-    if known is not None:
-        return of_number(known[0])
+    simple = number(text) or number(short)
+    if simple is not None:
+        return of_number(simple[0])
     return short.lower() if WORDS.fullmatch(short) else None
 
 
@@ -76,8 +76,8 @@ def of_expression(expression: Any) -> str:
     if isinstance(expression, Relational):
         return _of_relation(expression)
     if isinstance(expression, sympy.Interval):
-        left, right = "(" if expression.left_open else "[", ")" if expression.right_open else "]"
-        return f"{left}{of_expression(expression.start)}, {of_expression(expression.end)}{right}"
+        opening, right = "(" if expression.left_open else "[", ")" if expression.right_open else "]"
+        return f"{opening}{of_expression(expression.start)}, {of_expression(expression.end)}{right}"
     if isinstance(expression, sympy.FiniteSet):
         return "{" + ", ".join(sorted({of_expression(one) for one in expression.args})) + "}"
     if isinstance(expression, sympy.Union):
@@ -128,23 +128,23 @@ def _solved(relations: Any) -> str | None:
     if len(relations.free_symbols) != 1 or relations.has(sympy.Eq, sympy.Ne):
         return None
     try:
-        found = relations.func(*relations.args).as_set()
+        solution = relations.func(*relations.args).as_set()
     except (NotImplementedError, TypeError, ValueError, AttributeError, KeyError):
         return None
-    return of_expression(found) if isinstance(found, (sympy.Interval, sympy.Union)) else None
+    return of_expression(solution) if isinstance(solution, (sympy.Interval, sympy.Union)) else None
 
 
 def _of_term(expression: Any) -> str:
     import sympy
 
-    found = expression.doit()
-    if isinstance(found, (sympy.MatrixBase, sympy.Set)):
-        return str(found) if type(found) is type(expression) else of_expression(found)
-    if not found.free_symbols and found.is_number and found.is_finite is not False:
-        return _of_numeric(found)
-    if found.is_rational_function():
-        return str(sympy.cancel(sympy.nsimplify(found, rational=True)))
-    return str(sympy.simplify(found))
+    term = expression.doit()
+    if isinstance(term, (sympy.MatrixBase, sympy.Set)):
+        return str(term) if type(term) is type(expression) else of_expression(term)
+    if not term.free_symbols and term.is_number and term.is_finite is not False:
+        return _of_numeric(term)
+    if term.is_rational_function():
+        return str(sympy.cancel(sympy.nsimplify(term, rational=True)))
+    return str(sympy.simplify(term))
 
 
 def _of_numeric(expression: Any) -> str:

@@ -46,18 +46,18 @@ async def judged(
     """
     payload = question(sample, response, model, instruction or INSTRUCTION)
     address, end = f"{url.rstrip('/')}/chat/completions", time.monotonic() + seconds
-    found: Reward | None = None
+    verdict: Reward | None = None
     for _ in range(retries + 1):
         try:
-            left = end - time.monotonic()
-            told = await post_json(address, payload, token=token, seconds=left, retries=retries)
+            remaining = end - time.monotonic()
+            reply = await post_json(address, payload, token=token, seconds=remaining, retries=retries)
         except Unanswered as error:
-            return found or infra(f"llm_judge: {error}")
-        found = read(told)
-        if found.kind != "failed":
-            return found
-    assert found is not None
-    return found
+            return verdict or infra(f"llm_judge: {error}")
+        verdict = read(reply)
+        if verdict.kind != "failed":
+            return verdict
+    assert verdict is not None
+    return verdict
 
 
 def question(sample: Sample, response: str, model: str, instruction: str) -> dict[str, Any]:
@@ -72,21 +72,21 @@ def question(sample: Sample, response: str, model: str, instruction: str) -> dic
     return {"model": model, "messages": messages, "temperature": 0}
 
 
-def read(told: Any) -> Reward:
+def read(reply: Any) -> Reward:
     """A chat completion as a Reward.
 
     Example:
         read({"choices": [{"message": {"content": "Same value.\\nVERDICT: RIGHT"}}]})    # Reward(value=1.0)
     """
     try:
-        content = told["choices"][0]["message"]["content"]
+        content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         return infra("llm_judge: the reply is no chat completion")
     if not isinstance(content, str | None):
         return infra("llm_judge: the reply has no text")
-    said = after_thought(content or "").replace("\r\n", "\n").strip()
-    found, last = VERDICT.findall(said), said.rpartition("\n")[2]
-    if len(found) != 1 or not VERDICT.fullmatch(last):
-        why = f"llm_judge: {len(found)} verdicts, and the last line is {last!r:.60}"
-        return Reward(value=0.0, kind="failed", reason=why)
-    return Reward(value=float(found[0] == "RIGHT"))
+    text = after_thought(content or "").replace("\r\n", "\n").strip()
+    verdicts, last = VERDICT.findall(text), text.rpartition("\n")[2]
+    if len(verdicts) != 1 or not VERDICT.fullmatch(last):
+        reason = f"llm_judge: {len(verdicts)} verdicts, and the last line is {last!r:.60}"
+        return Reward(value=0.0, kind="failed", reason=reason)
+    return Reward(value=float(verdicts[0] == "RIGHT"))

@@ -41,14 +41,14 @@ RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆
 POWERS, PLACES = str.maketrans(RAISED, "0123456789+-n"), str.maketrans(LOWERED, "0123456789")
 
 
-def _root(found: re.Match[str]) -> str:
-    degree, inside = "[3]" if found[1] == "∛" else "", found[2] or found[3]
+def _root(match: re.Match[str]) -> str:
+    degree, inside = "[3]" if match[1] == "∛" else "", match[2] or match[3]
     return f"\\sqrt{degree}" + (f"{{{inside}}}" if inside else "")
 
 
-def _repeating(found: re.Match[str]) -> str:
+def _repeating(match: re.Match[str]) -> str:
     """``0.1\\overline{6}`` as ``\\frac{1}{6}``."""
-    whole, first, period = found.groups()
+    whole, first, period = match.groups()
     nines = 10 ** len(period) - 1
     value = Fraction(int(whole + first or "0") * nines + int(period), nines * 10 ** len(first))
     return _fraction(value.numerator, value.denominator)
@@ -92,8 +92,8 @@ def latex(text: str) -> str:
         return f"{number[1]}\\cdot 10^{{{int(number[2])}}}"
     if SPACED.fullmatch(text):
         return text.replace(" ", "")
-    for pattern, said in SHORT:
-        text = pattern.sub(said, text)
+    for pattern, replacement in SHORT:
+        text = pattern.sub(replacement, text)
     return _both(text.translate(SIGNS).strip())
 
 

@@ -33,14 +33,14 @@ def number(text: str) -> tuple[Fraction, str] | None:
         return Fraction(int(text.replace(",", ""))), "integer"
     if DECIMAL.fullmatch(text):
         return Fraction(text), "decimal"
-    found = FRACTION.fullmatch(text)
-    if found is None:
+    match = FRACTION.fullmatch(text)
+    if match is None:
         return None
-    above, below = found[1] or found[4], int(found[2] or found[5])
+    above, below = match[1] or match[4], int(match[2] or match[5])
     if below == 0:
         return None
     value = Fraction(int(above), below)
-    return (-value if found[3] else value), "fraction"
+    return (-value if match[3] else value), "fraction"
 
 
 def compare(answer: str, label: str) -> bool | None:
@@ -49,12 +49,12 @@ def compare(answer: str, label: str) -> bool | None:
     Example:
         compare("0.50", "0.5"), compare("1/2", "0.5")    # (True, None)
     """
-    known = number(label)
-    found = number(answer) if known is not None else None
-    if known is None or found is None:
+    reference = number(label)
+    value = number(answer) if reference is not None else None
+    if reference is None or value is None:
         return None
-    if {known[1], found[1]} == {"fraction", "decimal"}:
+    if {reference[1], value[1]} == {"fraction", "decimal"}:
         return None
-    if "decimal" in (known[1], found[1]) and max(abs(known[0]), abs(found[0])) >= 10**6:
+    if "decimal" in (reference[1], value[1]) and max(abs(reference[0]), abs(value[0])) >= 10**6:
         return None
-    return known[0] == found[0]
+    return reference[0] == value[0]

@@ -70,30 +70,30 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="slime-grader")
         self._seats: queue.LifoQueue[Seat] = queue.LifoQueue()
         self._order = threading.Lock()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self._parent = subprocess.Popen(
                 [
                     sys.executable,
                     "-P",
                     "-m",
                     "slime_rm_math.graders.worker",
-                    str(theirs.fileno()),
+                    str(child_end.fileno()),
                     str(memory_mb << 20),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONHASHSEED": "0"},
                 start_new_session=True,
             )
-        self._control = mine
+        self._control = parent_end
         seats = [Seat(number) for number in range(workers)]
         for seat in seats:
             self._seats.put(seat)
         self._ready = threading.Event()
-        self._close = weakref.finalize(self, _close, mine, self._parent, self._threads, seats, os.getpid())
+        self._close = weakref.finalize(self, _close, parent_end, self._parent, self._threads, seats, os.getpid())
 
     def __enter__(self) -> Pool:
         return self
@@ -133,13 +133,13 @@ class Pool:
         return self._threads.submit(self._form, json.dumps({"text": text}).encode())
 
     def _verdict(self, question: bytes) -> Verdict:
-        found = self._ask(question)
-        assert isinstance(found, Verdict)
-        return found
+        verdict = self._ask(question)
+        assert isinstance(verdict, Verdict)
+        return verdict
 
     def _form(self, question: bytes) -> str:
-        found = self._ask(question)
-        return found if isinstance(found, str) else ""
+        form = self._ask(question)
+        return form if isinstance(form, str) else ""
 
     def _ask(self, question: bytes) -> Verdict | str:
         seat = self._seats.get()
@@ -171,12 +171,12 @@ class Pool:
                 packet = link.recv(PACKET)
                 if not packet:
                     raise Dead
-                told = json.loads(packet)
-                seat.answers += "label" not in told
-                if "form" in told:
-                    return str(told["form"])
-                if "outcome" in told:
-                    return Verdict(outcome=told["outcome"], why=told["why"])
+                reply = json.loads(packet)
+                seat.answers += "label" not in reply
+                if "form" in reply:
+                    return str(reply["form"])
+                if "outcome" in reply:
+                    return Verdict(outcome=reply["outcome"], why=reply["why"])
                 label_read = True
         except TimeoutError:
             used = processor_seconds(seat.process) - started
@@ -201,14 +201,14 @@ class Pool:
         if seat.link is not None and seat.answers < ANSWERS_A_WORKER:
             return
         self._stand(seat, order=False)
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             try:
-                seat.process = self._tell(seat.number, [theirs.fileno()])
+                seat.process = self._tell(seat.number, [child_end.fileno()])
             except BaseException:
-                mine.close()
+                parent_end.close()
                 raise
-        seat.link, seat.answers = mine, 0
+        seat.link, seat.answers = parent_end, 0
 
     def _stand(self, seat: Seat, *, order: bool = True) -> None:
         """End the seat's worker; without ``order`` only forget it, since another is about to take the seat."""
@@ -234,10 +234,10 @@ class Pool:
 
     def _told(self) -> dict[str, Any]:
         packet = self._control.recv(PACKET)
-        told: dict[str, Any] = json.loads(packet) if packet else {"error": "their parent process has ended"}
-        if "error" in told:
-            raise NoWorkers(str(told["error"]))
-        return told
+        message: dict[str, Any] = json.loads(packet) if packet else {"error": "their parent process has ended"}
+        if "error" in message:
+            raise NoWorkers(str(message["error"]))
+        return message
 
 
 def _close(

@@ -24,20 +24,20 @@ async def post_json(url: str, payload: Any, *, token: str, seconds: float, retri
     Raises:
         Unanswered: no usable answer.
     """
-    told = "it was not asked"
+    reason = "it was not asked"
     try:
         async with asyncio.timeout(seconds):
             for attempt in range(retries + 1):
                 try:
                     return await _once(url, payload, token)
                 except _Again as error:
-                    told = str(error)
+                    reason = str(error)
                 if attempt < retries:
                     await asyncio.sleep(min(FIRST_WAIT * 2**attempt, LONGEST_WAIT))
     except TimeoutError:
-        before = "" if told == "it was not asked" else f"; before that: {told}"
+        before = "" if reason == "it was not asked" else f"; before that: {reason}"
         raise Unanswered(f"no answer in {seconds:g} s{before}") from None
-    raise Unanswered(f"{told} ({retries + 1} tries)")
+    raise Unanswered(f"{reason} ({retries + 1} tries)")
 
 
 class _Again(Exception):
@@ -74,10 +74,10 @@ async def _once(url: str, payload: Any, token: str) -> Any:
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object in which each name stands once: which of two would be meant, nobody can say."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a name stands twice in an object")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> Any:

@@ -77,13 +77,13 @@ class Graders:
             return await self.mix(sample, ctx)
         bare = name.removeprefix(BOXED)
         if bare not in self._grades:
-            known = (*self._grades, *(BOXED + known for known in self._grades), "mix")
+            names = (*self._grades, *(BOXED + names for names in self._grades), "mix")
             raise ConfigError(
                 f"rm_math has no reward type '{name}'",
                 code="CFG04",
                 where=_named_by(name, sample),
                 why=f"it has {', '.join((*self._grades, 'mix'))}, and each with {BOXED} before it",
-                fix=nearest(name, known) or 'a type of another plugin: [[data.tasks]] reward = "NAME"',
+                fix=nearest(name, names) or 'a type of another plugin: [[data.tasks]] reward = "NAME"',
             )
         text = tail(sample.response)
         if name == bare:
@@ -98,8 +98,10 @@ class Graders:
         """The weighed sum of the types that the option ``mix`` names; the answer is what the heaviest reads."""
         weights: Mapping[str, float] = ctx.options.mix
         _needed(bool(weights), "mix", "rm_type mix", 'plugin.rm_math.mix = { math = 1.0, "format" = 0.1 }')
-        found = {name: await self.grade(name, sample, ctx) for name in sorted(weights, key=lambda n: abs(weights[n]))}
-        return mixed({name: found[name] for name in weights}, weights)
+        rewards = {
+            name: await self.grade(name, sample, ctx) for name in sorted(weights, key=lambda n: abs(weights[n]))
+        }
+        return mixed({name: rewards[name] for name in weights}, weights)
 
     async def majority(self, samples: Sequence[Sample], ctx: Context) -> list[Reward]:
         """A group's rewards where the most frequent boxed answer is right; answers that are equal are one."""
@@ -139,11 +141,13 @@ class Graders:
         verdict = await rule(answer, label, ctx)
         if ctx.evaluation:
             form = self.equivalence(ctx).form
-            wanted = found = await form(label, within=until - time.monotonic())
+            reference = form_of_answer = await form(label, within=until - time.monotonic())
             if verdict.outcome != "right":
-                found = await form(answer, within=until - time.monotonic())
-                found = canonical(answer) if found == wanted else found  # equal in value, and not for this rule
-            _note(sample, found, ctx)
+                form_of_answer = await form(answer, within=until - time.monotonic())
+                form_of_answer = (
+                    canonical(answer) if form_of_answer == reference else form_of_answer
+                )  # equal in value, and not for this rule
+            _note(sample, form_of_answer, ctx)
         return reward_of(verdict)
 
     async def _verdict(self, answer: str, label: str, ctx: Context) -> Verdict:
@@ -183,12 +187,12 @@ class Graders:
     async def _strictly(self, answer: str, label: str, ctx: Context) -> Verdict:
         if len(answer) > deepscaler.LONGEST:
             return unparsable(f"longer than {deepscaler.LONGEST} characters")
-        asked = deepscaler.pairs(answer, label)
-        for mine, theirs in asked or ():
-            verdict = await self._verdict(mine, theirs, ctx)
+        pairs = deepscaler.pairs(answer, label)
+        for element, reference in pairs or ():
+            verdict = await self._verdict(element, reference, ctx)
             if verdict.outcome != "right":
                 return verdict
-        return WRONG if asked is None else RIGHT
+        return WRONG if pairs is None else RIGHT
 
     async def _gpqa(self, sample: Sample, text: str, boxed: bool, ctx: Context) -> Reward:
         _note(sample, choices.letter_of(text, sample.metadata) or "", ctx)
@@ -228,9 +232,9 @@ class Graders:
 
     async def _judge(self, sample: Sample, text: str, boxed: bool, ctx: Context) -> Reward:
         options: Options = ctx.options
-        known = bool(options.judge_url and options.judge_model)
+        configured = bool(options.judge_url and options.judge_model)
         fix = "plugin.rm_math.judge_url=http://127.0.0.1:8000/v1\nplugin.rm_math.judge_model=NAME"
-        _needed(known, "judge_url or judge_model", "rm_type llm_judge", fix)
+        _needed(configured, "judge_url or judge_model", "rm_type llm_judge", fix)
         return await judge.judged(
             sample,
             after_thought(text),
@@ -254,10 +258,10 @@ def _note(sample: Sample, answer: str, ctx: Context) -> None:
         sample.metadata[ANSWER] = answer
 
 
-def _seconds(wanted: float, ctx: Context) -> float:
+def _seconds(requested: float, ctx: Context) -> float:
     """A deadline that ends before the run's own does."""
     limit = ctx.config.reward.reward_timeout
-    return min(wanted, max(limit - MARGIN, limit / 2))
+    return min(requested, max(limit - MARGIN, limit / 2))
 
 
 def _token(variable: str, option: str) -> str:
@@ -267,6 +271,6 @@ def _token(variable: str, option: str) -> str:
     return os.environ[variable] if variable else ""
 
 
-def _needed(known: bool, what: str, who: str, fix: str) -> None:
-    if not known:
-        raise ConfigError(f"{who} needs {what}, which is not set", code="CFG04", where="plugin.rm_math", fix=fix)
+def _needed(configured: bool, setting: str, user: str, fix: str) -> None:
+    if not configured:
+        raise ConfigError(f"{user} needs {setting}, which is not set", code="CFG04", where="plugin.rm_math", fix=fix)

@@ -35,29 +35,29 @@ async def remote_reward(
     """
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
     try:
-        told = await post_json(url, payload, token=token, seconds=seconds, retries=retries)
+        reply = await post_json(url, payload, token=token, seconds=seconds, retries=retries)
     except Unanswered as error:
         return infra(f"remote_rm: {error}")
-    return read(told, key or REWARD)
+    return read(reply, key or REWARD)
 
 
-def read(told: Any, key: str) -> Reward:
+def read(reply: Any, key: str) -> Reward:
     """A reward model's answer as a Reward.
 
     Example:
         read({"reward": 0.5, "style": 0.2}, "reward")    # Reward(value=0.5, terms={"style": 0.2})
         read("0.5", "reward")                            # an infra_error: a text is no number
     """
-    if not isinstance(told, dict):
-        return Reward(value=float(told)) if _is_number(told) else infra(f"remote_rm: answered {_shown(told)}")
-    if not _is_number(told.get(key)):
-        return infra(f"remote_rm: answered {_shown(told)}, without a number as '{key}'")
-    rest = {str(name): value for name, value in told.items() if name != key}
+    if not isinstance(reply, dict):
+        return Reward(value=float(reply)) if _is_number(reply) else infra(f"remote_rm: answered {_shown(reply)}")
+    if not _is_number(reply.get(key)):
+        return infra(f"remote_rm: answered {_shown(reply)}, without a number as '{key}'")
+    rest = {str(name): value for name, value in reply.items() if name != key}
     if any(not name.strip() or len(name) > LONGEST_NAME or not name.isprintable() for name in rest):
-        return infra(f"remote_rm: answered {_shown(told)}, with a name of a term that is empty or no plain text")
+        return infra(f"remote_rm: answered {_shown(reply)}, with a name of a term that is empty or no plain text")
     if len(rest) > TERMS or not all(_is_number(value) for value in rest.values()):
-        return infra(f"remote_rm: answered {_shown(told)}, whose other entries are not {TERMS} numbers at most")
-    return Reward(value=float(told[key]), terms={name: float(value) for name, value in rest.items()})
+        return infra(f"remote_rm: answered {_shown(reply)}, whose other entries are not {TERMS} numbers at most")
+    return Reward(value=float(reply[key]), terms={name: float(value) for name, value in rest.items()})
 
 
 def _is_number(value: Any) -> bool:
@@ -65,5 +65,5 @@ def _is_number(value: Any) -> bool:
     return number and abs(value) <= LARGEST  # not of NaN
 
 
-def _shown(told: Any) -> str:
-    return f"{type(told).__name__} {told!r:.80}"
+def _shown(reply: Any) -> str:
+    return f"{type(reply).__name__} {reply!r:.80}"

@@ -24,14 +24,14 @@ class Verdict:
 RIGHT, WRONG = Verdict(outcome="right"), Verdict(outcome="wrong")
 
 
-def unparsable(why: str) -> Verdict:
+def unparsable(reason: str) -> Verdict:
     """The answer cannot be read, and why."""
-    return Verdict(outcome="unparsable", why=why)
+    return Verdict(outcome="unparsable", why=reason)
 
 
-def unjudged(why: str) -> Verdict:
+def unjudged(reason: str) -> Verdict:
     """Nothing could be judged, and why; such a sample never trains."""
-    return Verdict(outcome="infra_error", why=why)
+    return Verdict(outcome="infra_error", why=reason)
 
 
 def reward_of(verdict: Verdict, *, right: float = 1.0, wrong: float = 0.0) -> Reward:
@@ -50,11 +50,11 @@ def reward_of(verdict: Verdict, *, right: float = 1.0, wrong: float = 0.0) -> Re
     return infra(verdict.why)
 
 
-def failed(why: str, value: float = 0.0) -> Reward:
+def failed(reason: str, value: float = 0.0) -> Reward:
     """A response that cannot be judged by its own fault; ``value`` is its score."""
-    return Reward(value=value, kind="failed", reason=why)
+    return Reward(value=value, kind="failed", reason=reason)
 
 
-def infra(why: str) -> Reward:
+def infra(reason: str) -> Reward:
     """The Reward of a sample that could not be judged."""
-    return Reward(value=0.0, kind="infra_error", reason=why)
+    return Reward(value=0.0, kind="infra_error", reason=reason)

@@ -69,23 +69,23 @@ class Mathematics:
 
     def read(self, text: str) -> list[Any]:
         r"""math-verify's expressions of a text, as the content of ``\boxed{}``; the last is the text itself."""
-        found: list[Any] = self._parse("\\boxed{" + text + "}", parsing_timeout=None)
-        return found
+        expressions: list[Any] = self._parse("\\boxed{" + text + "}", parsing_timeout=None)
+        return expressions
 
     def form(self, text: str) -> str:
         """The text of the expression that math-verify reads; "" where it reads none."""
-        found = self.read(text)
-        form = of_expression(found[0]) if found and not isinstance(found[0], str) else ""
+        expressions = self.read(text)
+        form = of_expression(expressions[0]) if expressions and not isinstance(expressions[0], str) else ""
         return form if len(form) <= LONGEST_FORM else f"sha256 {hashlib.sha256(form.encode()).hexdigest()}"
 
     def outcome(self, gold: str, answer: str) -> dict[str, str]:
         """``right``, ``wrong`` or ``unparsable``, and why."""
-        label, found = self.label(gold), self.read(answer)
-        if not found:
+        label, expressions = self.label(gold), self.read(answer)
+        if not expressions:
             return {"outcome": "unparsable", "why": "math-verify reads nothing in it"}
-        if self._verify(label, found, timeout_seconds=None):
+        if self._verify(label, expressions, timeout_seconds=None):
             return {"outcome": "right", "why": ""}
-        if all(isinstance(one, str) for one in found):
+        if all(isinstance(one, str) for one in expressions):
             return {"outcome": "unparsable", "why": "math-verify reads no mathematics in it"}
         return {"outcome": "wrong", "why": ""}
 
@@ -170,17 +170,17 @@ def serve(pool: socket.socket, mathematics: Mathematics) -> None:
         question = json.loads(packet)
         try:
             if "text" in question:
-                told = {"form": mathematics.form(question["text"])}
+                reply = {"form": mathematics.form(question["text"])}
             else:
                 mathematics.label(question["gold"])
                 pool.send(b'{"label": true}')
-                told = mathematics.outcome(question["gold"], question["answer"])
+                reply = mathematics.outcome(question["gold"], question["answer"])
         except MemoryError:
             pool.send(b'{"outcome": "unparsable", "why": "it takes more memory than a worker has"}')
             return
         except Exception as error:  # math-verify may raise anything; only the answer is hurt
-            told = {"outcome": "unparsable", "why": f"math-verify: {type(error).__name__}"}
-        pool.send(json.dumps(told).encode())
+            reply = {"outcome": "unparsable", "why": f"math-verify: {type(error).__name__}"}
+        pool.send(json.dumps(reply).encode())
 
 
 def _run() -> NoReturn:

@@ -34,10 +34,10 @@ def follow(text: str, metadata: Mapping[str, Any], *, loose: bool) -> Reward:
         loose: try the response also without its first line, its last line, both, and its asterisks.
     """
     try:
-        told = [_followed(text, name, given, loose) for name, given in _instructions(metadata)]
+        results = [_followed(text, name, kwargs, loose) for name, kwargs in _instructions(metadata)]
     except BadRow as error:
         return infra(f"the row's instructions: {error}")
-    return Reward(value=float(all(told)), terms={"followed": math.fsum(told) / len(told)})
+    return Reward(value=float(all(results)), terms={"followed": math.fsum(results) / len(results)})
 
 
 def forms(text: str) -> list[str]:
@@ -47,21 +47,23 @@ def forms(text: str) -> list[str]:
     return [*cut, *(form.replace("*", "") for form in cut)]
 
 
-def _followed(text: str, name: str, given: Mapping[str, Any], loose: bool) -> bool:
+def _followed(text: str, name: str, kwargs: Mapping[str, Any], loose: bool) -> bool:
     checker = INSTRUCTIONS.get(name)
     if checker is None:
         raise BadRow(f"no check for {name!r} here")
-    row = Parameters(given)
+    row = Parameters(kwargs)
     return any(bool(form.strip()) and checker(form, row) for form in (forms(text) if loose else [text]))
 
 
 def _instructions(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    names, given = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(names, (list, tuple)) or not 0 < len(names) <= MOST:
         raise BadRow(f"instruction_id_list is {str(names)[:80]!r}, not a list of 1 to {MOST} names")
-    given = [{}] * len(names) if given is None else given
-    if not isinstance(given, (list, tuple)) or len(given) != len(names):
+    arguments = [{}] * len(names) if arguments is None else arguments
+    if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise BadRow("kwargs is not a list with one entry an instruction")
-    if not all(one is None or isinstance(one, Mapping) for one in given):
+    if not all(one is None or isinstance(one, Mapping) for one in arguments):
         raise BadRow("an entry of kwargs is no object")
-    return [(str(name), {k: v for k, v in (one or {}).items() if v is not None}) for name, one in zip(names, given)]
+    return [
+        (str(name), {k: v for k, v in (one or {}).items() if v is not None}) for name, one in zip(names, arguments)
+    ]

@@ -31,14 +31,14 @@ def _endings(text: str) -> Counter[str]:
 
 
 def _balanced(text: str, row: Parameters) -> bool:
-    found = _endings(text)
-    return found["."] == found["?"] == found["!"]
+    endings = _endings(text)
+    return endings["."] == endings["?"] == endings["!"]
 
 
 def _alphabet(text: str, row: Parameters) -> bool:
     letters = [word[0].lower() for word in without_punctuation(text).split()]
-    known = bool(letters) and all(letter in string.ascii_lowercase for letter in letters)
-    return known and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+    is_latin = bool(letters) and all(letter in string.ascii_lowercase for letter in letters)
+    return is_latin and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
 
 
 def _three_vowels(text: str, row: Parameters) -> bool:
@@ -46,8 +46,8 @@ def _three_vowels(text: str, row: Parameters) -> bool:
 
 
 def _palindromes(text: str, row: Parameters) -> bool:
-    found = [word for word in without_punctuation(text).lower().split() if len(word) >= 5 and word == word[::-1]]
-    return len(found) >= 10
+    palindromes = [word for word in without_punctuation(text).lower().split() if len(word) >= 5 and word == word[::-1]]
+    return len(palindromes) >= 10
 
 
 def _all_punctuation(text: str, row: Parameters) -> bool:
@@ -79,8 +79,8 @@ def _prime_lengths(text: str, row: Parameters) -> bool:
 
 def _options(text: str, row: Parameters) -> bool:
     """The options are written as one text: A/B/C, or "A or B"."""
-    given = row.text("options")
-    parts = given.split("/") if "/" in given else re.split(r"\bor\b|,", given)
+    options = row.text("options")
+    parts = options.split("/") if "/" in options else re.split(r"\bor\b|,", options)
     around = string.punctuation + string.whitespace
     return text.strip(around).lower() in {part.strip(around).lower() for part in parts}
 
@@ -91,24 +91,24 @@ def _a_word_a_line(text: str, row: Parameters) -> bool:
 
 
 def _repeats(text: str, row: Parameters) -> bool:
-    found = Counter(without_punctuation(text.lower()).split())
-    return max(found.values(), default=0) <= row.number("small_n")
+    counts = Counter(without_punctuation(text.lower()).split())
+    return max(counts.values(), default=0) <= row.number("small_n")
 
 
 def _keyword_in_sentence(text: str, row: Parameters) -> bool:
-    found, place = sentences(text), row.number("N")
+    parts, place = sentences(text), row.number("N")
     word = rf"\b{re.escape(row.text('word'))}\b"
-    return 1 <= place <= len(found) and re.search(word, found[place - 1], re.IGNORECASE) is not None
+    return 1 <= place <= len(parts) and re.search(word, parts[place - 1], re.IGNORECASE) is not None
 
 
 def _last_first(text: str, row: Parameters) -> bool:
-    found = [tokens(sentence.lower()) for sentence in sentences(text)]
-    return all(a and b and a[-1] == b[0] for a, b in pairwise(found))
+    token_lists = [tokens(sentence.lower()) for sentence in sentences(text)]
+    return all(a and b and a[-1] == b[0] for a, b in pairwise(token_lists))
 
 
 def _paragraph_circle(text: str, row: Parameters) -> bool:
-    found = [tokens(line.lower()) for line in text.split("\n")]
-    return all(line[0] == line[-1] for line in found if line)
+    lines = [tokens(line.lower()) for line in text.split("\n")]
+    return all(line[0] == line[-1] for line in lines if line)
 
 
 def _increment(text: str, row: Parameters) -> bool:
@@ -127,21 +127,21 @@ def _stairs(text: str, row: Parameters) -> bool:
 
 
 def _keywords_multiple(text: str, row: Parameters) -> bool:
-    wanted = zip(range(1, 6), (1, 2, 3, 5, 7), strict=True)
-    return all(text.lower().count(row.text(f"keyword{n}").lower()) == times for n, times in wanted)
+    counts = zip(range(1, 6), (1, 2, 3, 5, 7), strict=True)
+    return all(text.lower().count(row.text(f"keyword{n}").lower()) == times for n, times in counts)
 
 
 def _keyword_place(text: str, row: Parameters) -> bool:
-    found, sentence, word = sentences(text), row.number("n"), row.number("m")
-    if not 1 <= sentence <= len(found):
+    parts, sentence, word = sentences(text), row.number("n"), row.number("m")
+    if not 1 <= sentence <= len(parts):
         return False
-    inside = tokens(found[sentence - 1])
+    inside = tokens(parts[sentence - 1])
     return 1 <= word <= len(inside) and inside[word - 1].lower() == row.text("keyword").lower()
 
 
 def _second_and_second_to_last(text: str, row: Parameters) -> bool:
-    found, word = tokens(text.lower()), row.text("keyword").lower()
-    return len(found) > 1 and found[1] == word == found[-2]
+    words, word = tokens(text.lower()), row.text("keyword").lower()
+    return len(words) > 1 and words[1] == word == words[-2]
 
 
 def _title_case(text: str, row: Parameters) -> bool:

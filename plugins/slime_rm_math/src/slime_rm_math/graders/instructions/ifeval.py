@@ -36,16 +36,16 @@ def _language(text: str, row: Parameters) -> bool:
     if script is None:
         raise BadRow(f"language {language!r} cannot be told by its script")
     scripts, share = ((script, "KATAKANA"), 0.15) if language == "ja" else ((script,), 0.5)
-    mine = sum(unicodedata.name(letter, "").startswith(scripts) for letter in letters)
-    return bool(letters) and mine > share * len(letters)
+    count = sum(unicodedata.name(letter, "").startswith(scripts) for letter in letters)
+    return bool(letters) and count > share * len(letters)
 
 
 def _paragraph_first_word(text: str, row: Parameters) -> bool:
-    found = [part for part in text.split("\n\n") if part.strip()]
+    paragraphs = [part for part in text.split("\n\n") if part.strip()]
     place = row.number("nth_paragraph")
-    if len(found) != row.number("num_paragraphs") or not 1 <= place <= len(found):
+    if len(paragraphs) != row.number("num_paragraphs") or not 1 <= place <= len(paragraphs):
         return False
-    first = found[place - 1].strip().split()[0].lstrip("'\"").lower()
+    first = paragraphs[place - 1].strip().split()[0].lstrip("'\"").lower()
     return re.split(r"[.,?!'\"]", first)[0] == row.text("first_word").lower()
 
 
@@ -83,8 +83,8 @@ def _postscript(text: str, row: Parameters) -> bool:
 def _two_responses(text: str, row: Parameters) -> bool:
     parts = [part.strip() for part in text.split(STARS)]
     inner = parts[1:-1]
-    kept = [part for part in parts if part]
-    return all(inner) and len(kept) == 2 and kept[0] != kept[1]
+    responses = [part for part in parts if part]
+    return all(inner) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def _letters(text: str, row: Parameters) -> bool:

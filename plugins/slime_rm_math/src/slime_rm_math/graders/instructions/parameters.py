@@ -24,8 +24,8 @@ class Parameters:
         given: of one instruction, None for what it does not have.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._given = values
 
     def number(self, name: str) -> int:
         """A whole number from 0 to a million; data sets write some as 20.0.
@@ -61,13 +61,13 @@ class Parameters:
             raise BadRow(f"{name} is {value!r}, not a list of texts")
         return list(value)
 
-    def holds(self, found: int, name: str, relation: str = "relation") -> bool:
-        """Whether ``found`` is at least, or less than, the number of that name.
+    def holds(self, count: int, name: str, relation: str = "relation") -> bool:
+        """Whether ``count`` is at least, or less than, the number of that name.
 
         Raises:
             BadRow: another relation.
         """
-        wanted, how = self.number(name), self.text(relation)
+        threshold, how = self.number(name), self.text(relation)
         if how not in ("at least", "less than"):
             raise BadRow(f"{relation} is {how!r}, not 'at least' or 'less than'")
-        return found >= wanted if how == "at least" else found < wanted
+        return count >= threshold if how == "at least" else count < threshold

@@ -33,12 +33,12 @@ def sentences(text: str) -> list[str]:
     Example:
         sentences("Dr. Who came. Why?")    # ["Dr. Who came.", "Why?"]
     """
-    found, start = [], 0
+    sentences_read, start = [], 0
     for end in SENTENCE_END.finditer(text):
         before = text[max(start, end.start() - 12) : end.start()].split()
         if end.group() == "." and before and before[-1].lower().lstrip("(\"'") in ABBREVIATIONS:
             continue
-        found.append(text[start : end.end()].strip())
+        sentences_read.append(text[start : end.end()].strip())
         start = end.end()
-    found.append(text[start:].strip())
-    return [sentence for sentence in found if sentence]
+    sentences_read.append(text[start:].strip())
+    return [sentence for sentence in sentences_read if sentence]
