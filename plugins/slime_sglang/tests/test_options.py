@@ -131,7 +131,7 @@ def test_all_problems_are_named_at_once_with_their_places():
 
 
 def test_slime_itself_may_set_its_own():
-    assert arguments(OPTIONS, {"port": 30000, "model_path": "/m"}, own=True) == [
+    assert arguments(OPTIONS, {"port": 30000, "model_path": "/m"}, by_slime=True) == [
         "--port",
         "30000",
         "--model-path",

@@ -41,9 +41,9 @@ def norm(chunk: int, overflow: torch.Tensor, lists: Sequence[Any], *_: Any) -> t
 
 def scale(chunk: int, overflow: torch.Tensor, lists: Sequence[Any], factor: float) -> None:
     """The tensors of the first list times a factor, into those of the second: here always the same ones."""
-    given, into = lists
-    if any(a is not b for a, b in zip(given, into, strict=True)):
-        torch._foreach_copy_(into, given)
+    new, into = lists
+    if any(a is not b for a, b in zip(new, into, strict=True)):
+        torch._foreach_copy_(into, new)
     if into:  # a rank may have none
         torch._foreach_mul_(into, factor)
 

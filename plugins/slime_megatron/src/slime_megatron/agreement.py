@@ -40,7 +40,7 @@ IDLE_WITHOUT = {
 
 
 def disagreements(
-    table: Mapping[str, Any], bridge: Bridge, hf_config: Any, known: Mapping[str, Any], sizes: Sizes
+    table: Mapping[str, Any], bridge: Bridge, hf_config: Any, fields: Mapping[str, Any], sizes: Sizes
 ) -> list[Problem]:
     """A problem for each flag whose claim about the model is not what config.json says.
 
@@ -48,35 +48,35 @@ def disagreements(
         table: [megatron], without problems of its own.
         known: what ``bridge.megatron(hf_config)`` gave.
     """
-    rows, found = flags(), []
+    rows, problems = flags(), []
     for written, value in table.items():
         flag = rows[written.replace("-", "_")]
         for path, claimed in flag.claims(value).items() if flag.role == "model" else ():
             field = path.partition(".")[2]
             if field == "rope_scaling_factor" and bridge.attention == "mla":
                 field = "rotary_scaling_factor"
-            if _idle(field, bridge, known):
+            if _idle(field, bridge, fields):
                 continue
-            actual = _actual(flag.kind, field, bridge, hf_config, known, sizes)
+            actual = _actual(flag.kind, field, bridge, hf_config, fields, sizes)
             if not _same(field, claimed, actual, sizes):
-                found.append(_problem(flag, value, field, actual, bridge, hf_config))
-    return list({problem.keys: problem for problem in reversed(found)}.values())[::-1]
+                problems.append(_problem(flag, value, field, actual, bridge, hf_config))
+    return list({problem.keys: problem for problem in reversed(problems)}.values())[::-1]
 
 
-def _idle(field: str, bridge: Bridge, known: Mapping[str, Any]) -> bool:
+def _idle(field: str, bridge: Bridge, fields: Mapping[str, Any]) -> bool:
     """Whether a field means nothing for this model."""
     if field in IDLE_WITHOUT:
-        return bool(known.get("rope_type", "rope") != IDLE_WITHOUT[field])
+        return bool(fields.get("rope_type", "rope") != IDLE_WITHOUT[field])
     if field == "rope_scaling_factor":
-        return not known.get("rope_scaling")
+        return not fields.get("rope_scaling")
     if field == "moe_router_pre_softmax":
-        return known.get("moe_router_score_function") == "sigmoid"
+        return fields.get("moe_router_score_function") == "sigmoid"
     if field == "kv_channels":
         return bridge.attention == "mla"
-    return field == "ffn_hidden_size" and field not in known
+    return field == "ffn_hidden_size" and field not in fields
 
 
-def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, known: Mapping[str, Any], sizes: Sizes) -> Any:
+def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, fields: Mapping[str, Any], sizes: Sizes) -> Any:
     """What the field is for this model."""
     sure = {
         "vocab_size": sizes.vocab,
@@ -87,8 +87,8 @@ def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, known: Mappi
         "share_embeddings_and_output_weights": sizes.tied,
         "max_sequence_length": getattr(hf_config, "max_position_embeddings", None),
     }
-    if field in known:
-        return known[field]
+    if field in fields:
+        return fields[field]
     return sure[field] if field in sure else DEFAULTS.get(field, False if kind is bool else None)
 
 
@@ -181,8 +181,8 @@ def _said(field: str, bridge: Bridge, hf_config: Any) -> str:
         reads = _Reads(hf_config)
         source(reads)
         names = list(dict.fromkeys(reads.names))
-        given = [f"{name} = {show(getattr(hf_config, name, None))}" for name in names]
-        return f"config.json: {', '.join(given)}" if given else f"every {bridge.family} model has it so"
+        entries = [f"{name} = {show(getattr(hf_config, name, None))}" for name in names]
+        return f"config.json: {', '.join(entries)}" if entries else f"every {bridge.family} model has it so"
     if isinstance(source, Given):
         return f"every {bridge.family} model has it so"
     return f"no {bridge.family} model has it"

@@ -118,26 +118,26 @@ def by_sequence(
         lengths: of the sequences; their sum is T
         fill: call with one of few lengths; no row sees those that come behind it
     """
-    grouped, found = k.shape[1] != q.shape[1], []
+    grouped, outputs = k.shape[1] != q.shape[1], []
     parts = zip(*(x.split(lengths) if len(lengths) > 1 else (x,) for x in (q, k, v)), strict=True)
     for length, part in zip(lengths, parts, strict=True):
         more = filled(length) - length if fill else 0
-        mine, keys, values = ((pad(x, (0, 0, 0, 0, 0, more)) if more else x).transpose(0, 1)[None] for x in part)
-        out = scaled_dot_product_attention(mine, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
-        found.append(out[0].transpose(0, 1)[:length])
-    return found[0] if len(found) == 1 else torch.cat(found)
+        queries, keys, values = ((pad(x, (0, 0, 0, 0, 0, more)) if more else x).transpose(0, 1)[None] for x in part)
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+        outputs.append(out[0].transpose(0, 1)[:length])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: Pack, scale: float) -> torch.Tensor:
-    found = []
+    outputs = []
     grouped = k.shape[1] != q.shape[1]
     for first, last, rows in pack.spans:
-        mine, keys, values = (
+        queries, keys, values = (
             x.transpose(0, 1)[None] for x in (q[first:last], k.index_select(0, rows), v.index_select(0, rows))
         )
         mask: Any = None if last - first == len(rows) else causal_lower_right(last - first, len(rows))
         out = scaled_dot_product_attention(
-            mine, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-        found.append(out[0].transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)

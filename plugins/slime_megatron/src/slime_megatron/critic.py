@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 class Critic:
     """A stage of a value model with its optimizer. ``path`` is ``train.critic_load``; empty copies the policy."""
 
-    def __init__(self, path: str, policy: ModelFolder, mine: Model, made: Settings, run: Run) -> None:
+    def __init__(self, path: str, policy: ModelFolder, critic: Model, settings: Settings, run: Run) -> None:
         self.path = path
-        self.model, self._folder = build_values(path, policy, mine, made, run)
+        self.model, self._folder = build_values(path, policy, critic, settings, run)
         self.learner = Learner(self.model.stage)
-        self.learner.wrap(build(self._settings(made, run)))
+        self.learner.wrap(build(self._settings(settings, run)))
         self.model.learn(self.learner.ddp)
 
-    def begin(self, train: Any, optimizer_steps: int, made: Settings, run: Run) -> None:
+    def begin(self, train: Any, optimizer_steps: int, settings: Settings, run: Run) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
         self.value_clip = float(train.value_clip)
-        self.learner.begin(train, roles.critic_schedule(train, optimizer_steps), build(self._settings(made, run)))
+        self.learner.begin(train, roles.critic_schedule(train, optimizer_steps), build(self._settings(settings, run)))
 
-    def _settings(self, made: Settings, run: Run) -> Settings:
+    def _settings(self, settings: Settings, run: Run) -> Settings:
         """Its own, or the policy's where it has the policy's layers."""
-        return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else made
+        return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else settings
 
     def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
         """Add one optimizer step's gradients, and its sums."""

@@ -60,13 +60,13 @@ class Archives(Layout):
     def add(self, keys: Sequence[str], shape: Sequence[int], offsets: Any, sizes: Any, dtype: torch.dtype) -> str:
         """Plan a chunk; the answer is what its bytes are called in :meth:`starts`."""
         begin = self.chunks[-1].begin + self.chunks[-1].length if self.chunks else len(self.first)
-        made = Written(
+        chunk = Written(
             tuple(keys), tuple(shape), dtype, tuple(offsets), tuple(sizes), self.name, begin,
             frame(tuple(sizes), dtype).total,
         )  # fmt: skip
-        self.chunks.append(made)
+        self.chunks.append(chunk)
         name = str(len(self.chunks) - 1)
-        self.tensors[name] = (torch.Size(made.sizes), dtype)
+        self.tensors[name] = (torch.Size(chunk.sizes), dtype)
         return name
 
     def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
@@ -81,9 +81,9 @@ class Archives(Layout):
 
 def empty_state() -> bytes:
     """What a module's `_extra_state` is where it has none."""
-    kept = io.BytesIO()
-    torch.save([None], kept)
-    return kept.getvalue()
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    return buffer.getvalue()
 
 
 class _Memory(FileSystem):
@@ -123,13 +123,13 @@ def metadata(chunks: Sequence[Written], states: Sequence[str], first: tuple[str,
         box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         info = _StorageInfo(chunk.file, chunk.begin, chunk.length)
         for key in chunk.keys:
-            known = tensors.get(key)
-            if known is None:
+            metadata = tensors.get(key)
+            if metadata is None:
                 properties = TensorProperties(dtype=chunk.dtype)
-                known = tensors[key] = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
-            assert isinstance(known, TensorStorageMetadata)
-            stored.append(WriteResult(MetadataIndex(key, box.offsets, len(known.chunks)), chunk.length, info))
-            known.chunks.append(box)
+                metadata = tensors[key] = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
+            assert isinstance(metadata, TensorStorageMetadata)
+            stored.append(WriteResult(MetadataIndex(key, box.offsets, len(metadata.chunks)), chunk.length, info))
+            metadata.chunks.append(box)
     file, length = first
     for key in states:
         tensors[key] = BytesStorageMetadata()
@@ -143,11 +143,11 @@ def metadata(chunks: Sequence[Written], states: Sequence[str], first: tuple[str,
 def common(layers_apart: bool, iteration: int) -> dict[str, bytes]:
     """The small files that megatron-core looks for beside tensors."""
     about = {"singleton_local_shards": False, "non_homogeneous_layers": layers_apart}
-    kept = io.BytesIO()
-    torch.save({"content_metadata": about, "checkpoint_version": VERSION, "iteration": iteration}, kept)
+    buffer = io.BytesIO()
+    torch.save({"content_metadata": about, "checkpoint_version": VERSION, "iteration": iteration}, buffer)
     form = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
     form |= {"common_backend": "torch", "common_backend_version": 1}
-    return {COMMON: kept.getvalue(), FORMAT: json.dumps(form).encode()}
+    return {COMMON: buffer.getvalue(), FORMAT: json.dumps(form).encode()}
 
 
 def read_box(
@@ -159,23 +159,23 @@ def read_box(
         DataError: TOK201 a file is damaged.
     """
     tensor, lead = folder.tensors[key], len(index)
-    found = torch.zeros(tuple(sizes), dtype=tensor.dtype)
+    box = torch.zeros(tuple(sizes), dtype=tensor.dtype)
     for chunk in tensor.of(index):
-        there, size = chunk.offsets[lead:], chunk.sizes[lead:]
-        low = [max(a, b) for a, b in zip(offsets, there)]
-        high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, there, size)]
+        starts, size = chunk.offsets[lead:], chunk.sizes[lead:]
+        low = [max(a, b) for a, b in zip(offsets, starts)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, starts, size)]
         if any(a >= b for a, b in zip(low, high)):
             continue
         stride = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
         number = 0
         for one, offset, of in zip(index, chunk.offsets, chunk.sizes[:lead]):
             number = number * of + one - offset
-        first = number * math.prod(size) + sum((a - b) * s for a, b, s in zip(low, there, stride))
+        first = number * math.prod(size) + sum((a - b) * s for a, b, s in zip(low, starts, stride))
         last = first + sum((b - 1 - a) * s for a, b, s in zip(low, high, stride))
         data = bytearray((last - first + 1) * tensor.dtype.itemsize)
         begin = folder.start_of(chunk, key, tensor.dtype) + first * tensor.dtype.itemsize
         read_at(chunk.file, begin, memoryview(data), f"tensor {key}", "TOK201")
         shape = [b - a for a, b in zip(low, high)]
         place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))
-        found[place] = torch.frombuffer(data, dtype=tensor.dtype).as_strided(shape, stride)
-    return found
+        box[place] = torch.frombuffer(data, dtype=tensor.dtype).as_strided(shape, stride)
+    return box

@@ -109,15 +109,15 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
                 return geglu
         if bias is not None:
             hidden = hidden + bias
-        found: torch.Tensor
+        activated: torch.Tensor
         if gated:
             gate, up = hidden.chunk(2, dim=-1)
             if most is not None:
                 gate, up = gate.clamp(max=most), up.clamp(min=-most, max=most)
-            found = act(gate) * (up + offset)
+            activated = act(gate) * (up + offset)
         else:
-            found = act(hidden)
-        return (found * weights).to(hidden.dtype)
+            activated = act(hidden)
+        return (activated * weights).to(hidden.dtype)
 
 
 def grouped_spec() -> ModuleSpec:
@@ -194,13 +194,13 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> to
         shape = (*left.shape[:-1], right.shape[-1]) if right.ndim == 3 else (len(ends), len(left), right.shape[-1])
         return left.new_zeros(shape)
     kernel = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    found: torch.Tensor = kernel(left, right, offs=ends)
-    return found
+    product: torch.Tensor = kernel(left, right, offs=ends)
+    return product
 
 
 def _of_rows(biases: Sequence[torch.Tensor | None], counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
     """Each expert's bias at its rows, [T, n]."""
-    found = [bias for bias in biases if bias is not None]
-    if not found:
+    present = [bias for bias in biases if bias is not None]
+    if not present:
         return None
-    return torch.stack(found).repeat_interleave(counts.to(rows.device), 0, output_size=len(rows))
+    return torch.stack(present).repeat_interleave(counts.to(rows.device), 0, output_size=len(rows))

@@ -47,8 +47,8 @@ class _Streamed:
     def read(self, first: int, count: int, into: memoryview) -> None:
         """As in `Rows`."""
         one = len(into) // max(1, count)
-        found = self.current.bytes_of(self.name)[first * one : (first + count) * one]
-        into[:] = found.numpy().data
+        data = self.current.bytes_of(self.name)[first * one : (first + count) * one]
+        into[:] = data.numpy().data
 
 
 @torch.no_grad()
@@ -90,8 +90,8 @@ def export(worker: MegatronWorker, path: Path) -> None:
 
 def _dtypes(worker: MegatronWorker) -> dict[str, torch.dtype]:
     """Of each tensor of the model folder."""
-    mine = {name: held.tensor.dtype for name, held in worker.policy.tensors.held.items()}
+    dtypes = {name: held_tensor.tensor.dtype for name, held_tensor in worker.policy.tensors.held.items()}
     everyone: list[Any] = [None] * worker.world
-    dist.all_gather_object(everyone, mine)
-    known = {name: dtype for held in everyone for name, dtype in held.items()}
-    return {name: known[entry.megatron] for entry in worker.policy.tensors.entries for name in entry.hf}
+    dist.all_gather_object(everyone, dtypes)
+    by_name = {name: dtype for held_tensor in everyone for name, dtype in held_tensor.items()}
+    return {name: by_name[entry.megatron] for entry in worker.policy.tensors.entries for name in entry.hf}

@@ -53,42 +53,42 @@ def fingerprint(worker: MegatronWorker) -> str:
     number = {name: n for n, name in enumerate(names)}
     total = torch.zeros(len(names), 2, dtype=torch.int64, device=worker.device)
     for one in learned(worker):
-        for master, held, begin, end in _owned(one):
-            places = [number[one.prefix + spot.name] for spot in spots(held.entry, one.tensors)]
-            found = _sums(master.weights(), master.begin, begin, end, piece_of(held), one.tensors, held.entry)
-            total.index_add_(0, torch.tensor(places, device=total.device), found.to(total.device))
+        for master, shard, begin, end in _owned(one):
+            places = [number[one.prefix + spot.name] for spot in spots(shard.entry, one.tensors)]
+            sums = _sums(master.weights(), master.begin, begin, end, piece_of(shard), one.tensors, shard.entry)
+            total.index_add_(0, torch.tensor(places, device=total.device), sums.to(total.device))
     dist.all_reduce(total)
     return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
 
 
 def _owned(one: Learned) -> Iterator[tuple[Master, Held, int, int]]:
     """Elements of shards that this rank sums: each of the model's is some rank's, once."""
-    by_id = {id(held.tensor): held for held in one.tensors.held.values()}
+    by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
     for master in masters(one.learner.optimizer):
-        held = by_id.get(id(master.parameter))
-        if held is None or (master.dealt and held.entry.kind == "whole" and held.group.rank()):
+        shard = by_id.get(id(master.parameter))
+        if shard is None or (master.dealt and shard.entry.kind == "whole" and shard.group.rank()):
             continue
         begin, end = master.begin, master.end
         if not master.dealt:
-            begin, end = share(begin, end, piece_of(held).width, *held.replicas)
+            begin, end = share(begin, end, piece_of(shard).width, *shard.replicas)
         if begin < end:
-            yield master, held, begin, end
+            yield master, shard, begin, end
 
 
 def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
-    found = []
+    spots = []
     for name, shape in zip(entry.hf, entry.shapes, strict=True):
         stack = EXPERT.fullmatch(name)
         if stack is None or entry.expert < 0:
-            found.append(Spot(name, shape))
+            spots.append(Spot(name, shape))
             continue
         rows, columns = shape
         down = stack[2] == "down"
         whole = (tensors.sizes.experts, rows if down else 2 * rows, columns)
         begin = (entry.expert * whole[1] + (rows if stack[2] == "up" else 0)) * columns
-        found.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
-    return found
+        spots.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
+    return spots
 
 
 @lru_cache(maxsize=256)
@@ -108,18 +108,18 @@ def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
     apart = (source[1:] != source[:-1] + 1) | (source[:-1] < 0)
     cuts = [0, *(torch.nonzero(apart).flatten() + 1).tolist(), len(source)]
     firsts = source[cuts[:-1]].tolist()
-    found = zip(cuts, cuts[1:], firsts, strict=False)
-    return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in found if first >= 0)
+    spans = zip(cuts, cuts[1:], firsts, strict=False)
+    return tuple((a, b - a, first >> BITS, first & (1 << BITS) - 1) for a, b, first in spans if first >= 0)
 
 
 def _within(
     runs: tuple[tuple[int, int, int, int], ...], begins: tuple[int, ...], width: int, begin: int, end: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Of each run what lies in elements ``begin`` to ``end`` of a shard: both ends, its tensor, its element there."""
-    for top, count, which, there in runs:
+    for top, count, which, start in runs:
         low, high = max(begin, top * width), min(end, (top + count) * width)
         if low < high:
-            yield low, high, which, begins[which] + (there - top) * width + low
+            yield low, high, which, begins[which] + (start - top) * width + low
 
 
 @lru_cache(maxsize=256)
@@ -132,14 +132,14 @@ def _blocks(
     device: torch.device,
 ) -> torch.Tensor | None:
     """The blocks, for `block_sums`, of elements ``begin`` to ``end`` of a shard; None where it is not made of them."""
-    found, at = list[tuple[int, int]](), begin
+    blocks, at = list[tuple[int, int]](), begin
     for low, high, which, element in _within(runs, begins, width, begin, end):
         block, inside = divmod(element, BLOCK)
         if low != at or inside or (high - low) % BLOCK:
             return None
-        found += [(which, block + n) for n in range((high - low) // BLOCK)]
+        blocks += [(which, block + n) for n in range((high - low) // BLOCK)]
         at = high
-    return torch.tensor(found, device=device).T if found and at == end else None
+    return torch.tensor(blocks, device=device).T if blocks and at == end else None
 
 
 def _sums(
@@ -153,15 +153,15 @@ def _sums(
     row, last = begin // width, -(-end // width)
     alike = replace(entry, megatron="", hf=("",) * len(entry.hf), layer=-1, expert=-1)  # as in other layers
     alike_piece = replace(piece, entry=alike)
-    found = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
+    totals = torch.zeros(len(entry.hf), 2, dtype=torch.int64, device=device)
     runs = _runs(alike_piece, tensors.sizes)
     if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
         begins = tuple(spot.begin for spot in spots(entry, tensors))
         if (blocks := _blocks(runs, begins, width, begin, end, device)) is not None:
             return block_sums(values[begin - first : end - first].float(), blocks, len(begins))
         for low, high, which, element in _within(runs, begins, width, begin, end):
-            found[which] += sums(values[low - first : high - first].float(), element)
-        return found
+            totals[which] += sums(values[low - first : high - first].float(), element)
+        return totals
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
@@ -173,13 +173,13 @@ def _sums(
             rows, columns = 1, min(width - inside, end - at)
         else:
             rows, columns = min((end - at) // width, most), width
-        mine = slice(line - row, line - row + rows)
-        index = start[mine, None] + torch.arange(inside, inside + columns, device=device)
+        part = slice(line - row, line - row + rows)
+        index = start[part, None] + torch.arange(inside, inside + columns, device=device)
         block = values[at - first : at - first + rows * columns].view(rows, columns)
-        both = sums_at(block.float(), index).sum(-1) * (number[mine] >= 0)
-        found.index_add_(0, number[mine].clamp(min=0), both.T)
+        both = sums_at(block.float(), index).sum(-1) * (number[part] >= 0)
+        totals.index_add_(0, number[part].clamp(min=0), both.T)
         at += rows * columns
-    return found
+    return totals
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def block_sums(run: torch.Tensor, blocks: torch.Tensor, tensors: int) -> torch.T
     there. A GPU takes many blocks a kernel, of whichever tensor.
     """
     bits, mixed = run.view(torch.int32).view(-1, BLOCK), table(run.device)
-    found = torch.zeros(tensors, 2, dtype=torch.int64, device=run.device)
+    sums = torch.zeros(tensors, 2, dtype=torch.int64, device=run.device)
     for part, (numbers, places) in zip(bits.split(BLOCKS), blocks.split(BLOCKS, 1), strict=True):
         if part.is_cuda:
             wide = part.to(torch.int64)
@@ -199,8 +199,8 @@ def block_sums(run: torch.Tensor, blocks: torch.Tensor, tensors: int) -> torch.T
             rows = (row.to(torch.int64) for row in part)
             both = torch.stack([torch.stack((row.sum(), torch.dot(row, mixed))) for row in rows])
         both[:, 1] *= places * 2 + 1
-        found.index_add_(0, numbers, both)
-    return found
+        sums.index_add_(0, numbers, both)
+    return sums
 
 
 @torch.no_grad()

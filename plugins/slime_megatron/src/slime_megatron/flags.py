@@ -62,12 +62,12 @@ class Flag:
         """``CONFIG.FIELD`` to what a value of the flag makes of it."""
         if self.kind is not bool:
             return {path: value if meant is None else meant for path, meant in self.sets.items()}
-        found = {}
+        claims = {}
         for path, meant in self.sets.items():
-            wanted = True if meant is None else meant
-            if value or isinstance(wanted, bool):
-                found[path] = wanted if value else not wanted
-        return found
+            expected = True if meant is None else meant
+            if value or isinstance(expected, bool):
+                claims[path] = expected if value else not expected
+        return claims
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -96,43 +96,43 @@ def kinds() -> dict[str, Any]:
 
 def problems(table: Mapping[str, Any], *, train: TrainSection | None = None) -> list[Problem]:
     """Everything that is wrong with a [megatron] table by itself; ``train`` where its dtype is settled."""
-    known, found, seen = flags(), list[Problem](), set[str]()
+    known_flags, problems, names = flags(), list[Problem](), set[str]()
     for written, value in table.items():
         name = written.replace("-", "_")
-        if name in seen:
-            why = "dashes and underscores are the same"
-            found.append(_of(name, "CFG07", f"megatron.{name} is given twice", why, f"keep one {name}"))
-        seen.add(name)
-        flag = known.get(name)
-        problem = _unknown(name, list(known)) if flag is None else _problem(flag, value, train)
-        found += [problem] if problem else []
-    return found
+        if name in names:
+            reason = "dashes and underscores are the same"
+            problems.append(_of(name, "CFG07", f"megatron.{name} is given twice", reason, f"keep one {name}"))
+        names.add(name)
+        flag = known_flags.get(name)
+        problem = _unknown(name, list(known_flags)) if flag is None else _problem(flag, value, train)
+        problems += [problem] if problem else []
+    return problems
 
 
 def values(table: Mapping[str, Any]) -> Values:
     """What the run's flags set; the table has no problems."""
-    known = flags()
-    made: dict[str, dict[str, Any]] = {"transformer": {}, "ddp": {}, "optimizer": {}, "layout": {}, "vocabulary": {}}
+    known_flags = flags()
+    tables: dict[str, dict[str, Any]] = {"transformer": {}, "ddp": {}, "optimizer": {}, "layout": {}, "vocabulary": {}}
     notices = []
     for written, value in table.items():
-        flag = known[written.replace("-", "_")]
+        flag = known_flags[written.replace("-", "_")]
         if flag.role == "idle":
             notices.append(f"{flag.dashed} has no effect: {flag.text}")
         for path, meant in flag.claims(value).items() if flag.role == "run" else ():
             config, _, name = path.partition(".")
-            made[config][name] = meant
+            tables[config][name] = meant
     return Values(
-        transformer=made["transformer"], ddp=made["ddp"], optimizer=made["optimizer"], notices=tuple(notices)
+        transformer=tables["transformer"], ddp=tables["ddp"], optimizer=tables["optimizer"], notices=tuple(notices)
     )
 
 
-def _unknown(name: str, known: list[str]) -> Problem:
+def _unknown(name: str, names: list[str]) -> Problem:
     key = core_keys().get(name)
     if key is not None:
         return _of(
             name, "CFG01", f"unknown key 'megatron.{name}'", "it stands in the wrong table", f"it is {key.path}"
         )
-    near = nearest(name, known).replace("'", "'megatron.", 1)
+    near = nearest(name, names).replace("'", "'megatron.", 1)
     fix = "\n".join(filter(None, [near, "all names: docs/megatron.md"]))
     return _of(name, "CFG01", f"unknown key 'megatron.{name}'", "no option of Megatron that slime knows has it", fix)
 
@@ -142,11 +142,11 @@ def _problem(flag: Flag, value: Any, train: TrainSection | None) -> Problem | No
     if flag.role == "refused":
         return _of(flag.name, "CFG04", f"{flag.dashed} cannot be had here", flag.text.partition("; ")[0], _fix(flag))
     if not _is(value, flag.kind):
-        why = f"it is {kind_of(value)}, and {flag.name} takes {KINDS[flag.kind]}"
-        return _of(flag.name, "CFG02", f"{shown} has the wrong type", why, f"give {KINDS[flag.kind]}")
+        reason = f"it is {kind_of(value)}, and {flag.name} takes {KINDS[flag.kind]}"
+        return _of(flag.name, "CFG02", f"{shown} has the wrong type", reason, f"give {KINDS[flag.kind]}")
     if flag.name == "bf16" and train is not None and train.dtype != "auto" and value != (train.dtype == "bfloat16"):
-        why = f"train.dtype is {train.dtype}, and it alone says what is computed in"
-        return _of(flag.name, "CFG04", shown, why, "leave --bf16 out, or --dtype bfloat16")
+        reason = f"train.dtype is {train.dtype}, and it alone says what is computed in"
+        return _of(flag.name, "CFG04", shown, reason, "leave --bf16 out, or --dtype bfloat16")
     wrong = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one not in flag.choices]
     if not flag.choices or not wrong:
         return None

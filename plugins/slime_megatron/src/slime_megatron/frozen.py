@@ -64,7 +64,7 @@ class Frozen:
     def _reference(self, path: str, policy: Model, run: Run) -> Tensors:
         """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
         if not path:
-            return {name: held.tensor.detach().clone() for name, held in policy.tensors.held.items()}
+            return {name: shard.tensor.detach().clone() for name, shard in policy.tensors.held.items()}
         if is_dist(Path(path)):
             config = self._folder.config
             try:
@@ -73,24 +73,24 @@ class Frozen:
                 error.where = f"train.ref_load = {path}: {error.where}"
                 raise
         folder = roles.open_model("train.ref_load", path, self._folder)
-        mine = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
-        theirs = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
+        policy_shapes = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
+        reference_shapes = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
         if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
-            theirs.pop("lm_head.weight", None)
-        roles.same_tensors("train.ref_load", folder, mine, theirs, self._folder)
+            reference_shapes.pop("lm_head.weight", None)
+        roles.same_tensors("train.ref_load", folder, policy_shapes, reference_shapes, self._folder)
         return policy.tensors.read(stored(folder))
 
     @contextmanager
     def as_reference(self, policy: Model) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
         assert self.reference is not None
-        mine = {name: held.tensor for name, held in policy.tensors.held.items()}
-        kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        tensors = {name: shard.tensor for name, shard in policy.tensors.held.items()}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             _put(policy, self.reference)
             yield
         finally:
-            _put(policy, kept)
+            _put(policy, copies)
 
     def check_teacher(self, batch: Batch) -> None:
         """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
@@ -110,6 +110,6 @@ class Frozen:
 
 @torch.no_grad()
 def _put(policy: Model, weights: Tensors) -> None:
-    for name, held in policy.tensors.held.items():
-        held.tensor.copy_(weights[name])
+    for name, shard in policy.tensors.held.items():
+        shard.tensor.copy_(weights[name])
     policy.spread_embedding()

@@ -75,9 +75,9 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
         )
         self.rotary_pos_emb = self._rotary(config)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **given: Any) -> tuple[Any, Any]:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Attention over the pack in ``packed_seq_params``; the output, and its bias or None."""
-        pack: Pack = given["packed_seq_params"]
+        pack: Pack = kwargs["packed_seq_params"]
         query, key, value = self._heads(hidden_states, pack)
         core = self.core_attention
         if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
@@ -105,8 +105,8 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
         up = up[:, 0].unflatten(-1, (self.heads, config.qk_head_dim + config.v_head_dim))
         plain, rotary = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         key, value = up.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        made = self.rotary_pos_emb(pack)
-        angles, magnitude = made if isinstance(made, tuple) else (made, 1.0)
+        embedding = self.rotary_pos_emb(pack)
+        angles, magnitude = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
         rotary, shared = (self._turn(x, angles, magnitude) for x in (rotary, turned))  # the key [T, 1, d]
         query = torch.cat([plain, rotary], dim=-1)
         key = torch.cat([key, shared.expand(-1, self.heads, -1)], dim=-1)
@@ -127,8 +127,8 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
         """This rank's rows, where the sequence is shared."""
         if not self.config.sequence_parallel:
             return rows
-        mine: torch.Tensor = scatter_to_sequence_parallel_region(rows, group=self.tp)
-        return mine
+        local: torch.Tensor = scatter_to_sequence_parallel_region(rows, group=self.tp)
+        return local
 
     def _column(self, inside: int, outside: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(

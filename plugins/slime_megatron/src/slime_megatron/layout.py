@@ -135,8 +135,8 @@ class Layout:
             counts[0] -= self.embedding_counts
             counts[-1] -= self.loss_counts
         elif self.first is not None or self.last is not None:
-            middle, own = self._middle(layers)
-            counts = [own // middle if middle else 0] * self.pp
+            middle, edges = self._middle(layers)
+            counts = [edges // middle if middle else 0] * self.pp
             counts[0] = self.first if self.first is not None else counts[0]
             counts[-1] = self.last if self.last is not None else counts[-1]
         starts = [sum(counts[:stage]) for stage in range(self.pp)]
@@ -144,8 +144,8 @@ class Layout:
 
     def _middle(self, layers: int) -> tuple[int, int]:
         """Stages that have no number of their own, and the layers that are left for them."""
-        given = [count for count in (self.first, self.last) if count is not None]
-        return self.pp - len(given), layers - sum(given)
+        counts = [count for count in (self.first, self.last) if count is not None]
+        return self.pp - len(counts), layers - sum(counts)
 
     @property
     def text(self) -> str:
@@ -186,8 +186,8 @@ def check(
     """
     faults = [*of_ranks(layout), *of_model(layout, sizes, fields)]
     if layout.tp > 1 and sizes.experts and not sequence_parallel:
-        what = f"experts with tensor_model_parallel_size = {layout.tp} and no sequence_parallel"
-        faults.append(Fault(what, "tensor-parallel ranks would route the same tokens twice", ("tp",)))
+        message = f"experts with tensor_model_parallel_size = {layout.tp} and no sequence_parallel"
+        faults.append(Fault(message, "tensor-parallel ranks would route the same tokens twice", ("tp",)))
     if not faults:
         return
     names = [FLAGS[name] for name in dict.fromkeys(name for fault in faults for name in fault.fields)]
@@ -232,17 +232,17 @@ def of_model(layout: Layout, sizes: Sizes, fields: Mapping[str, Any]) -> Iterato
         yield from _divides("tp", layout.tp, ffn, "rows of ffn_hidden_size", "mlp.linear_fc1 is dealt by row")
     if not sizes.experts:
         if layout.ep > 1:
-            what = f"expert_model_parallel_size = {layout.ep}, and the model has no experts"
-            yield Fault(what, "its layers are dense", ("ep",))
+            message = f"expert_model_parallel_size = {layout.ep}, and the model has no experts"
+            yield Fault(message, "its layers are dense", ("ep",))
     else:
         yield from _divides("ep", layout.ep, sizes.experts, "experts", "mlp.experts are dealt whole")
-        own = int(fields.get("moe_ffn_hidden_size") or fields.get("ffn_hidden_size") or 0)
+        width = int(fields.get("moe_ffn_hidden_size") or fields.get("ffn_hidden_size") or 0)
         yield from _divides(
-            "etp", layout.etp, own, "rows of moe_ffn_hidden_size", "an expert's linear_fc1 is dealt by row"
+            "etp", layout.etp, width, "rows of moe_ffn_hidden_size", "an expert's linear_fc1 is dealt by row"
         )
         shared = int(fields.get("moe_shared_expert_intermediate_size") or 0)
-        why = "the shared expert's linear_fc1 is dealt by row"
-        yield from _divides("tp", layout.tp, shared, "rows of moe_shared_expert_intermediate_size", why)
+        reason = "the shared expert's linear_fc1 is dealt by row"
+        yield from _divides("tp", layout.tp, shared, "rows of moe_shared_expert_intermediate_size", reason)
     yield from _of_layers(layout, sizes.layers)
 
 
@@ -252,41 +252,43 @@ def _divides(field: str, size: int, count: int, of: str, why: str) -> Iterator[F
 
 
 def _of_layers(layout: Layout, layers: int) -> Iterator[Fault]:
-    pp, given = layout.pp, [n for n in (layout.first, layout.last) if n is not None]
+    pp, counts = layout.pp, [n for n in (layout.first, layout.last) if n is not None]
     counted = layers + layout.embedding_counts + layout.loss_counts
     if pp == 1:
-        if given:
-            why = "pipeline_model_parallel_size is 1"
-            yield Fault("layers of a first or last pipeline stage, and there is one stage", why, ("pp",))
-    elif given and counted != layers:
-        why = "the first names numbers, the other counts"
-        yield Fault("decoder_*_pipeline_num_layers and account_for_*_in_pipeline_split are both set", why, ("pp",))
-    elif given:
-        middle, own = layout._middle(layers)
-        if min(given) < 1 or own < middle or (own % middle if middle else own):
-            what = f"{layers} layers less {' and '.join(map(str, given))} leave {own} for {middle} pipeline stages"
-            yield Fault(what, "stages between the first and the last have equally many, at least one", ("pp",))
+        if counts:
+            reason = "pipeline_model_parallel_size is 1"
+            yield Fault("layers of a first or last pipeline stage, and there is one stage", reason, ("pp",))
+    elif counts and counted != layers:
+        reason = "the first names numbers, the other counts"
+        yield Fault("decoder_*_pipeline_num_layers and account_for_*_in_pipeline_split are both set", reason, ("pp",))
+    elif counts:
+        middle, edges = layout._middle(layers)
+        if min(counts) < 1 or edges < middle or (edges % middle if middle else edges):
+            message = (
+                f"{layers} layers less {' and '.join(map(str, counts))} leave {edges} for {middle} pipeline stages"
+            )
+            yield Fault(message, "stages between the first and the last have equally many, at least one", ("pp",))
     elif counted % pp or counted // pp < 1 + max(layout.embedding_counts, layout.loss_counts):
-        what = f"pipeline_model_parallel_size = {pp} does not divide {counted} layers"
-        yield Fault(what, _uneven(layers, pp), ("pp",))
+        message = f"pipeline_model_parallel_size = {pp} does not divide {counted} layers"
+        yield Fault(message, _uneven(layers, pp), ("pp",))
 
 
 def _uneven(layers: int, pp: int) -> str:
-    each = -(-layers // pp)
-    last = layers - each * (pp - 1)
+    size = -(-layers // pp)
+    last = layers - size * (pp - 1)
     if last < 1:
-        each, last = layers // pp, layers - layers // pp * (pp - 1)
-    if last < 1 or each < 1:
+        size, last = layers // pp, layers - layers // pp * (pp - 1)
+    if last < 1 or size < 1:
         return f"there are {layers} layers"
-    return f"stages have equally many unless told: --decoder-last-pipeline-num-layers {last} gives the others {each}"
+    return f"stages have equally many unless told: --decoder-last-pipeline-num-layers {last} gives the others {size}"
 
 
 def _fixes(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, need_sequence_parallel: bool) -> Iterator[str]:
-    found = nearest_layouts(layout, sizes, fields)
-    if found[:1] == [layout]:
+    layouts = nearest_layouts(layout, sizes, fields)
+    if layouts[:1] == [layout]:
         yield "--sequence-parallel"
         return
-    for number, one in enumerate(found):
+    for number, one in enumerate(layouts):
         needs = " --sequence-parallel" if need_sequence_parallel and one.tp > 1 and sizes.experts else ""
         yield f"{'' if number else f'with {layout.world} ranks: '}{one.text}{needs}"
     step = max(layout.model, layout.expert_model)
@@ -300,7 +302,7 @@ def nearest_layouts(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], mos
     """Layouts of as many ranks that fit the model, those that change the least first."""
     divisors = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
     expert = divisors if sizes.experts else [1]
-    found = []
+    layouts = []
     for tp, pp, cp, ep in product(divisors, divisors, divisors, expert):
         if layout.world % prod((tp, pp, cp)):
             continue
@@ -310,8 +312,8 @@ def nearest_layouts(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], mos
             if pp != layout.pp:
                 one = replace(one, first=None, last=None)
             if not any(True for _ in of_ranks(one)) and not any(True for _ in of_model(one, sizes, fields)):
-                found.append(one)
-    return sorted(found, key=lambda one: _distance(one, layout))[:most]
+                layouts.append(one)
+    return sorted(layouts, key=lambda one: _distance(one, layout))[:most]
 
 
 def _distance(one: Layout, other: Layout) -> tuple[float, float, float]:

@@ -79,8 +79,8 @@ class Learner:
             if buffer.ddp_config.use_distributed_optimizer:
                 group = buffer.data_parallel_group
                 for bucket in buffer.buckets:
-                    mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
     def norm(self) -> float:
         """Make gradients ready, and their Euclidean norm over all ranks; not finite where one is not; a collective."""

@@ -60,25 +60,25 @@ class Master:
         if offloading.is_offloaded(self.one):
             return offloading.states(self.one, self.main)
         if self.made:
-            found = {name: inner.get_unscaled_state(self.main, name) for name in inner.state[self.main]}
-            return {"param": found.pop("master_param", self.main), **found}
+            states = {name: inner.get_unscaled_state(self.main, name) for name in inner.state[self.main]}
+            return {"param": states.pop("master_param", self.main), **states}
         return {"param": self.main, **inner.state[self.main]}
 
     @torch.no_grad()
     def put(self, weights: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
         """Take values and moments, flat, from the host; :func:`prepare` came before."""
-        given = {"param": weights, **moments}
+        tensors = {"param": weights, **moments}
         if offloading.is_offloaded(self.one):
-            offloading.put(self.one, self.main, given)
+            offloading.put(self.one, self.main, tensors)
             return
-        known = self._states()
-        for name, tensor in given.items():
-            shaped = tensor.view_as(known[name])
+        states = self._states()
+        for name, tensor in tensors.items():
+            shaped = tensor.view_as(states[name])
             if not self.made:
-                known[name].copy_(shaped)
-            elif known[name] is not self.main:
-                kept = "master_param" if name == "param" else name
-                self.one.optimizer.set_scaled_state(self.main, kept, shaped.to(self.main.device))
+                states[name].copy_(shaped)
+            elif states[name] is not self.main:
+                key = "master_param" if name == "param" else name
+                self.one.optimizer.set_scaled_state(self.main, key, shaped.to(self.main.device))
 
 
 def masters(optimizer: Any) -> Iterator[Master]:

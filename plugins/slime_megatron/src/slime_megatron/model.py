@@ -70,8 +70,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             assert pack.positions is not None
             decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
         if not self.config.multi_latent_attention:  # its layers turn by themselves; else core attention does
-            made = self.rotary_pos_emb(pack)
-            angles = made[0] if isinstance(made, tuple) else made
+            rotary = self.rotary_pos_emb(pack)
+            angles = rotary[0] if isinstance(rotary, tuple) else rotary
             pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
         hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
         return hidden
@@ -79,12 +79,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def choose_compiling(self, choice: Choice) -> None:
         """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
         parameters = list(self.parameters())
-        wanted = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
-        if wanted:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
+        compiled = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
+        if compiled:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, ENTRIES)
         for module in self.modules():
             if hasattr(module, "compiled"):
-                module.compiled = wanted
+                module.compiled = compiled
 
     def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
         """The rows that predict this rank's response tokens, [R, h], from the last stage's hidden states."""
@@ -143,23 +143,25 @@ class Model:
             dist.all_reduce(weight, group=parallel_state.get_embedding_group())
 
 
-def build_model(made: Settings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0) -> Model:
+def build_model(
+    settings: Settings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0
+) -> Model:
     """This rank's stage of a folder's model, with its weights.
 
     Raises:
         TrainerError: TRN108 the bridge and the model disagree.
         DataError: the folder lacks a tensor, or is damaged.
     """
-    built = build(made)
+    built = build(settings)
     stage = PackedGPT(
         built.transformer,
         bridge,
-        vocab=made.sizes.vocab,
+        vocab=settings.sizes.vocab,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        **made.model,
+        **settings.model,
     ).to(device)
-    stage.choose_compiling(made.compile)
-    model = Model(stage, Tensors([stage], bridge, folder.config, multiple=made.vocabulary_multiple), device)
+    stage.choose_compiling(settings.compile)
+    model = Model(stage, Tensors([stage], bridge, folder.config, multiple=settings.vocabulary_multiple), device)
     model.fill(stored(folder, seed))
     return model

@@ -45,8 +45,8 @@ class Norm(nn.Module):
             return rms_norm(x, self.weight, self.eps)
         rows = x.flatten(0, -2)
         maybe_mark_dynamic(rows, 0)  # packs differ in length; the width is the model's
-        found: torch.Tensor = RMS_NORM(rows, self.weight, self.eps)
-        return found.view(x.shape)
+        normed: torch.Tensor = RMS_NORM(rows, self.weight, self.eps)
+        return normed.view(x.shape)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,8 +63,10 @@ RMS_NORM = Compiled(rms_norm)
 def wide_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     """What adds to a residual in float32 and leaves it so; megatron-core's own makes it the other's dtype again."""
 
-    def add(given: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
-        hidden, bias = given
+    def add(
+        operands: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        hidden, bias = operands
         return residual + (hidden if bias is None else hidden + bias)
 
     return add

@@ -55,13 +55,13 @@ def states(one: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def put(one: Any, main: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
+def put(one: Any, main: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Take a master and moments, flat; the device's shard becomes the master's."""
-    known = states(one, main)
-    for name, tensor in given.items():
-        known[name].copy_(tensor.view_as(known[name]))
-    if known["param"] is not main:
-        main.copy_(known["param"])
+    current = states(one, main)
+    for name, tensor in tensors.items():
+        current[name].copy_(tensor.view_as(current[name]))
+    if current["param"] is not main:
+        main.copy_(current["param"])
 
 
 def begin(one: Any, steps: int) -> None:

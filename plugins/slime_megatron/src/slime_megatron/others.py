@@ -42,9 +42,9 @@ def settings_of(folder: ModelFolder, bridge: Bridge, run: Run) -> Settings:
         ConfigError: CFG04 the layout does not divide it.
     """
     sizes = bridge.sizes(folder.config)
-    known = flags()
+    known_flags = flags()
     table = {name.replace("-", "_"): value for name, value in run.megatron.items()}
-    table = {name: value for name, value in table.items() if known[name].role != "model"}
+    table = {name: value for name, value in table.items() if known_flags[name].role != "model"}
     if sizes.layers != run.layers:
         table = {name: value for name, value in table.items() if name not in UNEVEN}
     if not sizes.experts:

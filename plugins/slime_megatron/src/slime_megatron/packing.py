@@ -68,28 +68,28 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
     tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
     tokens[:real], positions[:real] = micro.tokens, micro.position_ids
     positions[real:] -= real
-    mine = owned(total, cp, rank)
+    indices = owned(total, cp, rank)
     place = np.empty(total, dtype=np.int64)  # of a row of the pack among the gathered ones
     place[np.concatenate([owned(total, cp, other) for other in range(cp)])] = np.arange(total)
     bounds = np.append(micro.cu_seqlens, total).astype(np.int64) if total > real else micro.cu_seqlens.astype(np.int64)
     prefix = np.append(micro.prefix, -1) if total > real else micro.prefix
-    spans, seen = _spans(bounds, prefix.astype(np.int64), chunks(total, cp, rank))
-    keys = place[np.concatenate(seen)] if seen else np.zeros(0, np.int64)
+    spans, key_positions = _spans(bounds, prefix.astype(np.int64), chunks(total, cp, rank))
+    keys = place[np.concatenate(key_positions)] if key_positions else np.zeros(0, np.int64)
     order = np.full(total, -1, dtype=np.int64)
-    order[mine] = np.arange(len(mine))
+    order[indices] = np.arange(len(indices))
     at = order[micro.predict]
     local = np.flatnonzero(at >= 0)
     whole = len(keys) == total and bool((keys == np.arange(total)).all())
-    counts = [len(rows) for rows in seen]
+    counts = [len(rows) for rows in key_positions]
 
     def put(values: NDArray[Any], dtype: Any = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values.astype(dtype))).to(device, non_blocking=True)
 
     return Pack(
-        tokens=put(tokens[mine]),
-        positions=put(positions[mine]),
+        tokens=put(tokens[indices]),
+        positions=put(positions[indices]),
         longest=int(positions.max(initial=0)) + 1,
-        spans=tuple((a, b, put(place[rows])) for (a, b), rows in zip(spans, seen)),
+        spans=tuple((a, b, put(place[rows])) for (a, b), rows in zip(spans, key_positions)),
         lengths=tuple(counts) if whole and counts == [b - a for a, b in spans] else (),
         cu_q=put(np.concatenate([[0], np.cumsum([b - a for a, b in spans])]), np.int32),
         cu_k=put(np.concatenate([[0], np.cumsum(counts)]), np.int32),
@@ -120,7 +120,7 @@ def _spans(
 ) -> tuple[list[tuple[int, int]], list[NDArray[np.int64]]]:
     """Spans of this rank's rows, and for each the rows of the pack that it sees."""
     spans: list[tuple[int, int]] = []
-    seen: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
     before = 0  # rows of this rank in front of the range
     for start, stop in ranges:
         first = int(np.searchsorted(bounds, start, side="right")) - 1
@@ -130,11 +130,11 @@ def _spans(
                 break
             if begin >= end:
                 continue
-            own = np.arange(int(bounds[segment]), end)
+            keys = np.arange(int(bounds[segment]), end)
             head = int(prefix[segment])
             if head >= 0:
-                own = np.concatenate([np.arange(int(bounds[head]), int(bounds[head + 1])), own])
+                keys = np.concatenate([np.arange(int(bounds[head]), int(bounds[head + 1])), keys])
             spans.append((before + begin - start, before + end - start))
-            seen.append(own)
+            positions.append(keys)
         before += stop - start
-    return spans, seen
+    return spans, positions

@@ -89,7 +89,7 @@ class Passes:
             work = next(works)
             return model(work.pack), lambda hidden: last(work, hidden)
 
-        found: list[Any] = get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter([self._work(micro) for micro in micros]),
             model=[self.wrapped],
@@ -98,7 +98,7 @@ class Passes:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return found
+        return outputs
 
     def _work(self, micro: MicroBatch) -> Work:
         config = self.stage.config
@@ -109,8 +109,10 @@ class Passes:
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
             device=self.device,
         )
-        given = micro.temperature
-        return Work(micro, pack, None if given is None or (given == 1).all() else on(given, self.device))
+        temperature = micro.temperature
+        return Work(
+            micro, pack, None if temperature is None or (temperature == 1).all() else on(temperature, self.device)
+        )
 
     def _score(self, work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""
@@ -118,13 +120,13 @@ class Passes:
         assert pack.local is not None
         target = on(work.micro.target, self.device)
         temperature = work.temperature[pack.local] if work.temperature is not None else None
-        mine: tuple[torch.Tensor, ...] = self.stage.score(
+        local: tuple[torch.Tensor, ...] = self.stage.score(
             hidden, pack, target[pack.local], temperature, chunk=self.chunk
         )
         group = parallel_state.get_context_parallel_group()
         if group.size() == 1:
-            return mine
-        return tuple(_Spread.apply(x, pack.local, len(target), group) for x in mine)
+            return local
+        return tuple(_Spread.apply(x, pack.local, len(target), group) for x in local)
 
     def _one(self) -> torch.Tensor:
         """The number of tokens that megatron-core would divide by; weights are already those of the whole step."""
@@ -144,11 +146,11 @@ def totals(sums: Sums) -> tuple[dict[str, float], list[int]]:
     """A step's sums over all data-parallel ranks, and the samples whose loss is not finite; the same on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (sums.totals, sorted(sums.bad)))
-    found: dict[str, float] = {}
-    for mine, _ in everyone:
-        for name, number in mine.items():
-            found[name] = found.get(name, 0.0) + number
-    return found, sorted({sample for _, bad in everyone for sample in bad})
+    values: dict[str, float] = {}
+    for sums_of_rank, _ in everyone:
+        for name, number in sums_of_rank.items():
+            values[name] = values.get(name, 0.0) + number
+    return values, sorted({sample for _, bad in everyone for sample in bad})
 
 
 class _Spread(torch.autograd.Function):
@@ -158,10 +160,10 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, rows: torch.Tensor, count: int, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, rows: torch.Tensor, count: int, group: Any) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        whole = mine.new_zeros(count)
-        whole[rows] = mine
+        whole = local.new_zeros(count)
+        whole[rows] = local
         dist.all_reduce(whole, group=group)
         return whole
 

@@ -72,7 +72,7 @@ class Piece:
     def boxes(self, begin: int, end: int) -> Iterator[Box]:
         """Elements ``begin`` to ``end`` of the shard as boxes of the whole tensor, in order."""
         width = self.width
-        for first, count, there in self.runs():
+        for first, count, start in self.runs():
             at, stop = max(begin, first * width), min(end, (first + count) * width)
             while at < stop:
                 row, inside = divmod(at, width)
@@ -80,7 +80,7 @@ class Piece:
                     rows, columns = 1, min(width - inside, stop - at)
                 else:
                     rows, columns = min((stop - at) // width, max(1, MOST // width)), width
-                whole_row = there + row - first
+                whole_row = start + row - first
                 if len(self.shape) == 1:
                     yield Box(at, (whole_row,), (rows,))
                 else:

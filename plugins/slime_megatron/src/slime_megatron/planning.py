@@ -28,7 +28,7 @@ def plan(planning: Planning) -> Plan | None:
     folder = planning.folder or open_folder(config)
     bridge = find_bridge(planning.plugins.loaded, folder.config)
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    made = megatron.settings(
+    settings = megatron.settings(
         bridge,
         folder.config,
         config.table("megatron"),
@@ -40,29 +40,29 @@ def plan(planning: Planning) -> Plan | None:
     if planning.complete:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            megatron.build(made)
-    layout = made.layout
+            megatron.build(settings)
+    layout = settings.layout
     idle = () if config.cluster.device == "cuda" else ("this machine has no GPU, and megatron-core trains on GPUs",)
-    names = ("tp", "pp", "cp", "dp", *(("ep", "etp", "edp") if made.sizes.experts else ()))
+    names = ("tp", "pp", "cp", "dp", *(("ep", "etp", "edp") if settings.sizes.experts else ()))
     facts = {
         "family": bridge.family,
         "ranks": world,
         "layout": {name: getattr(layout, name) for name in names},
-        "layers": [len(stage) for stage in layout.stages(made.sizes.layers)],
-        "vocabulary": made.sizes.padded_vocab,
-        "sequence_parallel": made.transformer["sequence_parallel"],
-        "notices": [*idle, *made.notices],
+        "layers": [len(stage) for stage in layout.stages(settings.sizes.layers)],
+        "vocabulary": settings.sizes.padded_vocab,
+        "sequence_parallel": settings.transformer["sequence_parallel"],
+        "notices": [*idle, *settings.notices],
     }
     return Plan(facts=facts, rows={"megatron": line(facts)})
 
 
-def line(found: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
     """The same in one line."""
-    sizes = [f"{name} {size}" for name, size in found["layout"].items()]
+    sizes = [f"{name} {size}" for name, size in row["layout"].items()]
     shared, experts = " * ".join(sizes[:4]), " * ".join(sizes[4:])
-    stages = ", ".join(map(str, found["layers"]))
-    text = f"{found['family']}, {found['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
-    return "; ".join([f"{text}; layers {stages}; vocabulary {found['vocabulary']}", *found["notices"]])
+    stages = ", ".join(map(str, row["layers"]))
+    text = f"{row['family']}, {row['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
+    return "; ".join([f"{text}; layers {stages}; vocabulary {row['vocabulary']}", *row["notices"]])
 
 
 HEADINGS = {
@@ -95,19 +95,19 @@ def markdown(rows: list[dict[str, str]]) -> str:
     """The tables of docs/megatron.md: one a role; names with the same text share a line where they are of no use."""
     lines = []
     for role, heading in HEADINGS.items():
-        mine = [row for row in rows if row["role"] == role]
-        if not mine:
+        section = [row for row in rows if row["role"] == role]
+        if not section:
             continue
         useful = role in ("model", "run", "only")
         lines += [f"### {heading}", ""]
         if useful:
             lines += ["| flag | value | meaning |", "| --- | --- | --- |"]
-            lines += [f"| `{row['flag']}` | {row['type']} | {row['text']} |" for row in mine]
+            lines += [f"| `{row['flag']}` | {row['type']} | {row['text']} |" for row in section]
         else:
             lines += ["| flags | why | instead |" if role == "refused" else "| flags | why |"]
             lines += ["| --- | --- | --- |" if role == "refused" else "| --- | --- |"]
-            for text in dict.fromkeys(row["text"] for row in mine):
-                names = " ".join(f"`{row['flag']}`" for row in mine if row["text"] == text)
+            for text in dict.fromkeys(row["text"] for row in section):
+                names = " ".join(f"`{row['flag']}`" for row in section if row["text"] == text)
                 lines.append(f"| {names} | {text.replace('; ', ' | ')} |")
         lines.append("")
     return "\n".join(lines)

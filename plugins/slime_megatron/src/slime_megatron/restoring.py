@@ -65,13 +65,13 @@ def restore(worker: MegatronWorker, path: Path) -> None:
         one.learner.settle()
     failed: SlimeError | None = None
     try:
-        state, found, reference, random = _read(worker, path)
+        state, states, reference, random = _read(worker, path)
     except SlimeError as error:
         failed = error
     _agree(failed, path)
     worker.staging.before_change()
-    for one, mine in zip(learned(worker), found, strict=True):
-        _put(one, mine)
+    for one, model_state in zip(learned(worker), states, strict=True):
+        _put(one, model_state)
     if reference is not None:
         worker.frozen.reference = {n: t.to(worker.policy.tensors.held[n].tensor.device) for n, t in reference.items()}
     worker.steps, worker.guard.in_a_row = int(state["steps"]), int(state["nonfinite_in_a_row"])
@@ -100,12 +100,12 @@ def _read(worker: MegatronWorker, path: Path) -> tuple[dict[str, Any], list[Foun
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
     _check_fit(path, folder, models)
     with _as_storage(path):
-        found = [_read_model(one, folder, int(state[counter(one)])) for one in models]
+        states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
         if state["reference"] and worker.frozen.reference is not None:
-            held = worker.policy.tensors.held
-            reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in held.items()}
-    return state, found, reference, _generators(worker, path)
+            tensors = worker.policy.tensors.held
+            reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in tensors.items()}
+    return state, states, reference, _generators(worker, path)
 
 
 @contextmanager
@@ -155,14 +155,14 @@ def _check_files(path: Path, state: Mapping[str, Any]) -> None:
     missing = [name for name in state.get("files", ()) if not (path / name).is_file()]
     if not missing:
         return
-    why = f"rank files hold the parts of tensors that {state.get('world')} ranks had, each once"
+    reason = f"rank files hold the parts of tensors that {state.get('world')} ranks had, each once"
     if METADATA in missing:
-        why = f"{METADATA} alone says which bytes are which part of a tensor, at this or any other layout"
+        reason = f"{METADATA} alone says which bytes are which part of a tensor, at this or any other layout"
     raise StorageError(
         f"the checkpoint lacks {len(missing)} of its files: {', '.join(missing[:SHOWN])}",
         code="STO111",
         where=str(path),
-        why=why,
+        why=reason,
         fix="take the checkpoint before it, or copy this one again with all files, those with a dot too",
     )
 
@@ -196,14 +196,14 @@ def _first(lines: list[str]) -> list[str]:
     return lines[:SHOWN] + more
 
 
-def _difference(tensors: Tensors, entry: Entry, place: Place, found: tuple[int, ...]) -> str:
+def _difference(tensors: Tensors, entry: Entry, place: Place, shape: tuple[int, ...]) -> str:
     whole = whole_shape(entry, tensors.sizes)
     want = (*place.of, *whole)
     lead = len(place.of)
-    alike = found[:lead] == place.of and found[lead + 1 :] == whole[1:]
-    if entry.kind == "vocabulary" and alike and found[lead] >= tensors.sizes.vocab:
+    alike = shape[:lead] == place.of and shape[lead + 1 :] == whole[1:]
+    if entry.kind == "vocabulary" and alike and shape[lead] >= tensors.sizes.vocab:
         return ""  # filled up for another layout
-    return "" if found == want else f"is {list(found)} in the checkpoint and {list(want)} in the model"
+    return "" if shape == want else f"is {list(shape)} in the checkpoint and {list(want)} in the model"
 
 
 def _places(tensors: Tensors, entry: Entry) -> list[Place]:
@@ -211,17 +211,19 @@ def _places(tensors: Tensors, entry: Entry) -> list[Place]:
 
 
 def _read_model(one: Learned, folder: DistFolder, steps: int) -> Found:
-    weights = {name: _shard(one.tensors, held, folder, one.prefix) for name, held in one.tensors.held.items()}
-    names = {id(held.tensor): held for held in (*one.tensors.held.values(), *one.tensors.copies)}
+    weights = {name: _shard(one.tensors, shard, folder, one.prefix) for name, shard in one.tensors.held.items()}
+    names = {id(shard.tensor): shard for shard in (*one.tensors.held.values(), *one.tensors.copies)}
     states = []
     for master in masters(one.learner.optimizer):
-        held = names[id(master.parameter)]
-        place = _places(one.tensors, held.entry)[0]
+        shard = names[id(master.parameter)]
+        place = _places(one.tensors, shard.entry)[0]
         key = f"{one.prefix}optimizer.state.%s.{place.key}"
-        own = key % MASTER in folder.tensors
-        values = _run(held, folder, key % MASTER if own else one.prefix + place.key, place, master.begin, master.end)
+        has_master = key % MASTER in folder.tensors
+        values = _run(
+            shard, folder, key % MASTER if has_master else one.prefix + place.key, place, master.begin, master.end
+        )
         moments = {
-            name: _run(held, folder, key % name, place, master.begin, master.end)
+            name: _run(shard, folder, key % name, place, master.begin, master.end)
             if steps
             else torch.zeros(master.end - master.begin)
             for name in MOMENTS
@@ -230,25 +232,25 @@ def _read_model(one: Learned, folder: DistFolder, steps: int) -> Found:
     return Found(weights, states, steps)
 
 
-def _shard(tensors: Tensors, held: Held, folder: DistFolder, prefix: str) -> torch.Tensor:
+def _shard(tensors: Tensors, shard: Held, folder: DistFolder, prefix: str) -> torch.Tensor:
     """A rank's shard of a weight; where it is float32, from its master if that was stored beside it."""
-    place = _places(tensors, held.entry)[0]
-    key, shape = prefix + place.key, held.tensor.shape
+    place = _places(tensors, shard.entry)[0]
+    key, shape = prefix + place.key, shard.tensor.shape
     master = f"{prefix}optimizer.state.{MASTER}.{place.key}"
-    if held.tensor.dtype == torch.float32 and master in folder.tensors:
+    if shard.tensor.dtype == torch.float32 and master in folder.tensors:
         key = master
-    return _run(held, folder, key, place, 0, shape.numel()).view(shape).to(held.tensor.dtype)
+    return _run(shard, folder, key, place, 0, shape.numel()).view(shape).to(shard.tensor.dtype)
 
 
-def _run(held: Held, folder: DistFolder, key: str, place: Place, begin: int, end: int) -> torch.Tensor:
+def _run(shard: Held, folder: DistFolder, key: str, place: Place, begin: int, end: int) -> torch.Tensor:
     """Elements ``begin`` to ``end`` of a rank's shard, flat."""
     if key not in folder.tensors:
         raise DataError(f"{key} is not in {METADATA}", code="TOK201", where=str(folder.path))
-    found = torch.zeros(end - begin, dtype=folder.tensors[key].dtype)
-    for box in piece_of(held).boxes(begin, end):
+    values = torch.zeros(end - begin, dtype=folder.tensors[key].dtype)
+    for box in piece_of(shard).boxes(begin, end):
         read = read_box(folder, key, place.index, box.offsets, box.sizes)
-        found[box.begin - begin : box.end - begin] = read.reshape(-1)
-    return found
+        values[box.begin - begin : box.end - begin] = read.reshape(-1)
+    return values
 
 
 def _generators(worker: MegatronWorker, path: Path) -> dict[str, Any]:
@@ -257,19 +259,19 @@ def _generators(worker: MegatronWorker, path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
+        generators: dict[str, Any] = json.loads(file.read_bytes())
     except ValueError as error:
         raise StorageError(f"{file.name} cannot be read", code="STO112", where=str(file), why=str(error)) from error
     except OSError as error:
         raise storage_error(error, file, f"{file.name} cannot be read") from error
-    return found
+    return generators
 
 
-def _put(one: Learned, found: Found) -> None:
-    for name, held in one.tensors.held.items():
-        held.tensor.copy_(found.weights[name])
+def _put(one: Learned, checkpoint: Found) -> None:
+    for name, shard in one.tensors.held.items():
+        shard.tensor.copy_(checkpoint.weights[name])
     one.model.spread_embedding()
-    prepare(one.learner.optimizer, found.steps)
-    for master, (values, moments) in zip(masters(one.learner.optimizer), found.states, strict=True):
+    prepare(one.learner.optimizer, checkpoint.steps)
+    for master, (values, moments) in zip(masters(one.learner.optimizer), checkpoint.states, strict=True):
         master.put(values, moments)
-    one.learner.steps = found.steps
+    one.learner.steps = checkpoint.steps

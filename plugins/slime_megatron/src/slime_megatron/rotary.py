@@ -36,8 +36,8 @@ class PackRotary(nn.Module):
     def forward(self, pack: Pack, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Angles of each row of the pack, [T, 1, d]; with yarn and its magnitude beside."""
         with torch.no_grad():
-            made = self.inner(-(-pack.longest // STEP) * STEP, packed_seq=True)
-        table, *rest = made if isinstance(made, tuple) else (made,)
+            rotary = self.inner(-(-pack.longest // STEP) * STEP, packed_seq=True)
+        table, *rest = rotary if isinstance(rotary, tuple) else (rotary,)
         rows = table.to(pack.positions.device)[pack.positions]  # type: ignore[union-attr]
         rows = rows.squeeze(1)
         return (rows, *rest) if rest else rows

@@ -97,15 +97,15 @@ class Plan:
 
 def learned(worker: MegatronWorker) -> list[Learned]:
     """Every model that learns."""
-    found = [Learned("", worker.policy, worker.actor)]
+    learners = [Learned("", worker.policy, worker.actor)]
     if worker.critic is not None:
-        found.append(Learned(CRITIC, worker.critic.model, worker.critic.learner))
-    return found
+        learners.append(Learned(CRITIC, worker.critic.model, worker.critic.learner))
+    return learners
 
 
-def piece_of(held: Held) -> Piece:
+def piece_of(shard: Held) -> Piece:
     """A rank's shard of a tensor."""
-    return Piece(held.entry, tuple(held.tensor.shape), held.group.rank(), held.group.size())
+    return Piece(shard.entry, tuple(shard.tensor.shape), shard.group.rank(), shard.group.size())
 
 
 @torch.no_grad()
@@ -135,12 +135,12 @@ def save(worker: MegatronWorker, path: Path) -> None:
         plan.add(item)
     staging.plan([plan.file])
     starts = plan.file.starts()
-    known: tuple[int, torch.Tensor] = -1, torch.empty(0)
+    latest: tuple[int, torch.Tensor] = -1, torch.empty(0)
     with worker.offload.present(away if any(item.temporary for item in items) else ()):
         for item, begin, end, name in plan.copies:
-            if known[0] != id(item):
-                known = id(item), worker.offload.seen(item.read().detach()).reshape(-1)
-            staging.copy(starts[name], known[1][begin - item.first : end - item.first], temporary=item.temporary)
+            if latest[0] != id(item):
+                latest = id(item), worker.offload.seen(item.read().detach()).reshape(-1)
+            staging.copy(starts[name], latest[1][begin - item.first : end - item.first], temporary=item.temporary)
     staging.write(path, _texts(worker, plan.file))
 
 
@@ -155,7 +155,7 @@ def reserve(worker: MegatronWorker) -> None:
 def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
     """All that this rank writes; with ``moments`` those too that will be there after a step."""
     for one in learned(worker):
-        tensors = {name: held.tensor for name, held in one.tensors.held.items()}
+        tensors = {name: shard.tensor for name, shard in one.tensors.held.items()}
         yield from _weights(one.tensors, tensors, one.prefix)
         yield from _states(one, moments)
     if worker.frozen.reference is not None:
@@ -163,37 +163,39 @@ def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
 
 
 def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> Iterator[Item]:
-    for name, held in tensors.held.items():
-        piece, tensor = piece_of(held), values[name]
-        begin, end = share(0, tensor.numel(), piece.width, *held.replicas)
-        found = places(held.entry, tensors.sizes, tensors.attention, tensors.layers_apart)
-        keys = tuple(prefix + place.key for place in found)
-        yield Item(keys, found[0].index, found[0].of, piece, begin, end, tensor.dtype, partial(_same, tensor))
+    for name, shard in tensors.held.items():
+        piece, tensor = piece_of(shard), values[name]
+        begin, end = share(0, tensor.numel(), piece.width, *shard.replicas)
+        destinations = places(shard.entry, tensors.sizes, tensors.attention, tensors.layers_apart)
+        keys = tuple(prefix + place.key for place in destinations)
+        yield Item(
+            keys, destinations[0].index, destinations[0].of, piece, begin, end, tensor.dtype, partial(_same, tensor)
+        )
 
 
 def _states(one: Learned, planned: bool) -> Iterator[Item]:
     """Masters, where the parameters are not their own, and moments, where there was a step."""
-    by_id = {id(held.tensor): held for held in one.tensors.held.values()}
+    by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
     for master in masters(one.learner.optimizer):
-        held = by_id.get(id(master.parameter))
-        if held is None:
+        shard = by_id.get(id(master.parameter))
+        if shard is None:
             continue  # a copy of what another stage writes
-        piece, (number, count) = piece_of(held), held.replicas
+        piece, (number, count) = piece_of(shard), shard.replicas
         begin, end = master.begin, master.end
         if not master.dealt:
             begin, end = share(begin, end, piece.width, number, count)
-        elif held.entry.kind == "whole" and held.group.rank():
+        elif shard.entry.kind == "whole" and shard.group.rank():
             continue
-        found = places(held.entry, one.tensors.sizes, one.tensors.attention, one.tensors.layers_apart)[0]
+        place = places(shard.entry, one.tensors.sizes, one.tensors.attention, one.tensors.layers_apart)[0]
         reads: dict[str, Callable[[], torch.Tensor]] = {}
         if not master.exact:
             reads[MASTER] = master.weights
         if one.learner.steps or planned:
             reads |= {name: partial(master.moment, name) for name in MOMENTS}
         for name, read in reads.items():
-            key = f"{one.prefix}optimizer.state.{name}.{found.key}"
+            key = f"{one.prefix}optimizer.state.{name}.{place.key}"
             yield Item(
-                (key,), found.index, found.of, piece, begin, end, torch.float32, read, master.begin, master.made
+                (key,), place.index, place.of, piece, begin, end, torch.float32, read, master.begin, master.made
             )
 
 
@@ -208,7 +210,7 @@ def _texts(worker: MegatronWorker, file: Archives) -> dict[str, Any]:
     name = generators_name(worker.rank, worker.world)
     texts: dict[str, Any] = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
-        chunks: list[Written] = [chunk for mine in everyone for chunk in mine]
+        chunks: list[Written] = [chunk for texts_of_rank in everyone for chunk in texts_of_rank]
         states = _empty_states(worker.policy.tensors)
         texts[METADATA] = partial(dist_files.metadata, chunks, states, (file.name, len(file.first)))
         texts |= dist_files.common(worker.policy.tensors.layers_apart, worker.actor.steps)
@@ -226,12 +228,12 @@ def generators_name(rank: int, world: int) -> str:
 
 def _empty_states(tensors: Tensors) -> list[str]:
     """Keys that megatron-core's modules look for beside weights."""
-    found = [
+    names = [
         extra_states(place)
         for entry in tensors.entries
         for place in places(entry, tensors.sizes, tensors.attention, tensors.layers_apart)
     ]
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def _state(worker: MegatronWorker) -> dict[str, Any]:

@@ -105,25 +105,29 @@ def settings(
     """
     megatron = {name.replace("-", "_"): value for name, value in megatron.items()}
     _raise(problems(megatron, train=train), origins)
-    known = bridge.megatron(hf_config)
+    model_fields = bridge.megatron(hf_config)
     layout = Layout.of(megatron, world)
     multiple = int(megatron.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)) * layout.tp
     sizes = bridge.sizes(hf_config, multiple)
-    _raise(disagreements(megatron, bridge, hf_config, known, sizes), origins)
+    _raise(disagreements(megatron, bridge, hf_config, model_fields, sizes), origins)
     mla = bridge.attention == "mla"
-    asked = values(megatron)
-    _raise(missing(asked, device), origins)
-    run, notices = _run(asked.transformer, device)
+    options = values(megatron)
+    _raise(missing(options, device), origins)
+    run, notices = _run(options.transformer, device)
     shared = _shared_sequence(megatron, layout)
-    fields = {**known, "multi_latent_attention": mla}
+    fields = {**model_fields, "multi_latent_attention": mla}
     layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
     _raise(_uneven_units(run, layout, sizes), origins)
-    unaligned = _unaligned(known, layout, train.dtype) if sizes.experts and not _engine(device) else []
+    unaligned = _unaligned(model_fields, layout, train.dtype) if sizes.experts and not _engine(device) else []
     _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
     if not sizes.experts:
-        known = {name: value for name, value in known.items() if not name.startswith(("moe_", "num_moe"))}
-    of_model = {name: value for name, value in known.items() if name in GPT_FIELDS}
-    of_config = {name: value for name, value in known.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)}
+        model_fields = {
+            name: value for name, value in model_fields.items() if not name.startswith(("moe_", "num_moe"))
+        }
+    of_model = {name: value for name, value in model_fields.items() if name in GPT_FIELDS}
+    of_config = {
+        name: value for name, value in model_fields.items() if name not in GPT_FIELDS or (mla and name in MLA_OWN)
+    }
     fixed = _fixed(layout, train, device, mla=mla, shared=shared)
     if run.get("fp32_residual_connection"):
         fixed["pipeline_dtype"] = "float32"  # what stages hand on
@@ -134,11 +138,11 @@ def settings(
         mla=mla,
         transformer=_ordered(defaults | of_config | run | fixed),
         model=_ordered(_model_defaults(hf_config, sizes) | of_model | {"vocab_size": sizes.padded_vocab}),
-        ddp=_ordered(_ddp_defaults() | asked.ddp),
-        optimizer=_ordered(_optimizer_defaults(asked) | asked.optimizer | _of_train(train)),
+        ddp=_ordered(_ddp_defaults() | options.ddp),
+        optimizer=_ordered(_optimizer_defaults(options) | options.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
         compile=train.compile,
-        notices=(*asked.notices, *notices, *unused(asked)),
+        notices=(*options.notices, *notices, *unused(options)),
     )
 
 
@@ -147,16 +151,16 @@ def _raise(problems: list[Problem], origins: Origins | None) -> None:
     raise_all([one if one.where else replace(one, where=", ".join(map(dotted, one.keys))) for one in placed])
 
 
-def _run(asked: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[str]]:
+def _run(options: Mapping[str, Any], device: str) -> tuple[dict[str, Any], list[str]]:
     """The run's fields with what they imply; kernels that are faster and not installed are left out with a notice."""
-    found, notices = dict(asked), []
-    if asked.get("recompute_granularity") == "full":
-        found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
+    options_now, notices = dict(options), []
+    if options.get("recompute_granularity") == "full":
+        options_now = {"recompute_method": "uniform", "recompute_num_layers": 1} | options_now
     if not _engine(device):
         for flag in KERNELS:
-            if found.pop(flag, False):
+            if options_now.pop(flag, False):
                 notices.append(f"--{flag.replace('_', '-')} has no effect: Transformer Engine is not there")
-    return found, notices
+    return options_now, notices
 
 
 def _uneven_units(run: Mapping[str, Any], layout: Layout, sizes: Sizes) -> list[Problem]:
@@ -179,12 +183,13 @@ def _uneven_units(run: Mapping[str, Any], layout: Layout, sizes: Sizes) -> list[
     ]
 
 
-def _unaligned(known: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:
+def _unaligned(fields: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:
     """A problem where the matrices of experts are none for torch's grouped product."""
     multiple = ALIGNED // (2 if dtype == "bfloat16" else 4)
     widths = {
-        "hidden_size": int(known["hidden_size"]),
-        "an expert's width on a rank": int(known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]) // layout.etp,
+        "hidden_size": int(fields["hidden_size"]),
+        "an expert's width on a rank": int(fields.get("moe_ffn_hidden_size") or fields["ffn_hidden_size"])
+        // layout.etp,
     }
     if not (odd := {name: width for name, width in widths.items() if width % multiple}):
         return []
@@ -203,14 +208,14 @@ def _unaligned(known: Mapping[str, Any], layout: Layout, dtype: str) -> list[Pro
 
 def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
     """Sequence parallelism: on where tensors are shared, unless it is switched off."""
-    asked = megatron.get("sequence_parallel")
-    return layout.tp > 1 if asked is None else bool(asked) and layout.tp > 1
+    flag = megatron.get("sequence_parallel")
+    return layout.tp > 1 if flag is None else bool(flag) and layout.tp > 1
 
 
 def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) -> dict[str, Any]:
     """What a flag or the bridge may say otherwise; ``grouped``: whether torch's grouped product takes the experts."""
     gpu, engine = device == "cuda", _engine(device)
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "add_bias_linear": False,
         "bias_dropout_fusion": gpu,
         "bias_activation_fusion": gpu,
@@ -221,13 +226,13 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
     }
     if train.gradient_checkpointing:
         some = train.gradient_checkpointing_layers
-        found |= {
+        defaults |= {
             "recompute_granularity": "full",
             "recompute_method": "block" if some else "uniform",
             "recompute_num_layers": some or 1,
         }
     if sizes.experts:
-        found |= {
+        defaults |= {
             "moe_grouped_gemm": engine or (gpu and grouped and train.dtype == "bfloat16"),
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",
@@ -235,7 +240,7 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
             "moe_router_bias_update_rate": 0.0,
             "moe_aux_loss_coeff": 0.0,
         }
-    return found
+    return defaults
 
 
 def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, shared: bool) -> dict[str, Any]:
@@ -279,16 +284,16 @@ def _ddp_defaults() -> dict[str, Any]:
     return {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
 
-def _optimizer_defaults(asked: Values) -> dict[str, Any]:
-    found = {"optimizer": "adam", "use_distributed_optimizer": True}
-    return found | (IMPLIED if asked.optimizer.get(OFFLOAD) else {})
+def _optimizer_defaults(options: Values) -> dict[str, Any]:
+    defaults = {"optimizer": "adam", "use_distributed_optimizer": True}
+    return defaults | (IMPLIED if options.optimizer.get(OFFLOAD) else {})
 
 
 def _of_train(train: TrainSection) -> dict[str, Any]:
     """What [train] alone says."""
     keys = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    found: dict[str, Any] = {key: getattr(train, key) for key in keys}
-    return found | {"bf16": train.dtype == "bfloat16", "params_dtype": train.dtype}
+    fields: dict[str, Any] = {key: getattr(train, key) for key in keys}
+    return fields | {"bf16": train.dtype == "bfloat16", "params_dtype": train.dtype}
 
 
 def _ordered(table: dict[str, Any]) -> Mapping[str, Any]:
@@ -308,7 +313,7 @@ class Built:
     optimizer: Any
 
 
-def build(made: Settings) -> Built:
+def build(settings: Settings) -> Built:
     """The config objects of megatron-core; imports it.
 
     Raises:
@@ -318,11 +323,11 @@ def build(made: Settings) -> Built:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    kind = MLATransformerConfig if made.mla else TransformerConfig
+    kind = MLATransformerConfig if settings.mla else TransformerConfig
     return Built(
-        transformer=_made(kind, made.transformer),
-        ddp=_made(DistributedDataParallelConfig, made.ddp),
-        optimizer=_optimizer(OptimizerConfig, made.optimizer),
+        transformer=_made(kind, settings.transformer),
+        ddp=_made(DistributedDataParallelConfig, settings.ddp),
+        optimizer=_optimizer(OptimizerConfig, settings.optimizer),
     )
 
 
@@ -331,10 +336,10 @@ def _optimizer(kind: Any, table: Mapping[str, Any]) -> Any:
     apart = "use_precision_aware_optimizer"
     if not (table.get(OFFLOAD) and table.get(apart)):
         return _made(kind, table)
-    made = _made(kind, {**table, apart: False})
+    optimizer = _made(kind, {**table, apart: False})
     for name, value in {apart: True, f"{apart}_no_fp8_or_ds_fp8": True, "store_param_remainders": False}.items():
-        setattr(made, name, value)
-    return made
+        setattr(optimizer, name, value)
+    return optimizer
 
 
 def _made(kind: Any, table: Mapping[str, Any]) -> Any:
@@ -382,12 +387,18 @@ def _activation(name: str) -> Any:
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-    known = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-    if name not in known:
+    functions = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "quick_gelu": quick_gelu,
+        "squared_relu": squared_relu,
+    }
+    if name not in functions:
         raise ConfigError(
             f"there is no activation function '{name}'",
             code="CFG04",
             where="the bridge's activation_func",
-            fix="one of " + ", ".join(known),
+            fix="one of " + ", ".join(functions),
         )
-    return known[name]
+    return functions[name]

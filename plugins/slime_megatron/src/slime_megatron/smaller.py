@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from slime_megatron.settings import Settings
 
 
-def smaller(made: Settings) -> list[str]:
+def smaller(settings: Settings) -> list[str]:
     """``KEY=VALUE   (what it is)``, what costs least first; layouts are those that the ranks and heads divide by."""
-    found, layout, sizes = [], made.layout, made.sizes
-    recompute = made.transformer.get("recompute_granularity")
+    advice, layout, sizes = [], settings.layout, settings.sizes
+    recompute = settings.transformer.get("recompute_granularity")
     if recompute != "full":
-        found.append(f"megatron.recompute_granularity=full   (it is {recompute or 'off'})")
+        advice.append(f"megatron.recompute_granularity=full   (it is {recompute or 'off'})")
     if layout.dp % 2 == 0:
-        found.append(f"megatron.context_parallel_size={2 * layout.cp}   (it is {layout.cp})")
+        advice.append(f"megatron.context_parallel_size={2 * layout.cp}   (it is {layout.cp})")
         if sizes.groups % (2 * layout.tp) == 0 and (not sizes.experts or layout.etp == layout.tp):
-            found.append(f"megatron.tensor_model_parallel_size={2 * layout.tp}   (it is {layout.tp})")
-    if not made.optimizer.get("optimizer_cpu_offload"):
-        found.append("megatron.optimizer_cpu_offload=true")
-    return found
+            advice.append(f"megatron.tensor_model_parallel_size={2 * layout.tp}   (it is {layout.tp})")
+    if not settings.optimizer.get("optimizer_cpu_offload"):
+        advice.append("megatron.optimizer_cpu_offload=true")
+    return advice

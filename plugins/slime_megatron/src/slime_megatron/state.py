@@ -23,15 +23,15 @@ def start(layout: Layout, seed: int) -> None:
     """
     sizes = (layout.tp, layout.pp, layout.cp, layout.ep)
     if parallel_state.is_initialized():
-        there = (
+        current = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
-        if there != sizes:
+        if current != sizes:
             raise TrainerError(
-                f"this process has Megatron groups of sizes {there} (tp, pp, cp, ep), not {sizes}",
+                f"this process has Megatron groups of sizes {current} (tp, pp, cp, ep), not {sizes}",
                 fix="one process holds trainers of one layout",
             )
         return

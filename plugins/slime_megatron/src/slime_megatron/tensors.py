@@ -125,7 +125,7 @@ class Tensors:
         """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
         other = copy(self)
         other._sources = None
-        other.held = {name: Held(held.entry, tensors[name]) for name, held in self.held.items() if name in tensors}
+        other.held = {name: Held(entry.entry, tensors[name]) for name, entry in self.held.items() if name in tensors}
         other.entries = [entry for entry in self.entries if self._trained(entry)]
         return other
 
@@ -136,39 +136,39 @@ class Tensors:
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
-        for held in self.held.values():
-            held.tensor.copy_(self._mine(held, folder))
+        for local in self.held.values():
+            local.tensor.copy_(self._mine(local, folder))
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
-        return {n: self._mine(held, tensors).to(held.tensor, copy=True) for n, held in self.held.items()}
+        return {n: self._mine(local, tensors).to(local.tensor, copy=True) for n, local in self.held.items()}
 
-    def _mine(self, held: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        whole = join(held.entry, [folder[name] for name in held.entry.hf], self.sizes)
-        mine = shard(held.entry, whole, held.group.rank(), held.group.size())
-        if mine.shape != held.tensor.shape:
+    def _mine(self, entry: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        whole = join(entry.entry, [folder[name] for name in entry.entry.hf], self.sizes)
+        local = shard(entry.entry, whole, entry.group.rank(), entry.group.size())
+        if local.shape != entry.tensor.shape:
             raise TrainerError(
-                f"{held.entry.megatron} has shape {list(held.tensor.shape)} in the model and {list(mine.shape)} "
-                f"made of {', '.join(held.entry.hf)}",
+                f"{entry.entry.megatron} has shape {list(entry.tensor.shape)} in the model and {list(local.shape)} "
+                f"made of {', '.join(entry.entry.hf)}",
                 code="TRN108",
             )
-        return mine
+        return local
 
     def sources(self) -> list[Source]:
         """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective, once."""
         if self._sources is None:
-            mine = {name: Kept(list(h.tensor.shape), h.tensor.dtype, h.speaks) for name, h in self.held.items()}
+            local = {name: Kept(list(h.tensor.shape), h.tensor.dtype, h.speaks) for name, h in self.held.items()}
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            dist.all_gather_object(everyone, local)
             self._sources = [self._source(entry, everyone) for entry in self.entries]
         return self._sources
 
     def _source(self, entry: Entry, everyone: Sequence[Mapping[str, Kept]]) -> Source:
         name = entry.megatron
-        owner = next(rank for rank, kept in enumerate(everyone) if name in kept and kept[name].speaks)
-        kept = everyone[owner][name]
-        form = torch.empty(self._whole_shape(entry, kept.shape), dtype=kept.dtype, device="meta")
+        owner = next(rank for rank, source in enumerate(everyone) if name in source and source[name].speaks)
+        source = everyone[owner][name]
+        form = torch.empty(self._whole_shape(entry, source.shape), dtype=source.dtype, device="meta")
         pieces = part(entry, form, self.sizes)
         parts = tuple(
             Part(hf, tuple(piece.shape), partial(self._cut, entry, number))
@@ -180,14 +180,14 @@ class Tensors:
     def gather(self, entry: Entry, owner: int, form: torch.Tensor) -> torch.Tensor:
         """The whole tensor, shaped as ``form``, on rank 0, from the owner's group; empty elsewhere; a collective."""
         rank, whole = dist.get_rank(), torch.empty(0)
-        held = self.held.get(entry.megatron)
-        if held is not None:
-            mine = held.tensor.detach().contiguous()
-            shards = [torch.empty_like(mine) for _ in range(held.group.size())]
+        copy = self.held.get(entry.megatron)
+        if copy is not None:
+            local = copy.tensor.detach().contiguous()
+            shards = [torch.empty_like(local) for _ in range(copy.group.size())]
             if len(shards) > 1 and entry.kind != "whole":
-                dist.all_gather(shards, mine, group=held.group)
+                dist.all_gather(shards, local, group=copy.group)
             else:
-                shards = [mine]
+                shards = [local]
             whole = unshard(entry, shards)
         if owner != 0 and rank == owner:
             dist.send(whole.contiguous(), 0)
@@ -199,7 +199,7 @@ class Tensors:
     def _cut(self, entry: Entry, number: int, whole: torch.Tensor) -> torch.Tensor:
         return part(entry, whole, self.sizes)[number]
 
-    def _whole_shape(self, entry: Entry, mine: list[int]) -> list[int]:
+    def _whole_shape(self, entry: Entry, shape: list[int]) -> list[int]:
         expert = entry.expert >= 0
         size = (
             parallel_state.get_expert_tensor_parallel_world_size()
@@ -207,19 +207,19 @@ class Tensors:
             else parallel_state.get_tensor_model_parallel_world_size()
         )
         if entry.kind == "whole":
-            return mine
+            return shape
         axis = 1 if entry.kind == "columns" else 0
-        return [n * size if i == axis else n for i, n in enumerate(mine)]
+        return [n * size if i == axis else n for i, n in enumerate(shape)]
 
 
 def stored(folder: ModelFolder, seed: int = 0) -> Mapping[str, torch.Tensor]:
     """A folder's tensors by name; of one without weights, those that are drawn from the seed."""
     if folder.init_weights == "load":
         return folder.tensors()
-    with TemporaryDirectory() as drawn:
+    with TemporaryDirectory() as directory:
         model: Any = folder.build_model("float32", seed)
-        model.save_pretrained(drawn)
-        return dict(Shards.open(Path(drawn)))
+        model.save_pretrained(directory)
+        return dict(Shards.open(Path(directory)))
 
 
 def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
@@ -233,8 +233,8 @@ def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
 
 def canonical(name: str, stage: PackedGPT) -> str:
     """A parameter's name in a stage to its name in the whole model, as the local spec without fusion has it."""
-    if found := LAYER.match(name):
-        number, rest = int(found[1]), found[2]
+    if match := LAYER.match(name):
+        number, rest = int(match[1]), match[2]
         layer = stage.decoder.layers[number]
         for fused, plain in FUSED:
             if rest.startswith(fused):

@@ -61,7 +61,9 @@ class ValueGPT(PackedGPT):
         return (self.score_head(self.predicting(hidden, pack).float())[:, 0],)
 
 
-def build_values(path: str, policy: ModelFolder, mine: Model, made: Settings, run: Run) -> tuple[Model, ModelFolder]:
+def build_values(
+    path: str, policy: ModelFolder, critic: Model, settings: Settings, run: Run
+) -> tuple[Model, ModelFolder]:
     """The value model of ``train.critic_load``, or with the layers that the policy has now; and its folder.
 
     A folder with ``score.weight`` or ``value_head.weight`` of shape [1, hidden] brings its own head. A causal language
@@ -76,35 +78,35 @@ def build_values(path: str, policy: ModelFolder, mine: Model, made: Settings, ru
     """
     folder, shards, head = open_critic(path, policy)
     bridge = run.bridge(folder.config)
-    made = settings_of(folder, bridge, run) if path else made
-    given: Mapping[str, torch.Tensor] | None = stored(folder) if path and shards is None else None
+    settings = settings_of(folder, bridge, run) if path else settings
+    weights: Mapping[str, torch.Tensor] | None = stored(folder) if path and shards is None else None
     if shards is not None:
-        given = _fitting(shards, head, bridge, folder)
+        weights = _fitting(shards, head, bridge, folder)
     stage = ValueGPT(
-        build(made).transformer,
+        build(settings).transformer,
         bridge,
-        vocab=made.sizes.vocab,
+        vocab=settings.sizes.vocab,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        **made.model,
+        **settings.model,
     ).to(run.device)
-    stage.choose_compiling(made.compile)
-    multiple, entries = made.vocabulary_multiple, _entries(bridge, folder)
+    stage.choose_compiling(settings.compile)
+    multiple, entries = settings.vocabulary_multiple, _entries(bridge, folder)
     tensors = Tensors([stage], bridge, folder.config, multiple=multiple, entries=entries)
     model = Model(stage, tensors, run.device)
-    if given is not None:
-        model.fill(given)
+    if weights is not None:
+        model.fill(weights)
     else:
-        copy(mine, model)
+        copy(critic, model)
     return model, folder
 
 
 @torch.no_grad()
 def copy(policy: Model, values: Model) -> None:
     """Give the layers the policy's weights of now."""
-    mine, theirs = values.tensors.held, policy.tensors.held
-    for name in mine.keys() & theirs.keys():
-        mine[name].tensor.copy_(theirs[name].tensor)
+    target, source = values.tensors.held, policy.tensors.held
+    for name in target.keys() & source.keys():
+        target[name].tensor.copy_(source[name].tensor)
 
 
 def _entries(bridge: Bridge, folder: ModelFolder, head: str = "score") -> list[Entry]:

@@ -43,8 +43,8 @@ def gradients(worker: MegatronWorker, portion: Portion, micros: list[MicroBatch]
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
     worker.actor.forget()
-    for name, kept in buffers.items():  # a bias of experts follows their load
-        tensors.held[name].tensor.copy_(kept)
+    for name, buffer in buffers.items():  # a bias of experts follows their load
+        tensors.held[name].tensor.copy_(buffer)
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
 
@@ -64,26 +64,26 @@ def log_probs_in(worker: MegatronWorker, portion: Portion, dtype: torch.dtype) -
 @torch.no_grad()
 def _everywhere(tensors: Places, worker: MegatronWorker) -> Tensors:
     """Whole tensors by their names in the model folder, float32, on every rank; a collective."""
-    found: Tensors = {}
+    gathered: Tensors = {}
     for parts, tensor in stream(tensors.sources()):
         for part in parts:
             whole = torch.empty(part.shape, device=worker.device)
             if worker.rank == 0:
                 whole.copy_(part.cut(tensor))
             dist.broadcast(whole, 0)
-            found[part.name] = whole
-    return found
+            gathered[part.name] = whole
+    return gathered
 
 
 def slow_copy(worker: MegatronWorker) -> Any:
     """transformers' model with the weights that the ranks hold together; a collective."""
     weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors, worker).items()}
     folder = worker.folder
-    with TemporaryDirectory() as kept, torch.random.fork_rng(devices=[]):
+    with TemporaryDirectory() as directory, torch.random.fork_rng(devices=[]):
         for file in [folder.path / "config.json", *folder.path.glob("*.py")]:
-            shutil.copy(file, kept)
-        save_file(weights, str(Path(kept) / "model.safetensors"), metadata={"format": "pt"})
-        model: Any = build.load_converted(Path(kept), "float32", "eager", folder.trust_remote_code)
+            shutil.copy(file, directory)
+        save_file(weights, str(Path(directory) / "model.safetensors"), metadata={"format": "pt"})
+        model: Any = build.load_converted(Path(directory), "float32", "eager", folder.trust_remote_code)
     return slow_model(model, worker.device)
 
 

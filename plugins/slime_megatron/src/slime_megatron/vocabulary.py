@@ -59,8 +59,8 @@ def log_probs(
         weight = weight if real == len(weight) else weight[:real]
         return linear_log_probs(hidden, weight, target, temperature=temperature, chunk=chunk)
     inverse = inverse_of(temperature, hidden)
-    found: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, inverse, part, chunk)
-    return found
+    results: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(hidden, weight, target, inverse, part, chunk)
+    return results
 
 
 class _LogProbs(torch.autograd.Function):
@@ -74,37 +74,37 @@ class _LogProbs(torch.autograd.Function):
         part: Slice,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inside, own = _owned(target, len(weight), part)
-        head = Head(weight[: part.real(len(weight))], None, own, inverse)
+        inside, local = _owned(target, len(weight), part)
+        head = Head(weight[: part.real(len(weight))], None, local, inverse)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         soft = Softmax(*(hidden.new_empty(len(target), dtype=dtype) for _ in range(4)))
-        parts = Head(weight, None, own, inverse).blocks(len(target), chunk)  # the same on all ranks
+        parts = Head(weight, None, local, inverse).blocks(len(target), chunk)  # the same on all ranks
         room = head.room(parts[0].stop if parts else 0)
         for rows in parts:
-            mine = _nothing(soft, rows)
+            local_softmax = _nothing(soft, rows)
             if len(head.weight):
-                mine = head.softmax(head.logits(hidden[rows], room), rows)
-            scale = inverse[rows] if inverse is not None else torch.ones_like(mine.peak)
-            for kept, found in zip(soft, _joined(mine, inside[rows], scale, part), strict=True):
-                kept[rows] = found
-        ctx.save_for_backward(hidden, weight, inside, own, inverse, *soft)
+                local_softmax = head.softmax(head.logits(hidden[rows], room), rows)
+            scale = inverse[rows] if inverse is not None else torch.ones_like(local_softmax.peak)
+            for column, joined in zip(soft, _joined(local_softmax, inside[rows], scale, part), strict=True):
+                column[rows] = joined
+        ctx.save_for_backward(hidden, weight, inside, local, inverse, *soft)
         ctx.part, ctx.parts = part, parts
         return soft.log_probs, soft.entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, inside, own, inverse, *rest = ctx.saved_tensors
-        head = Head(weight[: ctx.part.real(len(weight))], None, own, inverse)
+        hidden, weight, inside, local, inverse, *rest = ctx.saved_tensors
+        head = Head(weight[: ctx.part.real(len(weight))], None, local, inverse)
         d_weight = torch.zeros_like(weight, dtype=rest[0].dtype)
         d_hidden = torch.empty_like(hidden) if len(head.weight) else torch.zeros_like(hidden)
         room = head.room(ctx.parts[0].stop if ctx.parts else 0)
         for rows in ctx.parts if len(head.weight) else ():
             logits, soft = head.logits(hidden[rows], room), Softmax(*(values[rows] for values in rest))
-            first, mine = logits[:, 0].to(soft.peak.dtype, copy=True), [grad[rows] for grad in grads]
-            head.gradient_(logits, rows, soft, *mine)
+            first, row_grads = logits[:, 0].to(soft.peak.dtype, copy=True), [grad[rows] for grad in grads]
+            head.gradient_(logits, rows, soft, *row_grads)
             scale = inverse[rows] if inverse is not None else torch.ones_like(soft.peak)
             log_p = (first - soft.peak) * scale - soft.total.log()
-            other = -scale * log_p.exp() * (mine[0] + mine[1] * (log_p + soft.entropy))
+            other = -scale * log_p.exp() * (row_grads[0] + row_grads[1] * (log_p + soft.entropy))
             logits[:, 0] = torch.where(
                 inside[rows], logits[:, 0], other.to(logits.dtype)
             )  # no target of theirs is here
@@ -119,23 +119,23 @@ def _nothing(like: Softmax, rows: slice) -> Softmax:
     return Softmax(zeros, zeros, torch.full_like(zeros, float("-inf")), zeros)
 
 
-def _joined(mine: Softmax, inside: torch.Tensor, scale: torch.Tensor, part: Slice) -> Softmax:
+def _joined(partial: Softmax, inside: torch.Tensor, scale: torch.Tensor, part: Slice) -> Softmax:
     """The softmax over all ranks' logits, of each rank's own; ``inside`` says which targets are this rank's."""
-    peak = _reduce(mine.peak.clone(), part, dist.ReduceOp.MAX)
-    shift = torch.where(mine.total > 0, (mine.peak - peak) * scale, 0.0)
-    log_total = torch.where(mine.total > 0, mine.total.log(), 0.0)
-    total = shift.exp() * mine.total
-    weighted = total * (log_total - mine.entropy + shift)
-    picked = torch.where(inside, mine.log_probs + log_total + shift, 0.0)
+    peak = _reduce(partial.peak.clone(), part, dist.ReduceOp.MAX)
+    shift = torch.where(partial.total > 0, (partial.peak - peak) * scale, 0.0)
+    log_total = torch.where(partial.total > 0, partial.total.log(), 0.0)
+    total = shift.exp() * partial.total
+    weighted = total * (log_total - partial.entropy + shift)
+    picked = torch.where(inside, partial.log_probs + log_total + shift, 0.0)
     total, weighted, picked = _reduce(torch.stack([total, weighted, picked]), part)
     return Softmax(picked - total.log(), total.log() - weighted / total, peak, total)
 
 
 def _owned(target: torch.Tensor, rows: int, part: Slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Which targets this rank has, and their columns here; 0 for others."""
-    own = target - part.first
-    inside = (own >= 0) & (own < rows)
-    return inside, torch.where(inside, own, 0)
+    local = target - part.first
+    inside = (local >= 0) & (local < rows)
+    return inside, torch.where(inside, local, 0)
 
 
 def _reduce(values: torch.Tensor, part: Slice, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -97,9 +97,9 @@ class MegatronWorker(Worker):
             role=role,
         )
         micros = list(chain(*self.packs(portion)))
-        found = model.passes.scores(micros)
+        scores = model.passes.scores(micros)
         if speaks():
-            for micro, rows in zip(micros, found, strict=True):
+            for micro, rows in zip(micros, scores, strict=True):
                 columns[:, torch.from_numpy(micro.response).to(self.device)] = torch.stack(rows)
         return columns.cpu().numpy()
 
@@ -177,9 +177,9 @@ class MegatronWorker(Worker):
         """What a name of `release` stands for, on this rank's device."""
         learners = self.learners()
         if what == "parameters":
-            found = [*(p for learner in learners for p in learner.stage.parameters()), *self.frozen.tensors()]
+            tensors = [*(p for learner in learners for p in learner.stage.parameters()), *self.frozen.tensors()]
         elif what == "optimizer":
-            found = [tensor for learner in learners for tensor in learner.states()]
+            tensors = [tensor for learner in learners for tensor in learner.states()]
         else:
-            found = [tensor for learner in learners for tensor in learner.gradients()]
-        return (tensor for tensor in found if tensor.device.type == self.device.type)
+            tensors = [tensor for learner in learners for tensor in learner.gradients()]
+        return (tensor for tensor in tensors if tensor.device.type == self.device.type)

@@ -188,13 +188,13 @@ class Calls:
             self._flights.discard(flight)
 
     async def _seated(self, flight: Flight) -> bool:
-        begun = time.monotonic()
+        begin = time.monotonic()
         self.progress.waiting += 1
         try:
             seated = await self._seats.take(flight)
         finally:
             self.progress.waiting -= 1
-            self.progress.waited += time.monotonic() - begun
+            self.progress.waited += time.monotonic() - begin
         if seated:
             self.progress.in_flight += 1
         else:
@@ -221,7 +221,7 @@ class Calls:
         tries = Tries(self._retries, time.monotonic() + timeout)
         while True:
             try:
-                reply = await self._http.ask(method, path, body, end=tries.end, kept=retry)
+                reply = await self._http.ask(method, path, body, end=tries.end, reuse=retry)
                 return _object(checked(reply))
             except ServerFault as error:
                 self._require_open()
@@ -241,8 +241,8 @@ def _object(reply: Reply) -> dict[str, Any]:
     if not body:
         return {}
     if body[:1] in (b"{", b"["):
-        found = decoded(reply)
-        return found if isinstance(found, dict) else {"text": body.decode(errors="replace")}
+        document = decoded(reply)
+        return document if isinstance(document, dict) else {"text": body.decode(errors="replace")}
     if body[:1] == b"<":
         raise stranger(reply.where, body)
     return {"text": body.decode(errors="replace")}

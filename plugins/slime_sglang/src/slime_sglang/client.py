@@ -165,18 +165,18 @@ class Client(Calls):
             body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self.features)
             answer = await self._asked(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
             self._own(answer, flight)
-            found = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
+            scores = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
             self._seen(0)
             self.progress.replies += 1
             flight.rid = ""
-            return found
+            return scores
 
         with self._flying(flight):
             await self._seated(flight)
             try:
-                found = await self._tried(one_try, flight)
-                assert found is not None  # nobody aborts a score
-                return found
+                scores = await self._tried(one_try, flight)
+                assert scores is not None  # nobody aborts a score
+                return scores
             finally:
                 self._leave()
 
@@ -188,8 +188,8 @@ class Client(Calls):
         Raises:
             EngineError, ServerFault: as `post`.
         """
-        wanted = set(ids)
-        rids = [flight.rid for flight in self._end(wanted)]
+        request_ids = set(ids)
+        rids = [flight.rid for flight in self._end(request_ids)]
         for first in range(0, len(rids), ABORTS_AT_ONCE):
             await asyncio.gather(*(self._abort(rid, CONTROL_SECONDS) for rid in rids[first : first + ABORTS_AT_ONCE]))
 
@@ -275,7 +275,7 @@ class Client(Calls):
         high: Callable[[], int],
     ) -> AsyncGenerator[Completion, None]:
         tries = Tries(self._retries, time.monotonic() + self._timeout, flight.stop)
-        where, seen = f"request {request.id}", 0
+        where, count = f"request {request.id}", 0
         while True:
             body, pieces = self._body(flight, request, limit, dp_rank, stream=True), Pieces()
             try:
@@ -290,17 +290,17 @@ class Client(Calls):
                         done = wire.completion(answer, self._expected(request, limit, low, high), final=final)
                         done = self._cut(done, request)
                         if final:
-                            yield self._came(done, flight, seen)
+                            yield self._came(done, flight, count)
                             return
-                        self._seen(len(done.tokens) - seen)
-                        seen = len(done.tokens)
+                        self._seen(len(done.tokens) - count)
+                        count = len(done.tokens)
                         yield done
                         if done.finish == "stop":  # and the server goes on
                             self._drop(flight)
                             return
                 raise fault("the stream ended before its answer did", "ENG77", where, again=True, running=True)
             except ServerFault as error:
-                error.again = error.again and not seen
+                error.again = error.again and not count
                 await self._after(error, flight, tries)
             except EngineError as error:
                 raise self._refused(error, flight) from None
@@ -347,13 +347,13 @@ class Client(Calls):
         self._own(answer, flight)
         return answer
 
-    def _came(self, done: Completion, flight: Flight, seen: int) -> Completion:
+    def _came(self, done: Completion, flight: Flight, count: int) -> Completion:
         if done.finish == "abort" and not done.tokens and not flight.asked:
             raise fault(
                 "the server ended the request without a token, unasked", "ENG81", f"request {flight.id}", again=True
             )
         flight.rid = ""
-        self._seen(len(done.tokens) - seen)
+        self._seen(len(done.tokens) - count)
         self.progress.replies += 1
         return done
 

@@ -113,11 +113,11 @@ def commands(
     """
     check_features(config, installation)
     _check_router(config, installation, servers, where)
-    found = {}
+    commands = {}
     for group in servers.groups:
         for server in group.servers:
-            found[server.number] = command(config, installation, group, server, where=where)
-    return found
+            commands[server.number] = command(config, installation, group, server, where=where)
+    return commands
 
 
 def _check_router(config: Config, installation: Installation, servers: Topology, where: str | Place) -> None:
@@ -142,25 +142,27 @@ def command(
     where: str | Place = "sglang",
 ) -> Command:
     """One server of a group; raises as :func:`commands`."""
-    mine = {name: value for name, value in config.table("sglang").items() if name not in RESERVED}
-    arguments(installation, mine, where=where)
+    options = {name: value for name, value in config.table("sglang").items() if name not in RESERVED}
+    arguments(installation, options, where=where)
     arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
-    written = {**_canonical(installation, mine), **_canonical(installation, group.options)}
-    own = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
-    own = {name: value for name, value in own.items() if name in installation.options and name not in written}
+    written = {**_canonical(installation, options), **_canonical(installation, group.options)}
+    defaults = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
+    defaults = {
+        name: value for name, value in defaults.items() if name in installation.options and name not in written
+    }
     env = {**installation.env, **group.env}
     if config.cluster.device == "cpu":
         env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
     elif server.gpus:
         env["CUDA_VISIBLE_DEVICES"] = visible(server.gpus)
-    words = [*arguments(installation, own, own=True), *arguments(installation, written, where=where)]
+    words = [*arguments(installation, defaults, by_slime=True), *arguments(installation, written, where=where)]
     return Command(arguments=tuple(words), env=env)
 
 
 def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size: int) -> dict[str, Any]:
     """The options that slime sets, by SGLang's names."""
     rollout, device = config.rollout, config.cluster.device
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model_path": group.model,
         "tp_size": tp_size,
         "random_seed": (config.seed + 1_000_003 * server.number) % SEEDS,  # equal ones would draw alike
@@ -168,21 +170,23 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         "enable_deterministic_inference": rollout.rollout_deterministic,
     }
     if device != "auto":
-        own["device"] = device
+        options["device"] = device
     if device == "cpu":
-        own |= ON_CPU
+        options |= ON_CPU
     if group.mode != "regular":
-        own["disaggregation_mode"] = group.mode
+        options["disaggregation_mode"] = group.mode
     if group.frozen:
-        return own
+        return options
     if config.train.dtype != "auto":
-        own["dtype"] = config.train.dtype
+        options["dtype"] = config.train.dtype
     if rollout.rollout_max_context_len and rollout.rollout_max_context_len + SPARE <= _context(group.model):
-        own["context_length"] = rollout.rollout_max_context_len + SPARE
+        options["context_length"] = rollout.rollout_max_context_len + SPARE
     if rollout.init_weights == "random":
-        own["load_format"] = "dummy"  # the folder may have no weights; the trainer sends them before the first token
-    own["enable_memory_saver"] = config.cluster.colocate and config.cluster.offload_rollout and device == "cuda"
-    return own
+        options["load_format"] = (
+            "dummy"  # the folder may have no weights; the trainer sends them before the first token
+        )
+    options["enable_memory_saver"] = config.cluster.colocate and config.cluster.offload_rollout and device == "cuda"
+    return options
 
 
 def _context(model: str) -> int:
@@ -212,10 +216,10 @@ def check_features(config: Config, installation: Installation) -> None:
             fix=f"{installation.python} -m pip install torch_memory_saver   or   --no-offload-rollout",
         )
     updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
-    asked = rollout.update_weight_transport
-    if asked != "auto" and updates[asked] not in has:
+    transport = rollout.update_weight_transport
+    if transport != "auto" and updates[transport] not in has:
         raise ConfigError(
-            f"SGLang {installation.version} takes no weights by {asked}",
+            f"SGLang {installation.version} takes no weights by {transport}",
             code="CFG04",
             where="rollout.update_weight_transport",
             fix="--update-weight-transport auto",
@@ -224,8 +228,8 @@ def check_features(config: Config, installation: Installation) -> None:
 
 def _canonical(installation: Installation, table: Mapping[str, Any]) -> dict[str, Any]:
     """A checked table by the options' first names."""
-    found = {}
+    canonical = {}
     for name, value in table.items():
         option = installation.options[name.replace("-", "_")]
-        found[option.name] = value
-    return found
+        canonical[option.name] = value
+    return canonical

@@ -85,7 +85,7 @@ class SglangEngine:
             gateway,
             connect=lambda address, **more: self.fleet.connect(address, **more),
             room=settings.concurrency,
-            gone=lambda error: self.fleet.lost(error),
+            on_loss=lambda error: self.fleet.lost(error),
         )
 
     @property
@@ -153,8 +153,8 @@ class SglangEngine:
             await self._go_on()
             await self.requests.stop()
         elif self.requests.served and not self._halted:
-            wanted: ServerMode = "retract" if mode == "retract" else self._settings.pause_mode
-            await self._halt(wanted)
+            mode_used: ServerMode = "retract" if mode == "retract" else self._settings.pause_mode
+            await self._halt(mode_used)
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`, once every pause has been ended; nothing happens where none was begun.

@@ -23,8 +23,8 @@ def features(version: str) -> frozenset[str]:
     Raises:
         EngineError: ENG71 it is too old, or names none.
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in match.groups()) if match else ()
     if numbers < OLDEST:
         raise EngineError(
             f"the external server is SGLang {version or '(it names no version)'}",
@@ -36,46 +36,46 @@ def features(version: str) -> frozenset[str]:
     return NEW if numbers >= SPANS else OLD
 
 
-def common_features(each: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+def common_features(servers: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     """What all servers can do, by what each said of itself. Raises as :func:`features`."""
-    return frozenset.intersection(*(features(str(facts.get("version", ""))) for facts in each))
+    return frozenset.intersection(*(features(str(facts.get("version", ""))) for facts in servers))
 
 
-def common_dtype(servers: Sequence[Server], wanted: str, model: Any) -> Literal["float32", "bfloat16"]:
+def common_dtype(servers: Sequence[Server], default: str, model: Any) -> Literal["float32", "bfloat16"]:
     """Of all servers' tensors.
 
     Raises:
         EngineError: ENG86 as :func:`dtype`, or where they differ.
     """
-    found = {server.address.url: dtype(server.facts, wanted, model) for server in servers}
-    if len(set(found.values())) > 1:
+    dtypes = {server.address.url: dtype(server.facts, default, model) for server in servers}
+    if len(set(dtypes.values())) > 1:
         raise EngineError(
             "the servers hold their weights in different dtypes",
             code="ENG86",
-            where=", ".join(f"{url}: {name}" for url, name in found.items()),
+            where=", ".join(f"{url}: {name}" for url, name in dtypes.items()),
             why="one update is made for all of them",
             fix="start them with the same --dtype",
         )
-    return next(iter(found.values()))
+    return next(iter(dtypes.values()))
 
 
-def dtype(facts: Mapping[str, Any], wanted: str, model: Any) -> Literal["float32", "bfloat16"]:
+def dtype(facts: Mapping[str, Any], default: str, model: Any) -> Literal["float32", "bfloat16"]:
     """Of a server's tensors: what it was started with, for ``auto`` what the model's config names.
 
     Raises:
         EngineError: ENG86 another one than float32 and bfloat16.
     """
-    found = str(facts.get("dtype") or wanted)
-    if found == "auto":
-        found = str(getattr(model, "dtype", None) or wanted).removeprefix("torch.")
-        found = "bfloat16" if found == "float32" and facts.get("device") != "cpu" else found
-    found = {"float": "float32"}.get(found, found)
-    if found == "float32":
+    name = str(facts.get("dtype") or default)
+    if name == "auto":
+        name = str(getattr(model, "dtype", None) or default).removeprefix("torch.")
+        name = "bfloat16" if name == "float32" and facts.get("device") != "cpu" else name
+    name = {"float": "float32"}.get(name, name)
+    if name == "float32":
         return "float32"
-    if found == "bfloat16":
+    if name == "bfloat16":
         return "bfloat16"
     raise EngineError(
-        f"the servers hold their weights as {found}",
+        f"the servers hold their weights as {name}",
         code="ENG86",
         where="sglang.dtype",
         why="the trainer sends float32 and bfloat16",

@@ -60,14 +60,14 @@ class Settings:
     @property
     def abilities(self) -> frozenset[Ability]:
         """See `protocols.Ability`."""
-        found: set[Ability] = {"score"} if self.scores else set()
+        abilities: set[Ability] = {"score"} if self.scores else set()
         if self.deterministic:
-            found.add("per_sample_seed")
+            abilities.add("per_sample_seed")
         if self.memory_saver:
-            found.add("release")
+            abilities.add("release")
         if "version_spans" in self.features and "pause_modes" in self.features and self.pause_mode != "abort":
-            found.add("live_load")
-        return frozenset(found)
+            abilities.add("live_load")
+        return frozenset(abilities)
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,8 +150,8 @@ class Fleet:
             await self._some_server()
             failures = await self._load(update, quiet)
         if self.version != update.version:
-            gone = self.over or next(iter(failures), None)
-            raise gone or EngineError(f"no server is left to take version {update.version}", code="ENG86")
+            error = self.over or next(iter(failures), None)
+            raise error or EngineError(f"no server is left to take version {update.version}", code="ENG86")
 
     async def _load(self, update: WeightUpdate, quiet: Quiet) -> list[EngineError]:
         """Take an update on the servers that are open; the engine has its version where one of them has."""
@@ -210,15 +210,15 @@ class Fleet:
     async def fingerprints(self) -> dict[str, str]:
         """Checksum of every tensor by `types.Held.key`; where servers differ, words that name the server."""
         self.require_open()
-        found: dict[str, dict[str, str]] = {}
+        fingerprints: dict[str, dict[str, str]] = {}
 
         async def ask(lane: Lane) -> None:
-            found.update(told(lane, await lane.client.checksums()))
+            fingerprints.update(told(lane, await lane.client.checksums()))
 
         failures = await self.each(self.router.lanes, ask)
-        if failures and not found:
+        if failures and not fingerprints:
             raise failures[0]
-        return merged(dict(sorted(found.items())))
+        return merged(dict(sorted(fingerprints.items())))
 
     # -- servers that fail and come back
 
@@ -231,8 +231,8 @@ class Fleet:
             return [(self.router.shared, 0)]
         if lane.ranks > 1:
             return list(zip(lane.by_rank, lane.came, strict=True))
-        seen = lane.client.progress
-        return [(seen.in_flight, seen.tokens + seen.replies)]
+        progress = lane.client.progress
+        return [(progress.in_flight, progress.tokens + progress.replies)]
 
     def fence(self, number: int, error: EngineError) -> None:
         """See `health.Engine`: its requests go to other servers with what they have."""
@@ -364,9 +364,9 @@ class Fleet:
 
         One broken connection says little: a busy machine, or whatever stands between, breaks them too.
         """
-        found = self.router.culprit(lane, error)
-        if found is not None and (error.code not in BROKEN or not await self._answers(found)):
-            self.give_up(found, error)
+        culprit_lane = self.router.culprit(lane, error)
+        if culprit_lane is not None and (error.code not in BROKEN or not await self._answers(culprit_lane)):
+            self.give_up(culprit_lane, error)
 
     async def _answers(self, lane: Lane) -> bool:
         """Whether a server lives, asked once by all whose connections broke."""

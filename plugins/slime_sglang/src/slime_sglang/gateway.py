@@ -206,32 +206,32 @@ class Gateway:
             try:
                 if name and self._serving.is_set():
                     await self._ask("DELETE", f"/workers/{name}", missing=True)
-                    while any(each.get("id") == name for each in await self._known()):
+                    while any(worker.get("id") == name for worker in await self._known()):
                         await asyncio.sleep(POLL)
             except ServerFault as error:
                 self.report(error)
 
     async def _known(self) -> list[dict[str, Any]]:
-        found = (await self._ask("GET", "/workers")).get("workers")
-        return found if isinstance(found, list) else []
+        workers = (await self._ask("GET", "/workers")).get("workers")
+        return workers if isinstance(workers, list) else []
 
     async def _register(self, number: int, worker: Worker) -> None:
         body: dict[str, Any] = {"url": worker.url, "worker_type": worker.kind}
         body |= {"api_key": worker.token} if worker.token else {}
         body |= {"bootstrap_port": worker.bootstrap_port} if worker.bootstrap_port else {}
-        told = await self._ask("POST", "/workers", body)
-        self._ids[number] = name = str(told.get("worker_id", ""))
+        reply = await self._ask("POST", "/workers", body)
+        self._ids[number] = name = str(reply.get("worker_id", ""))
         deadline = time.monotonic() + JOINING
         while self._workers.get(number) is worker:  # else it was taken away meanwhile
-            if any(each.get("url") == worker.url and each.get("is_healthy") for each in await self._known()):
+            if any(entry.get("url") == worker.url and entry.get("is_healthy") for entry in await self._known()):
                 return
             if time.monotonic() >= deadline:
-                said = await self._ask("GET", f"/workers/{name}")
+                status = await self._ask("GET", f"/workers/{name}")
                 raise EngineError(
                     f"SGLang's router did not take up server {number}",
                     code="ENG69",
                     where=str(self.process.log),
-                    why=str(said.get("job_status") or said)[:300],
+                    why=str(status.get("job_status") or status)[:300],
                     fix="see its log",
                 )
             await asyncio.sleep(POLL)
@@ -245,10 +245,10 @@ class Gateway:
         if reply.status == 404 and missing:
             return {}
         if reply.status not in (200, 202, 204):
-            said = message(reply.body)
-            raise fault(f"SGLang's router answered {reply.status} to {method} {path}: {said}", "ENG75", reply.where)
-        found = decoded(reply) if reply.body.strip() else {}
-        return found if isinstance(found, dict) else {}
+            text = message(reply.body)
+            raise fault(f"SGLang's router answered {reply.status} to {method} {path}: {text}", "ENG75", reply.where)
+        content = decoded(reply) if reply.body.strip() else {}
+        return content if isinstance(content, dict) else {}
 
     # -- its life
 
@@ -332,8 +332,8 @@ class Gateway:
             try:
                 await self._rise()
             except (SlimeError, OSError, TimeoutError) as error:
-                what = error.what if isinstance(error, SlimeError) else repr(error)
-                self._note(f"SGLang's router did not come back: {what}")
+                message = error.what if isinstance(error, SlimeError) else repr(error)
+                self._note(f"SGLang's router did not come back: {message}")
                 continue
             self._note("SGLang's router serves again")
             return True

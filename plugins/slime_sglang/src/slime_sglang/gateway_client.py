@@ -47,14 +47,14 @@ class GatewayClient(Client):
         code = reply.headers.get(SAYS, "")
         if reply.status == 200 or not code:
             return super()._answered(reply)
-        said = message(reply.body)
+        text = message(reply.body)
         if code in NOBODY:
-            raise fault("SGLang's router has no server", "ENG74", reply.where, again=True, why=said)
-        server = next((key for url, key in self._servers.items() if f"{url}/" in said), None)
+            raise fault("SGLang's router has no server", "ENG74", reply.where, again=True, why=text)
+        server = next((key for url, key in self._servers.items() if f"{url}/" in text), None)
         if server is None:
             return super()._answered(reply)
         error = fault(
-            f"SGLang's router lost server {server[0]}", "ENG77", reply.where, running=True, why=f"{code}: {said}"
+            f"SGLang's router lost server {server[0]}", "ENG77", reply.where, running=True, why=f"{code}: {text}"
         )
         error.server = server
         raise error

@@ -37,10 +37,10 @@ class GatewayRouter(Router):
         *,
         connect: Callable[..., GatewayClient],
         room: int,
-        gone: Callable[[EngineError], None],
+        on_loss: Callable[[EngineError], None],
     ) -> None:
         super().__init__()
-        self._gateway, self._connect, self._room, self._gone = gateway, connect, room, gone
+        self._gateway, self._connect, self._room, self._gone = gateway, connect, room, on_loss
         self._keys: dict[str, LaneKey] = {}  # whose address is whose, of all generations
         self._changing = 0  # servers that are being taken away
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -93,8 +93,8 @@ class GatewayRouter(Router):
             return lane
         server = getattr(error, "server", None)
         if server is not None:
-            found = self._lanes.get(server[0])
-            return found if found is not None and found.key == server else None
+            culprit_lane = self._lanes.get(server[0])
+            return culprit_lane if culprit_lane is not None and culprit_lane.key == server else None
         if error.code in BROKEN and lane is self._gate:
             self._gateway.report(_same(error))
             self.down(_same(error))

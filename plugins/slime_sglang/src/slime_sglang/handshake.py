@@ -97,7 +97,7 @@ def _refused(address: Address, where: str, reply: Reply) -> EngineError:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -113,8 +113,8 @@ def _words(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.devi
         parts = [torch.cat([part.to(device=device, dtype=dtype).reshape(-1) for part in parts])]
     for part in parts:
         flat = part.to(device=device, dtype=dtype).contiguous().reshape(-1).view(torch.uint8)
-        if left := -len(flat) % 4:
-            flat = torch.cat([flat, flat.new_zeros(left)])
+        if padding := -len(flat) % 4:
+            flat = torch.cat([flat, flat.new_zeros(padding)])
         if flat.storage_offset() % 4:
             flat = flat.clone()
         if len(flat):
@@ -154,8 +154,8 @@ def _add(words: torch.Tensor, place: int, sums: torch.Tensor) -> None:
             mixed += _signed(seed)
             mixed ^= (at << turn) | ((at >> (32 - turn)) & ((1 << turn) - 1))
             mixed ^= words[done : done + count]
-            found = _mix(mixed).view(many, -1).sum(1, dtype=torch.int64)
-            sums[tile : tile + many, column] += _wrapped(found)
+            rows = _mix(mixed).view(many, -1).sum(1, dtype=torch.int64)
+            sums[tile : tile + many, column] += _wrapped(rows)
         done += count
 
 
@@ -176,13 +176,13 @@ def _totals(tiles: Sequence[torch.Tensor], counts: Sequence[int]) -> list[int]:
     sums = torch.cat(list(tiles))
     device = sums.device
     sizes = torch.tensor([_signed(4 * count & 0xFFFFFFFF) for count in counts], dtype=torch.int32)
-    row = torch.arange(len(tiles)).repeat_interleave(torch.tensor([len(each) for each in tiles]))
+    row = torch.arange(len(tiles)).repeat_interleave(torch.tensor([len(grid) for grid in tiles]))
     sums ^= sizes[row, None].to(device)
     high, low = _mix(sums).to(torch.int64).unbind(1)
     tile = (high << 32) | (low & 0xFFFFFFFF)
     total = torch.zeros(len(tiles), dtype=torch.int64, device=device).index_add_(0, row.to(device), tile)
-    found: list[int] = total.tolist()
-    return found
+    totals: list[int] = total.tolist()
+    return totals
 
 
 def _splitmix(x: int) -> int:

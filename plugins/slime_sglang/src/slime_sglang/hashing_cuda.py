@@ -35,14 +35,14 @@ def _tiles(
     low = tl.zeros((BLOCK,), tl.uint32)
     for off in range(0, TILE, BLOCK):
         at = begin + off + tl.arange(0, BLOCK)
-        mine = (at >= 0) & (at < count)
-        word = tl.load(words + at, mask=mine, other=0).to(tl.uint32, bitcast=True)
+        inside = (at >= 0) & (at < count)
+        word = tl.load(words + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
         i = (at + place).to(tl.uint32)
         a = (i * tl.full((), F1, tl.uint32) + tl.full((), S1, tl.uint32)) ^ ((i << T1) | (i >> (32 - T1)))
         b = (i * tl.full((), F2, tl.uint32) + tl.full((), S2, tl.uint32)) ^ ((i << T2) | (i >> (32 - T2)))
         nothing = tl.zeros((BLOCK,), tl.uint32)
-        high += tl.where(mine, _mixed(word ^ a, M1, M2), nothing)
-        low += tl.where(mine, _mixed(word ^ b, M1, M2), nothing)
+        high += tl.where(inside, _mixed(word ^ a, M1, M2), nothing)
+        low += tl.where(inside, _mixed(word ^ b, M1, M2), nothing)
     one = tl.sum(high.to(tl.int64), axis=0)
     two = tl.sum(low.to(tl.int64), axis=0)
     out = sums + tile * 2  # pieces of a row run one after another, so nobody else adds to this tile now

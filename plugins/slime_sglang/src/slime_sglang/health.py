@@ -163,10 +163,10 @@ class Watch:
                     await asyncio.wait(either, timeout=DYING, return_when=asyncio.FIRST_COMPLETED)
                 if self._pokes[number].is_set():
                     self._pokes[number].clear()
-                    told = self._reports.pop(number)
-                    if told.code in BROKEN and server.owned:  # most likely it is dying too
+                    fault = self._reports.pop(number)
+                    if fault.code in BROKEN and server.owned:  # most likely it is dying too
                         await asyncio.wait({died}, timeout=DYING)
-                    return self._dead(died.result()) if died.done() else told
+                    return self._dead(died.result()) if died.done() else fault
                 if died.done():
                     failed = self._dead(died.result())
                 if failed is not None:
@@ -179,17 +179,17 @@ class Watch:
 
     async def _look(self, number: int, http: Transport) -> Look:
         ranks = tuple(self._engine.progress(number))
-        held: tuple[int, ...] = ()
+        used: tuple[int, ...] = ()
         running: int | None = None
         refused = False
         try:
             reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + self._limits.ask)
-            held, running = _held(reply.body) if reply.status == 200 else ((), None)
+            used, running = _held(reply.body) if reply.status == 200 else ((), None)
         except ServerFault as error:
             refused = error.code == "ENG69"
         if self._limits.told and running is not None:  # of those in flight anywhere, as many as it says it has
             ranks = ((min(ranks[0][0], running), ranks[0][1]),)
-        return Look(at=time.monotonic(), ranks=ranks, held=held, refused=refused, expected=not self._paused)
+        return Look(at=time.monotonic(), ranks=ranks, held=used, refused=refused, expected=not self._paused)
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
         """Start a fenced server once more; False where that failed, or where it is retired."""
@@ -211,9 +211,9 @@ class Watch:
             await server.ready(self._limits.start_timeout)
             await self._bring_up(number)
         except (SlimeError, OSError, TimeoutError) as error:
-            what = error.what if isinstance(error, SlimeError) else f"could not be restarted: {error!r}"
+            message = error.what if isinstance(error, SlimeError) else f"could not be restarted: {error!r}"
             ward.fence()
-            self._change(f"SGLang server {number} did not come back: {what}")
+            self._change(f"SGLang server {number} did not come back: {message}")
             return False
         ward.up()
         self._change(f"SGLang server {number} serves again (generation {server.address.generation})")
@@ -252,20 +252,20 @@ class Watch:
     def _retire(self, number: int, failed: ServerFault, tail: str) -> None:
         server, ward = self._servers[number], self._wards[number]
         self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
-        left = sum(ward.usable for ward in self._wards.values())
-        bare = [kind for kind in self._needed if not any(self._wards[each].usable for each in kind)]
-        if left >= self._limits.min_healthy and not bare and not server.lost:
+        usable = sum(ward.usable for ward in self._wards.values())
+        bare = [kind for kind in self._needed if not any(self._wards[member].usable for member in kind)]
+        if usable >= self._limits.min_healthy and not bare and not server.lost:
             return
-        told = f"{left} of {len(self._wards)} SGLang servers are left, "
+        message = f"{usable} of {len(self._wards)} SGLang servers are left, "
         if server.lost:  # its machine, perhaps: what it gave the run has to be found anew
-            told = f"{server.title} {server.lost}"
+            message = f"{server.title} {server.lost}"
         elif bare:
-            told += f"none of {sorted(bare[0])}, without which the others serve nothing"
+            message += f"none of {sorted(bare[0])}, without which the others serve nothing"
         else:
-            told += f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
+            message += f"and rollout.min_healthy_engines is {self._limits.min_healthy}"
         self._lose(
             EngineError(
-                told,
+                message,
                 code="ENG89" if ward.restarts and not server.lost else "ENG84",
                 where=server.where,
                 why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
@@ -290,8 +290,8 @@ def _held(body: bytes) -> tuple[tuple[int, ...], int | None]:
     """Tokens that the server holds, by data-parallel rank, and its requests; nothing where it does not say."""
     try:
         loads = json.loads(body)["loads"]
-        held = tuple(int(load["num_used_tokens"]) for load in loads)
+        used = tuple(int(load["num_used_tokens"]) for load in loads)
         counts = [load.get(name) for load in loads for name in ("num_running_reqs", "num_waiting_reqs")]
     except (ValueError, TypeError, KeyError, AttributeError):
         return (), None
-    return held, None if None in counts else sum(map(int, counts))
+    return used, None if None in counts else sum(map(int, counts))

@@ -36,8 +36,8 @@ class Hold:
 
     def close(self) -> None:
         """Let them go; a server that listens there is not touched."""
-        for held in self._sockets:
-            held.close()
+        for sock in self._sockets:
+            sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -67,34 +67,34 @@ def _hold(host: str, count: int, highest: int, passed: ExitStack) -> Hold:
             for offset in range(1, count):
                 sockets.append(_bound(host, first + offset))
         except (OSError, OverflowError):
-            for held in sockets:
-                held.close()
+            for sock in sockets:
+                sock.close()
             continue
         return Hold(sockets)
     raise OSError(f"no {count} ports in a row are free on {host}")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.bind((host, port))  # exclusive: fails where anybody else has it bound
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from here on the server may join us
+        sock.bind((host, port))  # exclusive: fails where anybody else has it bound
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from here on the server may join us
     except BaseException:
-        held.close()
+        sock.close()
         raise
-    return held
+    return sock
 
 
 def listeners(port: int) -> frozenset[str]:
     """The kernel's numbers of the sockets that listen on ``port``, at any address of this machine."""
-    found = set()
+    owners = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(fields[9])
-    return frozenset(found)
+                    owners.add(fields[9])
+    return frozenset(owners)
 
 
 def holds(pids: Iterable[int], sockets: frozenset[str]) -> bool:
@@ -111,13 +111,13 @@ def holds(pids: Iterable[int], sockets: frozenset[str]) -> bool:
 
 def members(session: int) -> list[int]:
     """Processes of a session that are alive (zombies are not), by their ids."""
-    found: list[int] = []
+    processes: list[int] = []
     if session <= 0:  # the kernel's own threads are in session 0
-        return found
+        return processes
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(OSError):
                 state, _, _, of = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(of) == session and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
+                    processes.append(int(entry.name))
+    return processes

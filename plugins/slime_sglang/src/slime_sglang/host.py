@@ -121,7 +121,7 @@ class LocalHost:
         self._end = asyncio.create_task(self._bury(process, launch, begin), name=f"slime-server-{process.pid}")
         port = self._holds[0].port
         arguments = [*launch.arguments, "--host", launch.address, "--port", str(port), *further]
-        asked = {
+        request = {
             "program": launch.program,
             "arguments": arguments,
             "token": token,
@@ -129,27 +129,27 @@ class LocalHost:
         }
         assert process.stdin is not None
         with suppress(OSError):  # where it is gone, `ended` says so
-            process.stdin.write(f"{json.dumps(asked)}\n".encode())
+            process.stdin.write(f"{json.dumps(request)}\n".encode())
             process.stdin.flush()
         return StartedProcess(pid=process.pid, port=port, log_begin=begin)
 
     def _let_go(self) -> None:
-        for held in self._holds:
-            held.close()
+        for hold in self._holds:
+            hold.close()
         self._holds = []
 
     async def _bury(self, process: subprocess.Popen[bytes], launch: Launch, begin: int) -> str:
         """Wait for the launcher's end, kill what is left of its session, and say how it ended."""
         loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
+        ended = asyncio.Event()
         watched = os.pidfd_open(process.pid)
-        loop.add_reader(watched, gone.set)
+        loop.add_reader(watched, ended.set)
         try:
-            await gone.wait()
+            await ended.wait()
         finally:
             loop.remove_reader(watched)
             os.close(watched)
-        left = await _kill_session(process.pid)  # before it is reaped: its number is nobody else's yet
+        remaining = await _kill_session(process.pid)  # before it is reaped: its number is nobody else's yet
         code = process.wait()
         assert process.stdin is not None
         with suppress(OSError):
@@ -157,7 +157,7 @@ class LocalHost:
         self._let_go()
         await asyncio.to_thread(_remove, self._folder)
         return _how(code, log_since(launch.log, begin), launch.crash) + (
-            f"; these processes do not die: {left}" if left else ""
+            f"; these processes do not die: {remaining}" if remaining else ""
         )
 
     async def ended(self) -> str:
@@ -190,10 +190,10 @@ class LocalHost:
 
     async def listener(self, port: int) -> Listener:
         """See `Host`."""
-        found = held_ports.listeners(port)
-        if not found:
+        listeners = held_ports.listeners(port)
+        if not listeners:
             return "nobody"
-        return "ours" if held_ports.holds(held_ports.members(self.pid), found) else "other"
+        return "ours" if held_ports.holds(held_ports.members(self.pid), listeners) else "other"
 
     async def state(self) -> str:
         """See `Host`."""
@@ -268,9 +268,9 @@ def _remove(folder: Path) -> None:
         return  # the launcher has done it
     with suppress(OSError):
         listed = (folder / SHARED_MEMORY).read_text().splitlines()
-        wanted = {line for line in listed if os.path.dirname(line) == "/dev/shm"}
-        used = _used() if wanted else set()
-        for path in wanted:
+        paths = {line for line in listed if os.path.dirname(line) == "/dev/shm"}
+        used = _used() if paths else set()
+        for path in paths:
             with suppress(OSError):
                 if str(os.stat(path).st_ino) not in used:
                     os.unlink(path)
@@ -279,11 +279,11 @@ def _remove(folder: Path) -> None:
 
 def _used() -> set[str]:
     """Inodes of what processes have mapped of shared memory: a semaphore's file has another name by then."""
-    found = set()
+    paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            found |= {line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-    return found
+            paths |= {line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return paths
 
 
 class LocalSites:

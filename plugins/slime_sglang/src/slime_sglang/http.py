@@ -103,7 +103,7 @@ class Transport:
         end: float,
         cap: int = CAP,
         headers: Mapping[str, str] | None = None,
-        kept: bool = True,
+        reuse: bool = True,
     ) -> Reply:
         """One try: send and read the whole answer before ``end`` (time.monotonic()), whatever its status.
 
@@ -116,7 +116,7 @@ class Transport:
             EngineError: ENG93 a certificate that is not trusted.
         """
         where = f"{method} {self.url}{path}"
-        session = self._sessions.get(kept) or self._open(kept)
+        session = self._sessions.get(reuse) or self._open(reuse)
         with _named(where):
             async with asyncio.timeout(_left(end)):
                 async with session.request(
@@ -149,8 +149,8 @@ class Transport:
             if response.status != 200:
                 with _named(where):
                     async with asyncio.timeout(_left(end)):
-                        said = await response.content.read(CAP)
-                checked(Reply(where, response.status, response.headers, said))
+                        data = await response.content.read(CAP)
+                checked(Reply(where, response.status, response.headers, data))
             rest = b""
             while True:
                 with _named(where):
@@ -176,7 +176,7 @@ class Transport:
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
-    def _open(self, kept: bool) -> aiohttp.ClientSession:
+    def _open(self, reuse: bool) -> aiohttp.ClientSession:
         import aiohttp
 
         if self._closed:
@@ -196,15 +196,15 @@ class Transport:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        keeping: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS} if kept else {"force_close": True}
-        self._sessions[kept] = aiohttp.ClientSession(
+        keeping: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS} if reuse else {"force_close": True}
+        self._sessions[reuse] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls, **keeping),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
-        return self._sessions[kept]
+        return self._sessions[reuse]
 
 
 @contextmanager
@@ -377,13 +377,13 @@ def _plain(value: Any) -> Any:
 def message(body: bytes) -> str:
     """What an error's body says: its message, or its first 200 bytes."""
     try:
-        found = loads(body)
+        content = loads(body)
     except ValueError:
-        found = None
+        content = None
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    text = found if isinstance(found, str) else body[:SHOWN].decode(errors="replace")
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    text = content if isinstance(content, str) else body[:SHOWN].decode(errors="replace")
     return text[: 5 * SHOWN]
 
 

@@ -73,11 +73,11 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
     Raises:
         ConfigError: CFG04 there is no SGLang, it is too old, or its import fails (its own words are shown).
     """
-    found = _ask(python, env, "facts", FACTS_SECONDS)
-    version = str(found.get("version", ""))
+    facts = _ask(python, env, "facts", FACTS_SECONDS)
+    version = str(facts.get("version", ""))
     _check_version(python, version)
     file = _file(cache if cache is not None else cache_folder(), python, env)
-    key = {name: found[name] for name in ("folder", "changed", "router")} | {"python": python, "version": version}
+    key = {name: facts[name] for name in ("folder", "changed", "router")} | {"python": python, "version": version}
     key["probe"] = hashlib.sha256(PROBE.read_bytes()).hexdigest()[:16]
     tables = _cached(file, key)
     if tables is None:
@@ -90,24 +90,26 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
         env=dict(env),
         version=version,
         options=options,
-        features=frozenset(found["features"]),
-        folder=str(found["folder"]),
-        torch=str(found["torch"]),
-        router=str(found["router"]) if router_options else "",
+        features=frozenset(facts["features"]),
+        folder=str(facts["folder"]),
+        torch=str(facts["torch"]),
+        router=str(facts["router"]) if router_options else "",
         router_options=router_options,
     )
 
 
 def arguments(
-    installation: Installation, table: Mapping[str, Any], *, where: str | Place = "sglang", own: bool = False
+    installation: Installation, table: Mapping[str, Any], *, where: str | Place = "sglang", by_slime: bool = False
 ) -> list[str]:
     """The options of a table as words of this installation's command line; ``python`` and ``env`` are left out.
 
     Raises:
         ConfigError: as :func:`slime_sglang.options.arguments`.
     """
-    mine = {name: value for name, value in table.items() if name not in RESERVED}
-    return _options.arguments(installation.options, mine, version=installation.version, where=where, own=own)
+    options = {name: value for name, value in table.items() if name not in RESERVED}
+    return _options.arguments(
+        installation.options, options, version=installation.version, where=where, by_slime=by_slime
+    )
 
 
 def find_python(table: Mapping[str, Any]) -> str:
@@ -120,8 +122,8 @@ def find_python(table: Mapping[str, Any]) -> str:
     """
     named = table.get("python", "")
     if not isinstance(named, str):
-        what = f"sglang.python = {named!r} has the wrong type"
-        raise ConfigError(what, code="CFG02", where="sglang.python", fix='python = "/path/to/bin/python"')
+        message = f"sglang.python = {named!r} has the wrong type"
+        raise ConfigError(message, code="CFG02", where="sglang.python", fix='python = "/path/to/bin/python"')
     if named:
         return _program(named, "sglang.python")
     if is_here():
@@ -193,26 +195,26 @@ def cache_folder() -> Path:
 
 def _program(named: str, where: str) -> str:
     text = os.path.expanduser(named)
-    found = shutil.which(text)
-    if found is None:
-        why = "it is a folder" if os.path.isdir(text) else "there is no such program, or it cannot be executed"
+    path = shutil.which(text)
+    if path is None:
+        reason = "it is a folder" if os.path.isdir(text) else "there is no such program, or it cannot be executed"
         raise ConfigError(
             f"{where} = {named} is no Python",
             code="CFG05",
             where=where,
-            why=why,
+            why=reason,
             fix="name the Python of the environment that has SGLang, such as ~/sglang/bin/python",
         )
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def _check_version(python: str, version: str) -> None:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in match.groups()) if match else ()
     if numbers and (0, 0, 0) < numbers < OLDEST:  # 0.0.0 is a checkout without tags
-        wanted = ".".join(map(str, OLDEST))
-        fix = f'{python} -m pip install --upgrade "sglang>={wanted}"'
-        raise no_such_installation(python, f"it is SGLang {version}; {wanted} is the oldest that slime knows", fix)
+        oldest = ".".join(map(str, OLDEST))
+        fix = f'{python} -m pip install --upgrade "sglang>={oldest}"'
+        raise no_such_installation(python, f"it is SGLang {version}; {oldest} is the oldest that slime knows", fix)
 
 
 def _ask(python: str, env: Mapping[str, str], question: str, seconds: float) -> dict[str, Any]:
@@ -240,16 +242,16 @@ def _ask(python: str, env: Mapping[str, str], question: str, seconds: float) -> 
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            why = f"it did not answer in {seconds:.0f} seconds"
-            raise no_such_installation(python, why, f"try it: {' '.join(command)}") from error
+            reason = f"it did not answer in {seconds:.0f} seconds"
+            raise no_such_installation(python, reason, f"try it: {' '.join(command)}") from error
         raise
     try:
         answer = json.loads(out)
     except ValueError:
         answer = {"error": f"it ended with status {process.returncode}"}
     if not isinstance(answer, dict) or "error" in answer:
-        why = str(answer["error"]) if isinstance(answer, dict) else "it answered nonsense"
-        raise no_such_installation(python, _with_talk(why, talk, question), _way_out(python, why))
+        reason = str(answer["error"]) if isinstance(answer, dict) else "it answered nonsense"
+        raise no_such_installation(python, _with_talk(reason, talk, question), _way_out(python, reason))
     return answer
 
 

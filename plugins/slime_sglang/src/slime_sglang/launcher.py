@@ -53,7 +53,7 @@ class Token(str):
 def serve() -> None:
     """Become the server: arguments and token come on stdin; the supervisor's end is ours."""
     supervisor = os.getppid()
-    asked = json.loads(sys.stdin.buffer.readline())
+    request = json.loads(sys.stdin.buffer.readline())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.setpgid(0, 0)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -61,7 +61,7 @@ def serve() -> None:
         os._exit(1)
     code = 1
     try:
-        PROGRAMS[asked.get("program", "server")](asked["arguments"], asked["token"])
+        PROGRAMS[request.get("program", "server")](request["arguments"], request["token"])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -123,16 +123,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the server, wait for the end of it or of the driver, and return how the server ended."""
-        asked = _line(0)
-        if not asked:
+        request = _line(0)
+        if not request:
             return 1  # the driver went before it had asked
-        self.folder = json.loads(asked)["folder"]
+        self.folder = json.loads(request)["folder"]
         server = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "serve"], stdin=subprocess.PIPE, env=self.environment()
         )
         assert server.stdin is not None
         with suppress(OSError):
-            server.stdin.write(asked)
+            server.stdin.write(request)
             server.stdin.close()
         self.watch(server)
         self.end()
@@ -184,22 +184,22 @@ class Supervisor:
         again, self.news, self.listed = self.news, bool(listed - self.listed), listed
         if not (always or again or self.news):
             return
-        found = _mapped(self.others()) - self.shared
-        if found:
-            self.shared |= found
+        paths = _mapped(self.others()) - self.shared
+        if paths:
+            self.shared |= paths
             with suppress(OSError), open(os.path.join(self.folder, "shared-memory"), "w") as file:
                 file.write("".join(f"{path}\n" for path in sorted(self.shared)))  # for the driver, should we be killed
 
     def others(self) -> list[int]:
         """Every other process of the session."""
-        found = []
+        processes = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != os.getpid():
                 with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
                     if int(fields[3]) == self.session and fields[0] not in "ZX":
-                        found.append(int(name))
-        return found
+                        processes.append(int(name))
+        return processes
 
     def end(self) -> None:
         """Kill every other process of the session, wait for them, and remove what they have left."""
@@ -231,13 +231,13 @@ def _mapped(pids: Iterable[int]) -> set[str]:
 
 def _line(source: int) -> bytes:
     """One line of a pipe, and not a byte of what comes after it; empty where it closes before."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
+    line = bytearray()
+    while not line.endswith(b"\n"):
         byte = os.read(source, 1)
         if not byte:
             return b""
-        found += byte
-    return bytes(found)
+        line += byte
+    return bytes(line)
 
 
 def _end_of(code: int) -> str:

@@ -56,8 +56,8 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
 
 def uncovered(rows: Iterable[Held], names: Iterable[str]) -> list[str]:
     """Which of these Hugging Face tensors no row has a piece of."""
-    held = {piece.name for row in rows for piece in row.pieces}
-    return sorted(set(names) - held)
+    names_held = {piece.name for row in rows for piece in row.pieces}
+    return sorted(set(names) - names_held)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -119,22 +119,22 @@ class Sizes:
 
     def names(self) -> list[str]:
         """Every Hugging Face tensor of the model."""
-        found = [EMBED, "model.norm.weight", *(() if self.tied else (HEAD,))]
+        names = [EMBED, "model.norm.weight", *(() if self.tied else (HEAD,))]
         for number in range(self.layers):
-            found += (f"model.layers.{number}.{name}" for name in self._layer_names(number))
-        return found
+            names += (f"model.layers.{number}.{name}" for name in self._layer_names(number))
+        return names
 
     def _layer_names(self, number: int) -> list[str]:
-        found = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-        found += [f"{ATTENTION}{name}_proj.weight" for name in "qkvo"]
-        found += [f"{ATTENTION}{name}_proj.bias" for name in "qkv" if self.qkv_bias]
-        found += [f"{ATTENTION}o_proj.bias"] if self.output_bias else []
-        found += [f"{ATTENTION}{name}_norm.weight" for name in "qk" if self.qk_norm]
+        names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+        names += [f"{ATTENTION}{name}_proj.weight" for name in "qkvo"]
+        names += [f"{ATTENTION}{name}_proj.bias" for name in "qkv" if self.qkv_bias]
+        names += [f"{ATTENTION}o_proj.bias"] if self.output_bias else []
+        names += [f"{ATTENTION}{name}_norm.weight" for name in "qk" if self.qk_norm]
         parts = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
         if number not in self.sparse:
-            return found + [f"mlp.{part}" for part in parts]
+            return names + [f"mlp.{part}" for part in parts]
         return [
-            *found,
+            *names,
             "mlp.gate.weight",
             *(f"mlp.experts.{expert}.{part}" for expert in range(self.experts) for part in parts),
         ]
@@ -147,8 +147,8 @@ class Sizes:
             )
         if parts == 1:
             return Piece(name=name, dim=dim)
-        each = count // parts * rows
-        return Piece(name=name, dim=dim, start=rank * each, stop=(rank + 1) * each)
+        size = count // parts * rows
+        return Piece(name=name, dim=dim, start=rank * size, stop=(rank + 1) * size)
 
 
 def _pieces(name: str, sizes: Sizes, rank: int) -> Pieces:
@@ -157,14 +157,14 @@ def _pieces(name: str, sizes: Sizes, rank: int) -> Pieces:
     if name == "model.norm.weight":
         return (Piece(name=name),)
     match = LAYER.match(name)
-    found = PARTS.get(match[2]) if match else None
-    if match is None or found is None:
+    cut = PARTS.get(match[2]) if match else None
+    if match is None or cut is None:
         raise _error(
             f"the engine holds a tensor {name}, which a {sizes.family} model has no place for",
             why="it is not known which of the trained weights it must equal",
             fix="serve the model that is trained, unquantised; or --check-weights off",
         )
-    return found(match[1], match[2], sizes, rank)
+    return cut(match[1], match[2], sizes, rank)
 
 
 def _vocabulary(name: str, sizes: Sizes, rank: int) -> Pieces:
@@ -172,12 +172,12 @@ def _vocabulary(name: str, sizes: Sizes, rank: int) -> Pieces:
     multiple = VOCAB_MULTIPLE
     if -(-sizes.vocab // multiple) * multiple % sizes.tp:
         multiple *= sizes.tp
-    each = -(-sizes.vocab // multiple) * multiple // sizes.tp
-    start, stop = (min((rank + n) * each, sizes.vocab) for n in (0, 1))
+    size = -(-sizes.vocab // multiple) * multiple // sizes.tp
+    start, stop = (min((rank + n) * size, sizes.vocab) for n in (0, 1))
     whole = stop - start == sizes.vocab
-    own = Piece(name=name) if whole else Piece(name=name, start=start, stop=stop)
-    zeros = each - (stop - start)
-    return (own, Piece(name="", stop=zeros)) if zeros else (own,)
+    piece = Piece(name=name) if whole else Piece(name=name, start=start, stop=stop)
+    zeros = size - (stop - start)
+    return (piece, Piece(name="", stop=zeros)) if zeros else (piece,)
 
 
 def _whole(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
@@ -186,14 +186,14 @@ def _whole(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
 
 def _qkv(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
     kind = part.rpartition(".")[2]
-    parts, each = min(sizes.tp, sizes.kv_heads), sizes.head_dim
+    parts, size = min(sizes.tp, sizes.kv_heads), sizes.head_dim
     names = {which: f"{prefix}{ATTENTION}{which}_proj.{kind}" for which in "qkv"}
     if sizes.tp % parts:
         raise _error(f"{sizes.kv_heads} key and value heads cannot be spread over {sizes.tp} ranks")
-    own = rank * parts // sizes.tp  # ranks that share a head stand beside each other
+    share = rank * parts // sizes.tp  # ranks that share a head stand beside each other
     return (
-        sizes.share(names["q"], sizes.heads, rank, sizes.tp, rows=each),
-        *(sizes.share(names[which], sizes.kv_heads, own, parts, rows=each) for which in "kv"),
+        sizes.share(names["q"], sizes.heads, rank, sizes.tp, rows=size),
+        *(sizes.share(names[which], sizes.kv_heads, share, parts, rows=size) for which in "kv"),
     )
 
 
@@ -215,11 +215,11 @@ def _experts(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
         raise _error(f"{sizes.experts} experts on {sizes.tp} ranks do not divide by {sizes.ep} groups")
     inside = sizes.tp // sizes.ep
     group, place = divmod(rank, inside)
-    each = sizes.experts // sizes.ep
+    size = sizes.experts // sizes.ep
     names, dim = (("gate", "up"), 0) if "w13" in part else (("down",), 1)
     return tuple(
         sizes.share(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", sizes.expert_inner, place, inside, dim=dim)
-        for expert in range(group * each, (group + 1) * each)
+        for expert in range(group * size, (group + 1) * size)
         for name in names
     )
 

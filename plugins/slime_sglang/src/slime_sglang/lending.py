@@ -96,21 +96,21 @@ class Lending:
             EngineError: none may be lent.
         """
         if not self.lends:
-            why = "no other would serve requests"
+            reason = "no other would serve requests"
             if self._router.shared is not None:
-                why = "SGLang's router spreads the requests, over all servers alike"
-            raise EngineError(f"none of {len(self._router.lanes)} servers can be lent", why=why)
+                reason = "SGLang's router spreads the requests, over all servers alike"
+            raise EngineError(f"none of {len(self._router.lanes)} servers can be lent", why=reason)
         lane = min(self._router.lanes, key=lambda lane: (lane.in_flight, -lane.number))
         self._router.withdraw(lane.number)
         return lane
 
-    def add(self, lent: LentServer) -> None:
+    def add(self, loan: LentServer) -> None:
         """It is lent from now on."""
-        self._lent[lent.lane.number] = lent
+        self._lent[loan.lane.number] = loan
 
-    async def back(self, lent: LentServer, newest: int) -> None:
+    async def back(self, loan: LentServer, newest: int) -> None:
         """A borrower is done; a server that failed meanwhile comes back by itself."""
-        lane = lent.lane
+        lane = loan.lane
         self._lent.pop(lane.number, None)
         if lane.fenced is not None:
             return
@@ -137,15 +137,15 @@ class Lending:
 
     def fence(self, number: int, error: EngineError) -> Lane | None:
         """A server failed; its lane where it is lent or behind, and what its borrower waits for fails."""
-        lent, lane = self._lent.get(number), self._behind.pop(number, None)
-        if lent is not None:
-            lane = lent.lane
-            lent.lost(error)
+        loan, lane = self._lent.get(number), self._behind.pop(number, None)
+        if loan is not None:
+            lane = loan.lane
+            loan.lost(error)
         if lane is not None:
             lane.fenced = error
         return lane
 
     def lost(self, error: EngineError) -> None:
         """Nothing will answer any more."""
-        for lent in self._lent.values():
-            lent.lost(error)
+        for loan in self._lent.values():
+            loan.lost(error)

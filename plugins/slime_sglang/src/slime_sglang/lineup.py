@@ -107,12 +107,12 @@ def check_transport(config: Config, installation: Installation, trainer: str = "
     Raises:
         ConfigError: CFG04 with both versions.
     """
-    if config.rollout.update_weight_transport == "tensor" and (why := why_unmapped(installation.torch, trainer)):
+    if config.rollout.update_weight_transport == "tensor" and (reason := why_unmapped(installation.torch, trainer)):
         raise ConfigError(
             "update_weight_transport = tensor with another torch beside SGLang",
             code="CFG04",
             where="rollout.update_weight_transport",
-            why=why,
+            why=reason,
             fix=f"--update-weight-transport auto   or the same torch in the environment of {installation.python}",
         )
 

@@ -151,7 +151,7 @@ async def _from_tensor(to: Target) -> None:
     buckets, copies = to.update.handle["buckets"], to.update.handle.get("copies", {})
     near = [copies.get(str(trainer), buckets) for trainer in to.trainers] or [buckets] * to.ranks
     for number in range(len(buckets)):
-        handles = [each[number]["handle"] for each in near]
+        handles = [payload[number]["handle"] for payload in near]
         body = {"serialized_named_tensors": handles, "load_format": "flattened_bucket"}
         await to.post("/update_weights_from_tensor", body, last=number == len(buckets) - 1)
 
@@ -225,14 +225,14 @@ async def _watched(to: Target) -> None:
             return
         if work.done() and not watch.done():  # this server failed: by itself, or since the trainer did just now
             await asyncio.wait({watch}, timeout=GRACE)
-        own = work.exception() if work.done() else None
-        why = watch.result() if watch.done() else ""
-        if not why:
-            why = f"{to.name}: {_reason(own)}" if own else f"{to.name}: it did not take the weights in time"
-            await asyncio.to_thread(nccl.tell, store, key, why)
-            if own is not None:
-                raise own
-        raise to.refused(why) from own
+        failure = work.exception() if work.done() else None
+        reason = watch.result() if watch.done() else ""
+        if not reason:
+            reason = f"{to.name}: {_reason(failure)}" if failure else f"{to.name}: it did not take the weights in time"
+            await asyncio.to_thread(nccl.tell, store, key, reason)
+            if failure is not None:
+                raise failure
+        raise to.refused(reason) from failure
     finally:
         for task in (work, watch):
             task.cancel()
@@ -244,9 +244,9 @@ async def _told(store: Any, key: str) -> str:
     from slime_sglang.senders import nccl
 
     while True:
-        why = await asyncio.to_thread(nccl.told, store, key)
-        if why:
-            return why
+        reason = await asyncio.to_thread(nccl.told, store, key)
+        if reason:
+            return reason
         await asyncio.sleep(POLL)
 
 

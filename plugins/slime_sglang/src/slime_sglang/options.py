@@ -112,7 +112,7 @@ def arguments(
     *,
     version: str = "",
     where: str | Place = "sglang",
-    own: bool = False,
+    by_slime: bool = False,
     family: Family = SERVER,
 ) -> list[str]:
     """A table of options as words of SGLang's command line, in the table's order.
@@ -122,7 +122,7 @@ def arguments(
 
     Args:
         options: of the installation, by every name they have.
-        table: what a person (or, with ``own``, slime) wrote.
+        table: what a person (or, with ``by_slime``, slime) wrote.
         version: of SGLang, for messages.
         where: the table's name for messages, or a function that knows each option's place.
         own: let options pass that slime sets by itself.
@@ -134,33 +134,35 @@ def arguments(
     """
     words: list[str] = []
     problems: list[Problem] = []
-    seen: dict[str, str] = {}
+    spellings: dict[str, str] = {}
     for written, value in table.items():
         name = written.replace("-", "_")
         place = where(written) if callable(where) else f"{where}.{written}"
         option = options.get(name)
-        found: list[str] | Problem
+        result: list[str] | Problem
         if option is None:
-            found = _unknown(name, options, version, place, family)
-        elif option.name in family.own and not own:
-            what = f"'{name}' of {family.title} is set by slime"
-            found = Problem(code="CFG04", what=what, where=place, fix=family.own[option.name])
-        elif option.name in seen:
-            what = f"{option.flag} of {family.title} is given twice: as '{seen[option.name]}' and as '{written}'"
-            found = Problem(code="CFG07", what=what, where=place, fix="remove one of them")
+            result = _unknown(name, options, version, place, family)
+        elif option.name in family.own and not by_slime:
+            message = f"'{name}' of {family.title} is set by slime"
+            result = Problem(code="CFG04", what=message, where=place, fix=family.own[option.name])
+        elif option.name in spellings:
+            message = (
+                f"{option.flag} of {family.title} is given twice: as '{spellings[option.name]}' and as '{written}'"
+            )
+            result = Problem(code="CFG07", what=message, where=place, fix="remove one of them")
         else:
-            found = _words(option, value, written, place, family)
-            seen[option.name] = written
-        if isinstance(found, Problem):
-            problems.append(found)
+            result = _words(option, value, written, place, family)
+            spellings[option.name] = written
+        if isinstance(result, Problem):
+            problems.append(result)
         else:
-            words += found
+            words += result
     raise_all(problems)
     return words
 
 
 def _unknown(name: str, options: Mapping[str, Option], version: str, place: str, family: Family) -> Problem:
-    longer = [known for known in options if known.startswith(name)]
+    longer = [name_known for name_known in options if name_known.startswith(name)]
     near = f"did you mean '{longer[0]}'?" if len(longer) == 1 else nearest(name, tuple(options))
     fix = family.elsewhere.get(name) or near
     return Problem(
@@ -229,20 +231,20 @@ def _number(value: Any) -> str | None:
         return None
 
 
-def _json(value: Any, wanted: type | None) -> str | None:
+def _json(value: Any, type_: type | None) -> str | None:
     """A JSON value, or JSON text, as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
             return None
-    if wanted is not None and not isinstance(value, (wanted, tuple)):
+    if type_ is not None and not isinstance(value, (type_, tuple)):
         return None
     return json.dumps(value)
 
 
 def _wrong(option: Option, value: Any, written: str, place: str, family: Family) -> Problem:
-    wanted = describe(option)
+    description = describe(option)
     fix = f"{written} = {_example(option)}"
     if option.kind in ("flag", "switch") and isinstance(value, (str, list)):
         flag = f"{family.flags}{option.name.replace('_', '-')}"
@@ -253,7 +255,7 @@ def _wrong(option: Option, value: Any, written: str, place: str, family: Family)
         code="CFG02",
         what=f"{written} = {show(value, option.name)} has the wrong type",
         where=place,
-        why=f"it is {kind_of(value)}, and {family.genitive} {option.flag} takes {wanted}",
+        why=f"it is {kind_of(value)}, and {family.genitive} {option.flag} takes {description}",
         fix=fix,
     )
 
@@ -296,14 +298,14 @@ def _example(option: Option) -> str:
     return f"[{text}]" if option.kind == "list" else text
 
 
-def read_options(found: Sequence[Mapping[str, Any]]) -> dict[str, Option]:
+def read_options(rows: Sequence[Mapping[str, Any]]) -> dict[str, Option]:
     """Options by every name that SGLang's parser knows them by, from what `probe.py` printed.
 
     Raises:
         KeyError, TypeError, ValueError: it is not what `probe.py` prints.
     """
     options: dict[str, Option] = {}
-    for entry in found:
+    for entry in rows:
         flags = [flag for flag in entry["flags"] if flag.startswith("--")]
         names = [flag[2:].replace("-", "_") for flag in flags]
         if entry["kind"] not in ("flag", "switch", "value", "maybe", "list"):
@@ -321,9 +323,9 @@ def read_options(found: Sequence[Mapping[str, Any]]) -> dict[str, Option]:
             default=entry["default"],
             help=str(entry["help"]),
         )
-        for known, flag in zip(names, flags, strict=True):
+        for option_name, flag in zip(names, flags, strict=True):
             if flag != off:
-                options.setdefault(known, option)
+                options.setdefault(option_name, option)
     return options
 
 

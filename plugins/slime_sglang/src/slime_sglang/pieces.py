@@ -33,10 +33,10 @@ class Pieces:
         if not whole and len(self.rows) + len(rows) != total:
             raise fault(f"a chunk has {len(rows)} log-probs after {len(self.rows)}, of {total} tokens", "ENG79", where)
         try:
-            own = [row[1] for row in rows]
+            tail = [row[1] for row in rows]
         except (TypeError, IndexError, KeyError):
             raise fault("the log-probs are no list of numbers and ids", "ENG79", where) from None
-        if ids != own and ids != own[len(own) - len(ids) :]:
+        if ids != tail and ids != tail[len(tail) - len(ids) :]:
             raise fault("the ids of a chunk are not those of its log-probs", "ENG79", where)
         self.rows = rows if whole else self.rows + rows
         if isinstance(text, str):

@@ -60,10 +60,10 @@ def _facts(planning: Planning) -> dict[str, Any]:
 
 def described(prepared: Prepared) -> dict[str, Any]:
     """Version, Python and groups of servers."""
-    found = prepared.installation
+    installation = prepared.installation
     return {
-        "version": found.version,
-        "python": found.python,
+        "version": installation.version,
+        "python": installation.python,
         "groups": [
             _group(group) | {"arguments": list(prepared.commands[group.servers[0].number].arguments)}
             for group in prepared.topology.groups
@@ -85,8 +85,8 @@ def rows(servers: dict[str, Any]) -> dict[str, str]:
     """The same for a table of two columns."""
     if "external" in servers:
         return {"servers": f"{len(servers['external'])} that run already: {', '.join(servers['external'])}"}
-    there = "looked for where the servers start"
-    table = {"sglang": f"{servers['version']} of {servers['python']}" if servers["python"] else there}
+    note = "looked for where the servers start"
+    table = {"sglang": f"{servers['version']} of {servers['python']}" if servers["python"] else note}
     for group in servers["groups"]:
         gpus = "; ".join(",".join(map(str, gpus)) for gpus in group["servers"] if gpus)
         kind = "" if group["mode"] == "regular" else f" {group['mode']}"
@@ -120,15 +120,15 @@ def option_rows() -> list[dict[str, str]]:
     Raises:
         ConfigError: there is none, or it does not work.
     """
-    found = read_here({})
+    installation = read_here({})
     tables = (
-        ("sglang", SERVER, {option.name: option for option in found.options.values()}),
-        ("sglang.router", ROUTER, options_of(found)),
+        ("sglang", SERVER, {option.name: option for option in installation.options.values()}),
+        ("sglang.router", ROUTER, options_of(installation)),
     )
     rows = []
     for section, family, options in tables:
         for option in options.values():
-            own = family.own.get(option.name)
+            key_of_slime = family.own.get(option.name)
             rows.append(
                 {
                     "section": section,
@@ -136,7 +136,7 @@ def option_rows() -> list[dict[str, str]]:
                     "flag": f"{family.flags}{option.name.replace('_', '-')}",
                     "type": describe(option),
                     "default": "" if option.default is None else show(option.default),
-                    "text": f"Set by slime: {own}" if own else option.help,
+                    "text": f"Set by slime: {key_of_slime}" if key_of_slime else option.help,
                 }
             )
     return rows
@@ -145,19 +145,19 @@ def option_rows() -> list[dict[str, str]]:
 def sglang() -> CheckResult:
     """SGLang: where it is, its version and what it can do. A run with the embedded engine needs none."""
     if not is_here() and not named_here():
-        found = f"none in this environment, and {PYTHON_ENV} is not set; only rollout_engine = sglang needs it"
-        return CheckResult(status="ok", found=found)
+        message = f"none in this environment, and {PYTHON_ENV} is not set; only rollout_engine = sglang needs it"
+        return CheckResult(status="ok", found=message)
     read = read_here({})
     count = len({option.name for option in read.options.values()})
-    found = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features - {'router'}))}"
-    found += f"; its router {read.router}" if read.router else "; no router of its own (sglang-router)"
+    message = f"{read.version} at {read.python}; {count} options; {', '.join(sorted(read.features - {'router'}))}"
+    message += f"; its router {read.router}" if read.router else "; no router of its own (sglang-router)"
     if read.torch and util.find_spec("torch") is not None and _minor(read.torch) != _minor(metadata.version("torch")):
-        found += f"; its torch is {read.torch}: weights cannot travel by tensor"
+        message += f"; its torch is {read.torch}: weights cannot travel by tensor"
     if util.find_spec("aiohttp") is None:
         return CheckResult(
-            status="warn", found=f"{found}; aiohttp, which asks its servers, is missing", fix=install_line("sglang")
+            status="warn", found=f"{message}; aiohttp, which asks its servers, is missing", fix=install_line("sglang")
         )
-    return CheckResult(status="ok", found=found)
+    return CheckResult(status="ok", found=message)
 
 
 def _minor(version: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def of_server(launch: Launch) -> tuple[list[Hold], list[str]]:
     """Ports of a server, held, that of HTTP first, and the words that name the others."""
     first = hold(launch.address, highest=HIGHEST)
     others = further(launch.arguments, launch.address)
-    return [first, *(held for held, _ in others)], [word for _, words in others for word in words]
+    return [first, *(hold_of for hold_of, _ in others)], [word for _, words in others for word in words]
 
 
 def of_router(launch: Launch) -> tuple[list[Hold], list[str]]:
@@ -48,20 +48,20 @@ def further(arguments: Sequence[str], host: str) -> list[tuple[Hold, list[str]]]
     """Ports beside that of HTTP that SGLang would only guess, held, each with the words that name it."""
     if option(arguments, "--nnodes", "1") != "1":
         return []  # the user names the rendezvous of several machines
-    found = []
+    ports = []
     attention = "--enable-dp-attention" in arguments
     if attention and not option(arguments, "--dist-init-addr"):
-        held = hold(count=ATTENTION_PORTS)
-        found.append((held, ["--dist-init-addr", f"127.0.0.1:{held.port}"]))
+        hold_now = hold(count=ATTENTION_PORTS)
+        ports.append((hold_now, ["--dist-init-addr", f"127.0.0.1:{hold_now.port}"]))
     # data-parallel workers without common attention take one port each, and refuse a common one
     ranks = option(arguments, "--dp-size", option(arguments, "--data-parallel-size", "1"))
     if (attention or ranks == "1") and not option(arguments, "--nccl-port"):
-        held = hold()
-        found.append((held, ["--nccl-port", str(held.port)]))
+        hold_now = hold()
+        ports.append((hold_now, ["--nccl-port", str(hold_now.port)]))
     if option(arguments, "--disaggregation-mode") == "prefill":
-        held = hold(host)
-        found.append((held, ["--disaggregation-bootstrap-port", str(held.port)]))
-    return found
+        hold_now = hold(host)
+        ports.append((hold_now, ["--disaggregation-bootstrap-port", str(hold_now.port)]))
+    return ports
 
 
 def option(arguments: Sequence[str], name: str, default: str = "") -> str:

@@ -45,9 +45,9 @@ def facts() -> dict[str, Any]:
     folder = Path(spec.origin).parent
     version, changed = "", 0
     try:
-        found = metadata.distribution("sglang")
-        version = found.version
-        changed = _changed(Path(str(found.locate_file(""))) / f"sglang-{version}.dist-info" / "METADATA")
+        distribution = metadata.distribution("sglang")
+        version = distribution.version
+        changed = _changed(Path(str(distribution.locate_file(""))) / f"sglang-{version}.dist-info" / "METADATA")
     except metadata.PackageNotFoundError:
         text = _read(folder / "version.py")
         match = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
@@ -67,8 +67,8 @@ def facts() -> dict[str, Any]:
 def features(folder: Path) -> set[str]:
     """Names of what this installation can do, by what stands in its source."""
     texts = {file: _read(folder / file) for file, _ in FEATURES.values()}
-    found = {name for name, (file, pattern) in FEATURES.items() if re.search(pattern, texts[file])}
-    return found | {name for name, package in PACKAGES.items() if util.find_spec(package) is not None}
+    features_seen = {name for name, (file, pattern) in FEATURES.items() if re.search(pattern, texts[file])}
+    return features_seen | {name for name, package in PACKAGES.items() if util.find_spec(package) is not None}
 
 
 def options() -> list[dict[str, Any]]:
@@ -151,12 +151,14 @@ def main() -> None:
     """Answer one question on stdout."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what SGLang prints is no answer
-    here = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # its neighbours have common names
+    folder = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [
+        entry for entry in sys.path if os.path.realpath(entry) != folder
+    ]  # its neighbours have common names
     answer: dict[str, Any]
     try:
-        wanted = sys.argv[1:] == ["options"]
-        answer = {"options": options(), "router": router_options()} if wanted else facts()
+        with_options = sys.argv[1:] == ["options"]
+        answer = {"options": options(), "router": router_options()} if with_options else facts()
     except BaseException as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}

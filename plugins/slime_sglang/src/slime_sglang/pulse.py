@@ -100,8 +100,8 @@ class Pulse:
 def _moved(last: Look, look: Look, rank: int) -> bool:
     if look.ranks[rank][1] != last.ranks[rank][1]:
         return True
-    told = len(look.held) == len(last.held) == len(look.ranks)
-    now, then = (look.held[rank : rank + 1], last.held[rank : rank + 1]) if told else (look.held, last.held)
+    comparable = len(look.held) == len(last.held) == len(look.ranks)
+    now, then = (look.held[rank : rank + 1], last.held[rank : rank + 1]) if comparable else (look.held, last.held)
     return bool(now and then and now != then)
 
 

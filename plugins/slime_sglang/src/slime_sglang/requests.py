@@ -103,9 +103,9 @@ class Requests:
             work = asyncio.ensure_future(place.lane.client.score(tokens, start))
             self._scores.add(work)
             try:
-                found = await work
+                scores = await work
                 _came(place, 1)
-                return found
+                return scores
             except EngineError as error:
                 fenced, caught = place.lane.fenced, error
                 if fenced is None and not isinstance(error, ServerFault):
@@ -160,14 +160,14 @@ class Requests:
 
     async def _piece(self, job: Job) -> None:
         """One server's part of a request."""
-        wanted = job.turn.rest()
+        request = job.turn.rest()
         if job.stopped:
             job.turn.finish = "abort"
-        elif wanted.params.max_new_tokens < 1 and job.turn.pieces:
+        elif request.params.max_new_tokens < 1 and job.turn.pieces:
             job.turn.finish = "length"
         if job.turn.finish:
             return
-        place = await self._placed(job, wanted)
+        place = await self._placed(job, request)
         if place is None:
             return
         lane = place.lane
@@ -175,7 +175,7 @@ class Requests:
         job.left.clear()
         error: EngineError | None = None
         try:
-            piece = await lane.client.generate(wanted, dp_rank=place.rank, low=lane.version, high=self._high)
+            piece = await lane.client.generate(request, dp_rank=place.rank, low=lane.version, high=self._high)
             _came(place, 1 + len(piece.tokens))
         except EngineError as caught:
             error = caught
@@ -184,7 +184,7 @@ class Requests:
             job.left.set()
             self._router.leave(place)
         if error is None:
-            self._note(job, piece, wanted, lane)
+            self._note(job, piece, request, lane)
         elif isinstance(error, ServerFault):
             await self._failed(lane, error, job.failed, f"request {job.id}")
         elif lane.fenced is not None:  # its client was closed under the request
@@ -194,11 +194,11 @@ class Requests:
         else:
             raise error
 
-    async def _placed(self, job: Job, wanted: GenerateRequest) -> Place | None:
+    async def _placed(self, job: Job, request: GenerateRequest) -> Place | None:
         """A place, or None where the request was stopped while it waited for one."""
-        if (place := self._router.take(wanted, job.failed)) is not None:
+        if (place := self._router.take(request, job.failed)) is not None:
             return place
-        job.waiting = asyncio.ensure_future(self._router.pick(wanted, job.failed))
+        job.waiting = asyncio.ensure_future(self._router.pick(request, job.failed))
         try:
             return await job.waiting
         except asyncio.CancelledError:
@@ -209,10 +209,10 @@ class Requests:
         finally:
             job.waiting = None
 
-    def _note(self, job: Job, piece: Completion, wanted: GenerateRequest, lane: Lane) -> None:
+    def _note(self, job: Job, piece: Completion, request: GenerateRequest, lane: Lane) -> None:
         """Keep a piece; one that ended without its caller's wish is no end of the request."""
         turn = job.turn
-        turn.add(piece, wanted.params.max_new_tokens)
+        turn.add(piece, request.params.max_new_tokens)
         if turn.finish != "abort" or job.stopped:
             return
         turn.finish = "length" if len(turn.tokens) >= turn.request.params.max_new_tokens else ""

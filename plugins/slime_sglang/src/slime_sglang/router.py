@@ -272,10 +272,10 @@ def chained(middleware: Sequence[Middleware], last: Next) -> Next:
 
         generate = chained([traced], engine_generate)
     """
-    found = last
+    chain = last
     for layer in reversed(middleware):
-        found = _around(layer, found)
-    return found
+        chain = _around(layer, chain)
+    return chain
 
 
 def _around(layer: Middleware, inner: Next) -> Next:

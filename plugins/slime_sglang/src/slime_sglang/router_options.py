@@ -87,13 +87,15 @@ def router_arguments(
     Raises:
         ConfigError: CFG04 no router is installed beside SGLang; others as `options.arguments`.
     """
-    known = installation.router_options
-    if not known:
+    available = installation.router_options
+    if not available:
         raise missing(installation)
     written = {name.replace("-", "_"): value for name, value in table_of(config).items()}
-    own = {name: value for name, value in _own(config, paired).items() if name in known and name not in written}
-    words = options.arguments(known, own, own=True, family=ROUTER)
-    words += options.arguments(known, table_of(config), version=installation.router, where=where, family=ROUTER)
+    defaults = {
+        name: value for name, value in _own(config, paired).items() if name in available and name not in written
+    }
+    words = options.arguments(available, defaults, by_slime=True, family=ROUTER)
+    words += options.arguments(available, table_of(config), version=installation.router, where=where, family=ROUTER)
     return tuple(words)
 
 
@@ -110,7 +112,7 @@ def missing(installation: Installation) -> ConfigError:
 
 def _own(config: Config, paired: bool) -> dict[str, Any]:
     """What slime sets, by the router's names."""
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "disable_retries": True,  # a try may be running still; `calls` knows when it is over
         "disable_circuit_breaker": True,
         "disable_health_check": True,
@@ -120,7 +122,7 @@ def _own(config: Config, paired: bool) -> dict[str, Any]:
         "balance_abs_threshold": 8,  # requests that a server may have more, for a prefix: all prompts may begin alike
         "balance_rel_threshold": 1.1,
     }
-    return own | ({"pd_disaggregation": True} if paired else {})
+    return options | ({"pd_disaggregation": True} if paired else {})
 
 
 def options_of(installation: Installation) -> dict[str, Option]:
@@ -140,8 +142,8 @@ def wanted(config: Config, *, servers: int, installed: str, paired: bool) -> boo
     Raises:
         ConfigError: CFG04 ``builtin`` with prefill and decode servers.
     """
-    asked = config.rollout.rollout_router
-    if paired and asked == "builtin":
+    router = config.rollout.rollout_router
+    if paired and router == "builtin":
         raise ConfigError(
             "rollout_router = builtin with prefill and decode servers",
             code="CFG04",
@@ -149,4 +151,4 @@ def wanted(config: Config, *, servers: int, installed: str, paired: bool) -> boo
             why="slime's own router sends a request to one server, and theirs need two that are paired",
             fix="--rollout-router sglang",
         )
-    return paired or asked == "sglang" or (asked == "auto" and servers > 1 and bool(installed))
+    return paired or router == "sglang" or (router == "auto" and servers > 1 and bool(installed))

@@ -39,8 +39,8 @@ def notices(config: Config) -> Iterator[str]:
 def spreads(config: Config) -> bool:
     """Whether SGLang's router may choose the server of a request."""
     rollout = config.rollout
-    ours = rollout.rollout_router == "auto" and bool(rollout.rollout_external_engine_addrs)
-    return rollout.rollout_router != "builtin" and not ours
+    direct = rollout.rollout_router == "auto" and bool(rollout.rollout_external_engine_addrs)
+    return rollout.rollout_router != "builtin" and not direct
 
 
 def count(config: Config) -> int:
@@ -67,9 +67,9 @@ def _who_serves(config: Config) -> Iterator[Problem]:
     """Addresses, a file, or numbers: one of them says which servers there are."""
     rollout = config.rollout
     numbers = ("rollout_num_gpus", "rollout_num_engines", "rollout_num_gpus_per_engine")
-    given = [name for name in numbers if _set(config, name)]
+    keys = [name for name in numbers if _set(config, name)]
     if rollout.rollout_external_engine_addrs:
-        for name in [*given, *(["engine_topology"] if rollout.engine_topology else [])]:
+        for name in [*keys, *(["engine_topology"] if rollout.engine_topology else [])]:
             yield conflict(
                 f"{name} and rollout_external_engine_addrs are both set",
                 [f"rollout.{name}", EXTERNAL],
@@ -78,7 +78,7 @@ def _who_serves(config: Config) -> Iterator[Problem]:
             )
         yield from _addresses(rollout)
     elif rollout.engine_topology:
-        for name in given:
+        for name in keys:
             yield conflict(
                 f"{name} and engine_topology are both set",
                 [f"rollout.{name}", TOPOLOGY],
@@ -90,13 +90,13 @@ def _who_serves(config: Config) -> Iterator[Problem]:
 def _addresses(rollout: RolloutSection) -> Iterator[Problem]:
     addresses = rollout.rollout_external_engine_addrs
     for address in addresses:
-        if why := _address_fault(address):
+        if reason := _address_fault(address):
             host = f"http://{address}" if "://" not in address and "/" not in address else "http://HOST:PORT"
             yield conflict(
                 "rollout_external_engine_addrs holds something that is no address of a server",
                 [EXTERNAL],
                 code="CFG03",
-                why=why,
+                why=reason,
                 fix=f"--rollout-external-engine-addrs {host}",
             )
     plain = [address.rstrip("/") for address in addresses]
@@ -138,29 +138,35 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if rollout.rollout_external_engine_addrs or rollout.engine_topology:
         servers = len(rollout.rollout_external_engine_addrs)
     else:
-        each, total, count = rollout.rollout_num_gpus_per_engine, rollout.rollout_num_gpus, rollout.rollout_num_engines
-        own = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+        size, total, count = (
+            rollout.rollout_num_gpus_per_engine,
+            rollout.rollout_num_gpus,
+            rollout.rollout_num_engines,
+        )
+        actor_gpus = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
         shared = not total and cluster.colocate
-        if total % each:
+        if total % size:
             yield conflict(
-                f"rollout_num_gpus = {total} does not divide into servers of rollout_num_gpus_per_engine = {each}",
+                f"rollout_num_gpus = {total} does not divide into servers of rollout_num_gpus_per_engine = {size}",
                 [GPUS, EACH],
-                fix=f"set rollout_num_gpus to a multiple of {each}, such as {total - total % each or each}",
+                fix=f"set rollout_num_gpus to a multiple of {size}, such as {total - total % size or size}",
             )
-        elif count and total and count * each != total:
+        elif count and total and count * size != total:
             yield conflict(
-                f"rollout_num_engines = {count} servers of {each} GPUs are not rollout_num_gpus = {total}",
+                f"rollout_num_engines = {count} servers of {size} GPUs are not rollout_num_gpus = {total}",
                 [COUNT, GPUS, EACH],
-                fix=f"leave rollout_num_engines out, or set rollout_num_gpus to {count * each}",
+                fix=f"leave rollout_num_engines out, or set rollout_num_gpus to {count * size}",
             )
-        elif shared and cluster.device == "cuda" and own % each:
+        elif shared and cluster.device == "cuda" and actor_gpus % size:
             yield conflict(
-                f"the trainer's {own} GPUs do not divide into servers of rollout_num_gpus_per_engine = {each}",
+                f"the trainer's {actor_gpus} GPUs do not divide into servers of rollout_num_gpus_per_engine = {size}",
                 [EACH, "cluster.actor_num_gpus_per_node"],
                 why="colocate = true: servers share the trainer's GPUs",
-                fix=f"set rollout_num_gpus_per_engine to a divisor of {own}",
+                fix=f"set rollout_num_gpus_per_engine to a divisor of {actor_gpus}",
             )
-        servers = count or (total // each if total else own // each if shared and cluster.device == "cuda" else 0)
+        servers = count or (
+            total // size if total else actor_gpus // size if shared and cluster.device == "cuda" else 0
+        )
         if not servers and cluster.device == "cpu":
             servers = 1
     if servers and rollout.min_healthy_engines > servers:
@@ -255,10 +261,10 @@ def _without_effect(config: Config) -> Iterator[str]:
     if _set(config, "rollout_slots"):
         yield "rollout_slots: no effect with rollout_engine = sglang; server_concurrency bounds what is in flight"
     external = rollout.rollout_external_engine_addrs
-    ours = rollout.rollout_router == "builtin" or (external and rollout.rollout_router == "auto")
-    if ours and config.table("sglang").get("router"):
+    direct = rollout.rollout_router == "builtin" or (external and rollout.rollout_router == "auto")
+    if direct and config.table("sglang").get("router"):
         yield "[sglang.router]: no effect; slime's own router spreads the requests (rollout_router = sglang)"
-    if external and set(config.table("sglang")) - (set() if ours else {"python", "env"}) - {"router"}:
+    if external and set(config.table("sglang")) - (set() if direct else {"python", "env"}) - {"router"}:
         yield "[sglang]: no effect on servers that run already; their options were given where they were started"
     if external and _set(config, "rollout_max_restarts"):
         yield "rollout_max_restarts: slime starts no servers that run already; it is how often one may come back"

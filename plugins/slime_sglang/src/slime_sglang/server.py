@@ -122,7 +122,7 @@ class Server:
         await self.stop(grace=0)
         launch = self._launch
         try:
-            begun = await self._host.start(launch, self.address.token)
+            process = await self._host.start(launch, self.address.token)
         except OSError as error:
             if lost := self.lost:
                 raise EngineError(f"{self.title} {lost}", code="ENG84", where=self.where, lost=True) from None
@@ -132,10 +132,10 @@ class Server:
                 where=self.where,
                 fix="sglang.python names the python of an environment that has sglang",
             ) from None
-        self._from = begun.log_begin
+        self._from = process.log_begin
         host = f"[{launch.address}]" if ":" in launch.address else launch.address
         generation = self.address.generation + 1
-        self.address = replace(self.address, url=f"http://{host}:{begun.port}", generation=generation)
+        self.address = replace(self.address, url=f"http://{host}:{process.port}", generation=generation)
         self._end = asyncio.create_task(self._host.ended(), name=f"slime-sglang-{self.address.number}")
 
     async def died(self) -> str:
@@ -186,19 +186,19 @@ class Server:
         """``ready``; ``taken``: somebody else listens on the port; ``late``."""
         self._last = "nobody listens there yet"
         where = self.where if self.owned else EXTERNAL
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             if not self.running:
                 if IN_USE.search(self._written()):
                     return "taken"
                 raise self._silent(await self.died())
-            found = await self._listener()
-            if found == "other":
+            listener = await self._listener()
+            if listener == "other":
                 return "taken"
-            if found == "ours":
-                self._last = await self._greet(where, min(ASK, left))
+            if listener == "ours":
+                self._last = await self._greet(where, min(ASK, remaining))
                 if not self._last:
                     return "ready"
-            await asyncio.sleep(min(POLL, left))
+            await asyncio.sleep(min(POLL, remaining))
         return "late"
 
     async def _greet(self, where: str, timeout: float) -> str:
@@ -216,17 +216,17 @@ class Server:
     # -- what it says
 
     def _silent(self, how: str) -> EngineError:
-        what = f"{self.title} at {self.address.url} {how}"
+        message = f"{self.title} at {self.address.url} {how}"
         if not self.owned:
             return EngineError(
-                what,
+                message,
                 code="ENG69",
                 where=EXTERNAL,
                 why=self._last,
                 fix="start it, or correct its address; rollout.rollout_start_timeout is how long a run waits",
             )
         return EngineError(
-            what,
+            message,
             code="ENG69",
             where=self.where,
             why=f"{self._last}; its log ends\n{self.tail()}",

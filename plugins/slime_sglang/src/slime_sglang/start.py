@@ -57,18 +57,18 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         sites = start.sites or LocalSites(config)
         if config.rollout.rollout_external_engine_addrs:
-            found = attached(config)
+            engines_served = attached(config)
         else:
-            found = await launched(config, sites, start.run_dir, start.epoch, fixed=start.fixed)
-        servers = [server for part in found for server in part.servers]
+            engines_served = await launched(config, sites, start.run_dir, start.epoch, fixed=start.fixed)
+        servers = [server for part in engines_served for server in part.servers]
         stack.push_async_callback(_stop, servers)
         await _start(servers, config.rollout.rollout_start_timeout)
         meeting = sites.meeting([server.address.url for server in servers])
         served: dict[str, SglangEngine] = {}
-        for part in found:
+        for part in engines_served:
             serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
             version = 0 if start.fixed or part.role != POLICY else -1
-            made = await gateways.gateway(
+            router = await gateways.gateway(
                 config,
                 part.servers,
                 part.installation,
@@ -77,7 +77,7 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
                 note=note,
                 site=sites.beside(part.role),
             )
-            gateway = await stack.enter_async_context(made) if made is not None else None
+            gateway = await stack.enter_async_context(router) if router is not None else None
             engine = await _engine(start, serves, part, version, gateway=gateway, host=meeting)
             stack.push_async_callback(engine.close)
             needed = gateways.pairs(gateways.kinds(part.servers))
@@ -85,7 +85,7 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
             watch = Watch(part.servers, engine.fleet, bounds, note=note, needed=needed)
             engine.fleet.watch = await stack.enter_async_context(watch)
             served[part.role] = engine
-        for text in told(found):
+        for text in told(engines_served):
             note(text)
         policy = served.pop(POLICY)
         yield Served(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
@@ -158,9 +158,9 @@ async def _engine(
     if not frozen:
         for text in unused(config, ways):
             note(text)
-    mode, wanted = "enable_deterministic_inference", rollout.rollout_deterministic
-    others = [server.address.url for server in part.servers if not server.facts.get(mode, wanted)]
-    if wanted and others:
+    mode, deterministic = "enable_deterministic_inference", rollout.rollout_deterministic
+    others = [server.address.url for server in part.servers if not server.facts.get(mode, deterministic)]
+    if deterministic and others:
         raise EngineError(
             "rollout_deterministic with a server that is not in deterministic mode",
             code="ENG86",
@@ -202,14 +202,14 @@ async def _engine(
 
 def unused(config: Config, ways: Ways) -> Iterator[str]:
     """Keys that a person set for another way than the one that ``auto`` takes."""
-    rollout, found = config.rollout, ways.transport
+    rollout, transport = config.rollout, ways.transport
     default = type(rollout).model_fields["update_weight_buffer_size"].default
     if rollout.update_weight_transport != "auto":
         return
-    if rollout.update_weight_disk_dir and found != "disk":
-        yield f"update_weight_disk_dir: no effect; update_weight_transport = auto takes {found}"
-    if rollout.update_weight_buffer_size != default and found == "tensor":
-        yield f"update_weight_buffer_size: no effect; update_weight_transport = auto takes {found}: one buffer"
+    if rollout.update_weight_disk_dir and transport != "disk":
+        yield f"update_weight_disk_dir: no effect; update_weight_transport = auto takes {transport}"
+    if rollout.update_weight_buffer_size != default and transport == "tensor":
+        yield f"update_weight_buffer_size: no effect; update_weight_transport = auto takes {transport}: one buffer"
 
 
 def middleware(config: Config) -> list[Middleware]:
@@ -235,12 +235,12 @@ def limits(config: Config) -> Limits:
 
 def told(parts: Sequence[Part]) -> list[str]:
     """Which servers there are, and where their logs."""
-    found = []
+    lines = []
     for part in parts:
-        what = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
+        title = f"SGLang {part.version}".strip() + ("" if part.role == POLICY else f" for {part.role} ({part.model})")
         logs = [server.where for server in part.servers if server.log is not None]
         urls = [server.address.url for server in part.servers]
         count = f"{len(urls)} server{'s' if len(urls) > 1 else ''}"
         where = f"logs: {', '.join(logs)}" if logs else f"at {', '.join(urls)}"
-        found.append(f"{what}: {count}, {where}")
-    return found
+        lines.append(f"{title}: {count}, {where}")
+    return lines

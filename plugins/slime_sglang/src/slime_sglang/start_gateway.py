@@ -33,25 +33,25 @@ def kinds(servers: Sequence[Server]) -> dict[int, str]:
     Raises:
         EngineError: ENG86 kinds that cannot serve one model together.
     """
-    found = {
+    kinds_by_number = {
         server.address.number: KINDS.get(str(server.facts.get("disaggregation_mode") or "null"), "regular")
         for server in servers
     }
-    if set(found.values()) not in ({"regular"}, {"prefill", "decode"}):
+    if set(kinds_by_number.values()) not in ({"regular"}, {"prefill", "decode"}):
         raise EngineError(
-            f"servers of kinds {', '.join(sorted(set(found.values())))} cannot serve one model together",
+            f"servers of kinds {', '.join(sorted(set(kinds_by_number.values())))} cannot serve one model together",
             code="ENG86",
             where=", ".join(server.address.url for server in servers),
             why="a request goes to a regular server, or to a prefill and a decode server",
             fix="start them all without --disaggregation-mode, or some with prefill and the others with decode",
         )
-    return found
+    return kinds_by_number
 
 
-def pairs(found: dict[int, str]) -> list[frozenset[int]]:
+def pairs(by_number: dict[int, str]) -> list[frozenset[int]]:
     """Prefill servers and decode servers: without one of each none serves. Empty for regular ones."""
-    modes = sorted(set(found.values()) - {"regular"})
-    return [frozenset(number for number, kind in found.items() if kind == mode) for mode in modes]
+    modes = sorted(set(by_number.values()) - {"regular"})
+    return [frozenset(number for number, kind in by_number.items() if kind == mode) for mode in modes]
 
 
 async def gateway(
@@ -80,8 +80,8 @@ async def gateway(
         EngineError: ENG86 servers that do not fit each other.
     """
     paired = bool(pairs(kinds(servers)))
-    there = installation.router if installation is not None else ""
-    if not wanted(config, servers=len(servers) if installation is not None else 0, installed=there, paired=paired):
+    version = installation.router if installation is not None else ""
+    if not wanted(config, servers=len(servers) if installation is not None else 0, installed=version, paired=paired):
         return None
     if installation is None:
         installation = await asyncio.to_thread(read_here, config.table("sglang"), config.cluster.device)

@@ -49,8 +49,8 @@ def cut(
         reach = TOKENS_A_CHARACTER * max(map(len, p.stop)) + MARGIN
         before = request.tokens[len(request.tokens) - request.kept :][-reach:]
         span = done.tokens[:end] if not tokenizer else done.tokens[: min(reach, end)]
-        if found := first_stop(before, span, p.stop, decode):
-            end, done.finish = found, "stop"
+        if match := first_stop(before, span, p.stop, decode):
+            end, done.finish = match, "stop"
     if end < len(done.tokens):
         done.tokens, done.log_probs, done.versions = done.tokens[:end], done.log_probs[:end], done.versions[:end]
         done.plain_log_probs = done.plain_log_probs[:end]
@@ -90,5 +90,5 @@ def _text(done: Completion, stops: Sequence[str], decode: Decode | None) -> str:
     if decode is None:
         return ""
     text = decode(done.tokens, True)
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found and done.finish == "stop" else text
+    positions = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(positions)] if positions and done.finish == "stop" else text

@@ -102,13 +102,13 @@ class Topology:
 
         For a GPU without a rank, the first rank on another GPU of the server. Empty where a server has none at all.
         """
-        found = {}
+        beside_of = {}
         for server in (server for group in self.of(POLICY) for server in group.servers):
             near = [gpu for gpu in server.gpus if gpu < world]
             if server.gpus and not near:
                 return {}
-            found[server.number] = tuple(gpu if gpu < world else near[0] for gpu in server.gpus)
-        return found
+            beside_of[server.number] = tuple(gpu if gpu < world else near[0] for gpu in server.gpus)
+        return beside_of
 
     @property
     def servers(self) -> tuple[ServerPlace, ...]:
@@ -149,17 +149,17 @@ def topology(config: Config, *, gpus: int | None = None) -> Topology:
     on_gpu = config.cluster.device != "cpu"
     groups = _read(Path(path), config) if path else [(_described(config, on_gpu), "rollout")]
     first = 0 if config.cluster.colocate else _trainers(config)
-    found = _placed(groups, config.rollout.hf_checkpoint, first, on_gpu)
+    placed = _placed(groups, config.rollout.hf_checkpoint, first, on_gpu)
     if on_gpu and gpus is not None:
-        _check_room(found, first, gpus, config.cluster.colocate)
-    return found
+        _check_room(placed, first, gpus, config.cluster.colocate)
+    return placed
 
 
 def visible(gpus: Sequence[int], environ: Mapping[str, str] | None = None) -> str:
     """CUDA_VISIBLE_DEVICES for a server on these GPUs; numbers count among those that are visible to us."""
     names = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES", "")
-    mine = [name.strip() for name in names.split(",") if name.strip()]
-    return ",".join(mine[gpu] if gpu < len(mine) else str(gpu) for gpu in gpus)
+    devices = [name.strip() for name in names.split(",") if name.strip()]
+    return ",".join(devices[gpu] if gpu < len(devices) else str(gpu) for gpu in gpus)
 
 
 def parallel_size(gpus: int, options: Options, where: str = "sglang") -> int:
@@ -185,8 +185,8 @@ def parallel_size(gpus: int, options: Options, where: str = "sglang") -> int:
 
 
 def _size(options: Options, *names: str) -> int:
-    found = next((options[name] for name in names if name in options), 1)
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
+    size = next((options[name] for name in names if name in options), 1)
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
 
 def _trainers(config: Config) -> int:
@@ -196,18 +196,18 @@ def _trainers(config: Config) -> int:
 def _described(config: Config, on_gpu: bool) -> GroupTable:
     """The one group that rollout_num_* describe."""
     rollout = config.rollout
-    each = rollout.rollout_num_gpus_per_engine
+    size = rollout.rollout_num_gpus_per_engine
     total = rollout.rollout_num_gpus or (_trainers(config) if config.cluster.colocate else 0)
-    count = rollout.rollout_num_engines or (total // each if on_gpu else 1)
+    count = rollout.rollout_num_engines or (total // size if on_gpu else 1)
     if not count:
         raise ConfigError(
-            f"rollout_engine = sglang has no GPU to serve on: {total} for servers of {each}",
+            f"rollout_engine = sglang has no GPU to serve on: {total} for servers of {size}",
             code="CFG04",
             where="rollout.rollout_num_gpus",
             why="the trainer keeps its own (colocate = false)" if not config.cluster.colocate else "",
             fix="--rollout-num-gpus N   or   --colocate",
         )
-    return GroupTable(name=POLICY, count=count, gpus=each)
+    return GroupTable(name=POLICY, count=count, gpus=size)
 
 
 def _read(path: Path, config: Config) -> list[tuple[GroupTable, str]]:
@@ -216,19 +216,19 @@ def _read(path: Path, config: Config) -> list[tuple[GroupTable, str]]:
         text = path.read_bytes().decode("utf-8-sig")
         data = tomllib.loads(text)
     except FileNotFoundError as error:
-        what = f"there is no file {path.absolute()}"
-        raise ConfigError(what, code="CFG05", where=KEY, fix="--engine-topology FILE.toml") from error
+        message = f"there is no file {path.absolute()}"
+        raise ConfigError(message, code="CFG05", where=KEY, fix="--engine-topology FILE.toml") from error
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(what, code="CFG05", where=KEY, fix="--engine-topology FILE.toml") from error
+        message = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(message, code="CFG05", where=KEY, fix="--engine-topology FILE.toml") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}", code="CFG06", where=str(path), fix="mend the file") from error
     origins = Origins({key: f"{path.name}:{line}" for key, line in key_lines(text).items()})
-    found = check_model(File, data)
-    if isinstance(found, list):
-        raise_all([origins.place(problem) for problem in found])
+    content = check_model(File, data)
+    if isinstance(content, list):
+        raise_all([origins.place(problem) for problem in content])
         raise AssertionError
-    groups = [group.model_copy(update={"model": _folder(group.model, path.parent)}) for group in found.group]
+    groups = [group.model_copy(update={"model": _folder(group.model, path.parent)}) for group in content.group]
     raise_all([origins.place(problem) for problem in _problems(groups, path, config)])
     return [(group, origins.of(("group", at)) or path.name) for at, group in enumerate(groups)]
 
@@ -251,38 +251,38 @@ def _problems(groups: Sequence[GroupTable], path: Path, config: Config) -> Itera
         )
     names = [group.name or group.role for group in groups]
     for at, group in enumerate(groups):
-        here = ("group", at)
+        key = ("group", at)
         if names[at] in names[:at]:
-            what = f"two groups are named '{names[at]}'"
-            keys = ((*here, "name") if group.name else here,)
-            yield Problem(code="CFG07", what=what, keys=keys, fix="give each group its own name")
+            message = f"two groups are named '{names[at]}'"
+            keys = ((*key, "name") if group.name else key,)
+            yield Problem(code="CFG07", what=message, keys=keys, fix="give each group its own name")
         if group.role == POLICY and group.model and not _same(group.model, config.rollout.hf_checkpoint):
             yield Problem(
                 code="CFG04",
                 what=f"the policy of group '{names[at]}' is another model than hf_checkpoint",
-                keys=((*here, "model"),),
+                keys=((*key, "model"),),
                 why=f"{group.model} is not {config.rollout.hf_checkpoint}, which is trained and sent to its servers",
                 fix="leave model out, or give the group a role of its own",
             )
         if group.role != POLICY and not group.model:
             fix = 'model = "/path/of/the/model"'
-            what = f"group '{names[at]}' names no model"
-            yield Problem(code="CFG02", what=what, keys=(here,), why=f"its role is {group.role}", fix=fix)
+            message = f"group '{names[at]}' names no model"
+            yield Problem(code="CFG02", what=message, keys=(key,), why=f"its role is {group.role}", fix=fix)
         if os.path.isabs(group.model) and not os.path.isdir(group.model):
-            what = f"group '{names[at]}': there is no model folder {group.model}"
-            yield Problem(code="CFG05", what=what, keys=((*here, "model"),), fix="mend the path")
+            message = f"group '{names[at]}': there is no model folder {group.model}"
+            yield Problem(code="CFG05", what=message, keys=((*key, "model"),), fix="mend the path")
     yield from _roles(groups, config)
 
 
 def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
     """One model a role; prefill and decode belong together."""
     for role in dict.fromkeys(group.role for group in groups):
-        mine = [(at, group) for at, group in enumerate(groups) if group.role == role]
-        modes = {group.mode for _, group in mine}
-        keys = tuple(("group", at, "mode") if group.mode != "regular" else ("group", at) for at, group in mine)
-        if role != POLICY and len({group.model for _, group in mine}) > 1:
-            what = f"role {role} has groups of different models"
-            yield Problem(code="CFG04", what=what, keys=keys, fix="give each model a role of its own")
+        members = [(at, group) for at, group in enumerate(groups) if group.role == role]
+        modes = {group.mode for _, group in members}
+        keys = tuple(("group", at, "mode") if group.mode != "regular" else ("group", at) for at, group in members)
+        if role != POLICY and len({group.model for _, group in members}) > 1:
+            message = f"role {role} has groups of different models"
+            yield Problem(code="CFG04", what=message, keys=keys, fix="give each model a role of its own")
         if modes not in ({"regular"}, {"prefill", "decode"}):
             yield Problem(
                 code="CFG04",
@@ -293,9 +293,9 @@ def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
                 fix="add the other mode, or make all of them regular",
             )
         elif modes != {"regular"} and config.cluster.device == "cpu":
-            why = "SGLang sends their KV cache from pinned memory of GPUs, and its prefill server ends without"
-            what = "prefill and decode groups need GPUs"
-            yield Problem(code="CFG04", what=what, keys=keys, why=why, fix='mode = "regular"')
+            reason = "SGLang sends their KV cache from pinned memory of GPUs, and its prefill server ends without"
+            message = "prefill and decode groups need GPUs"
+            yield Problem(code="CFG04", what=message, keys=keys, why=reason, fix='mode = "regular"')
         elif modes != {"regular"} and config.rollout.rollout_router == "builtin":
             yield Problem(
                 code="CFG04",
@@ -312,14 +312,14 @@ def _same(one: str, other: str) -> bool:
 
 def _placed(groups: Sequence[tuple[GroupTable, str]], policy: str, first: int, on_gpu: bool) -> Topology:
     """Every server with its number and its GPUs, in order."""
-    found, number, gpu = [], 0, first
+    server_groups, number, gpu = [], 0, first
     for group, where in groups:
         servers = []
         for _ in range(group.count):
-            each = group.gpus if on_gpu else 0
-            servers.append(ServerPlace(number=number, gpus=tuple(range(gpu, gpu + each))))
-            number, gpu = number + 1, gpu + each
-        found.append(
+            size = group.gpus if on_gpu else 0
+            servers.append(ServerPlace(number=number, gpus=tuple(range(gpu, gpu + size))))
+            number, gpu = number + 1, gpu + size
+        server_groups.append(
             ServerGroup(
                 name=group.name or group.role,
                 role=group.role,
@@ -331,18 +331,18 @@ def _placed(groups: Sequence[tuple[GroupTable, str]], policy: str, first: int, o
                 where=where,
             )
         )
-    return Topology(groups=tuple(found))
+    return Topology(groups=tuple(server_groups))
 
 
-def _check_room(found: Topology, first: int, gpus: int, shared: bool) -> None:
-    needed = 1 + max((gpu for server in found.servers for gpu in server.gpus), default=-1)
+def _check_room(topology: Topology, first: int, gpus: int, shared: bool) -> None:
+    needed = 1 + max((gpu for server in topology.servers for gpu in server.gpus), default=-1)
     if needed <= gpus:
         return
-    parts = [f"{len(group.servers)} x {group.gpus} for {group.name}" for group in found.groups]
+    parts = [f"{len(group.servers)} x {group.gpus} for {group.name}" for group in topology.groups]
     raise ConfigError(
         f"the run needs {needed} GPUs and sees {gpus}",
         code="CFG04",
-        where=found.groups[0].where,
+        where=topology.groups[0].where,
         why=", ".join([*parts, "shared with the trainer" if shared else f"and {first} for the trainer"]),
         fix="fewer or smaller servers (--rollout-num-gpus, --rollout-num-gpus-per-engine, --engine-topology), or "
         "--colocate",

@@ -44,12 +44,12 @@ async def check_vocabulary(client: Client, facts: Mapping[str, Any], *, vocab_si
         EngineError: TOK40 another number of ids, or another tokenizer: both models are named.
     """
     names = f"it serves {_named(facts, 'model_path')}", f"the trainer's is {getattr(tokenizer, 'name_or_path', '')!r}"
-    found = await _size(client)
-    if found is None:
+    size = await _size(client)
+    if size is None:
         _say(client, "size of its vocabulary", "it does not tell the range of ids")
-    elif found != vocab_size:
+    elif size != vocab_size:
         raise EngineError(
-            f"SGLang server {client.address.number} has {found} token ids, and the trainer's model {vocab_size}",
+            f"SGLang server {client.address.number} has {size} token ids, and the trainer's model {vocab_size}",
             code="TOK40",
             where=client.address.url,
             why="; ".join(names),
@@ -58,17 +58,17 @@ async def check_vocabulary(client: Client, facts: Mapping[str, Any], *, vocab_si
     if tokenizer is None or facts.get(NO_TOKENIZER):
         return
     texts = _texts(tokenizer, vocab_size)
-    theirs = await _ids(client, texts)
-    if isinstance(theirs, str):
-        return _say(client, "tokenizer", theirs)
-    for text, their in zip(texts, theirs, strict=True):
-        ours = tokenizer.encode(text, add_special_tokens=False)
-        if list(their) != list(ours):
+    server_ids = await _ids(client, texts)
+    if isinstance(server_ids, str):
+        return _say(client, "tokenizer", server_ids)
+    for text, their in zip(texts, server_ids, strict=True):
+        local_ids = tokenizer.encode(text, add_special_tokens=False)
+        if list(their) != list(local_ids):
             raise EngineError(
                 f"SGLang server {client.address.number} has another tokenizer than the trainer",
                 code="TOK40",
                 where=client.address.url,
-                why=f"{text[:40]!r} is {_short(their)} there and {_short(ours)} here; "
+                why=f"{text[:40]!r} is {_short(their)} there and {_short(local_ids)} here; "
                 f"its tokenizer is {_named(facts, 'tokenizer_path')}, {names[1]}",
                 fix="serve the tokenizer of rollout.hf_checkpoint, of the same version on both sides",
             )
@@ -82,8 +82,8 @@ async def _size(client: Client) -> int | None:
     except EngineError as error:
         if error.code != "ENG78":
             raise
-        known = RANGE.search(error.what)
-        return int(known[1]) + 1 if known else None
+        match = RANGE.search(error.what)
+        return int(match[1]) + 1 if match else None
     return None
 
 
@@ -96,16 +96,16 @@ async def _ids(client: Client, texts: Sequence[str]) -> Sequence[Sequence[int]] 
         if error.code not in ("ENG71", "ENG75", "ENG78"):  # another route, or an answer of SGLang that says why not
             raise
         return error.why or error.what
-    found = answer.get("tokens")
-    if not isinstance(found, list) or len(found) != len(texts) or not all(isinstance(ids, list) for ids in found):
+    tokens = answer.get("tokens")
+    if not isinstance(tokens, list) or len(tokens) != len(texts) or not all(isinstance(ids, list) for ids in tokens):
         return f"/tokenize answered {str(answer)[:100]}"
-    return found
+    return tokens
 
 
 def _texts(tokenizer: Any, vocab_size: int) -> list[str]:
     """A few sentences, the special tokens, and the texts of ids from all over the vocabulary."""
-    known = min(vocab_size, len(tokenizer))
-    spread = range(0, known, max(1, known // IDS))
+    size = min(vocab_size, len(tokenizer))
+    spread = range(0, size, max(1, size // IDS))
     decoded = [tokenizer.decode([number], skip_special_tokens=False) for number in spread]
     return [text for text in dict.fromkeys((*TEXTS, *tokenizer.all_special_tokens, *decoded)) if text]
 

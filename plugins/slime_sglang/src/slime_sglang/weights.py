@@ -65,24 +65,24 @@ class Ways:
         """
         maps: Transport = "disk" if self.unmapped else "tensor"
         auto: Transport = "disk" if self.device == "cpu" else maps if self.shared else "nccl"
-        found: Transport = auto if self.wanted == "auto" else self.wanted
-        if found == "tensor" and (why := self.unmapped):
+        transport: Transport = auto if self.wanted == "auto" else self.wanted
+        if transport == "tensor" and (reason := self.unmapped):
             raise EngineError(
                 "weights cannot go by tensor",
                 code="ENG86",
                 where="rollout.update_weight_transport",
-                why=why,
+                why=reason,
                 fix="--update-weight-transport disk   or the same torch in both environments, and servers on the "
                 "trainer's GPUs",
             )
-        if NEEDS[found] not in self.features:
+        if NEEDS[transport] not in self.features:
             raise EngineError(
-                f"this SGLang takes no weights by {found}",
+                f"this SGLang takes no weights by {transport}",
                 code="ENG86",
                 where="rollout.update_weight_transport",
                 fix="--update-weight-transport disk   or a newer SGLang",
             )
-        return found
+        return transport
 
 
 class Weights:
@@ -95,8 +95,8 @@ class Weights:
 
     def __init__(self, ways: Ways, note: Callable[[str], None] = lambda text: None) -> None:
         self._ways, self._note = ways, note
-        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (why := ways.unmapped):
-            note(f"weights go through a folder (disk) and not from memory to memory: {why}")
+        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (reason := ways.unmapped):
+            note(f"weights go through a folder (disk) and not from memory to memory: {reason}")
         self._choice: Choice | None = None
         self._silent = False  # nothing can be compared
         self._group = ""  # of processes, for nccl
@@ -109,7 +109,7 @@ class Weights:
             EngineError: ENG86 the installation lacks the transport, or a model whose tensors are not known.
         """
         ways = self._ways
-        found = WeightRoute(
+        route = WeightRoute(
             transport=ways.transport,
             dtype=ways.dtype,
             buffer_bytes=ways.buffer_bytes,
@@ -117,18 +117,18 @@ class Weights:
             checks=await self._checks(check, lanes),
             timeout=ways.timeout,
         )
-        if found.transport == "disk":
-            return replace(found, folder=str(ways.folder))
-        if found.transport == "tensor":
+        if route.transport == "disk":
+            return replace(route, folder=str(ways.folder))
+        if route.transport == "tensor":
             ranks = {rank for lane in lanes for rank in ways.places.get(lane.number, ())}
-            return replace(found, copies=tuple(sorted(ranks - {0})))
+            return replace(route, copies=tuple(sorted(ranks - {0})))
         members, world = {}, 1
         for lane in lanes:
             members[lane.key] = world
             world += lane.world
         if members != self._members or not self._group:
             self._group, self._members = f"slime-{secrets.token_hex(4)}", members
-        return replace(found, address=f"{ways.host}:0", world=world, group=self._group)
+        return replace(route, address=f"{ways.host}:0", world=world, group=self._group)
 
     async def load(self, lane: Lane, update: WeightUpdate, *, flush: bool) -> None:
         """Have one server take an update; raises as `loading.load`."""
@@ -155,26 +155,26 @@ class Weights:
 
     async def _choose(self, lane: Lane) -> Choice | None:
         """What can be compared on servers like this one."""
-        why = ""
+        reason = ""
         if "weights_checker" not in self._ways.features:
-            why = "this SGLang answers no checksums"
+            reason = "this SGLang answers no checksums"
         elif self._ways.model is None:
-            why = "nothing is known of the model's tensors"
+            reason = "nothing is known of the model's tensors"
         elif lane.fact("enable_dp_attention"):
-            why = "ranks of data-parallel attention hold other parts than the layout knows"
+            reason = "ranks of data-parallel attention hold other parts than the layout knows"
         elif lane.fact("pp_size", 1) != 1:
-            why = "pipeline stages hold a part of the layers each"
+            reason = "pipeline stages hold a part of the layers each"
         elif lane.fact("quantization"):
-            why = f"the servers quantize what they load ({lane.fact('quantization')})"
-        if why:
+            reason = f"the servers quantize what they load ({lane.fact('quantization')})"
+        if reason:
             self._silent = True
-            self._note(f"tensors of servers are not compared with the trainer's: {why}")
+            self._note(f"tensors of servers are not compared with the trainer's: {reason}")
             return None
         ranks = await lane.client.checksums()
         rows = layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1))
-        if (known := _told_ranks(lane, len(ranks))) < lane.tp:
+        if (count := _told_ranks(lane, len(ranks))) < lane.tp:
             self._note(f"of each server's {lane.tp} ranks this SGLang tells checksums of the first alone")
-            rows = tuple(row for row in rows if row.rank < known)
+            rows = tuple(row for row in rows if row.rank < count)
         return Choice(rows)
 
     def all_checks(self) -> tuple[Held, ...]:
@@ -192,23 +192,25 @@ class Weights:
         return expected(Shards.open(folder), self.all_checks(), dtype, kind)
 
 
-def why_unmapped(theirs: str, ours: str = "") -> str:
-    """Why servers with torch ``theirs`` cannot map memory of a trainer with ``ours``, by default that of this process;
-    empty where they can.
+def why_unmapped(server_version: str, trainer_version: str = "") -> str:
+    """Why servers with torch ``server_version`` cannot map the memory of a trainer; empty where they can.
 
+    ``trainer_version`` is by default the torch of this process.
     What both sides exchange is torch's own, and has changed between minor versions.
     """
-    ours = ours or version_of("torch")
-    if not theirs:
-        return f"the servers' torch is not known, ours is {ours}"
-    if _minor(theirs) == _minor(ours):
+    trainer_version = trainer_version or version_of("torch")
+    if not server_version:
+        return f"the servers' torch is not known, ours is {trainer_version}"
+    if _minor(server_version) == _minor(trainer_version):
         return ""
-    return f"the servers have torch {theirs} and the trainer {ours}; both need the same minor version"
+    return (
+        f"the servers have torch {server_version} and the trainer {trainer_version}; both need the same minor version"
+    )
 
 
 def _minor(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else version
 
 
 def checksum_of(device: str) -> Checksum:
@@ -218,14 +220,14 @@ def checksum_of(device: str) -> Checksum:
 
 def told(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """One server's checksums by `types.Held.key`, under the names of its copies of the model."""
-    found: dict[str, dict[str, str]] = {}
-    each = _told_ranks(lane, len(ranks))
+    fingerprints: dict[str, dict[str, str]] = {}
+    ranks_per = _told_ranks(lane, len(ranks))
     for at, tensors in enumerate(ranks):
-        copy, rank = divmod(at, each)
-        label = f"server {lane.number}" + (f" copy {copy}" if len(ranks) > each else "")
+        copy, rank = divmod(at, ranks_per)
+        label = f"server {lane.number}" + (f" copy {copy}" if len(ranks) > ranks_per else "")
         keys = {f"{name}@{rank}" if rank else name: value for name, value in tensors.items()}
-        found.setdefault(label, {}).update(keys)
-    return found
+        fingerprints.setdefault(label, {}).update(keys)
+    return fingerprints
 
 
 def _told_ranks(lane: Lane, answers: int) -> int:

@@ -58,8 +58,8 @@ class Expected:
 
 def meta(answer: Any, where: str) -> dict[str, Any]:
     """The ``meta_info`` of an answer that has the shape of one; ServerFault ENG71 where it has not."""
-    found = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(found, dict) or not isinstance(answer.get("output_ids"), list):
+    info = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(info, dict) or not isinstance(answer.get("output_ids"), list):
         raise fault(
             "the answer is none of SGLang's /generate",
             "ENG71",
@@ -68,7 +68,7 @@ def meta(answer: Any, where: str) -> dict[str, Any]:
             why=f"it says {repr(answer)[:200]}, and output_ids and meta_info are missing",
             fix="look which service has this port",
         )
-    return found
+    return info
 
 
 def completion(answer: Any, expected: Expected, *, final: bool = True) -> Completion:
@@ -108,22 +108,22 @@ def completion(answer: Any, expected: Expected, *, final: bool = True) -> Comple
 
 
 def _finish(info: Mapping[str, Any], where: str) -> Finish:
-    found = info.get("finish_reason")
-    reason: dict[str, Any] = found if isinstance(found, dict) else {}
+    info_reason = info.get("finish_reason")
+    reason: dict[str, Any] = info_reason if isinstance(info_reason, dict) else {}
     kind = reason.get("type")
-    if known := ENDS.get(kind):
+    if finish := ENDS.get(kind):
         if reason.get("matched") == "NaN happened":  # SGLang's own words, with a token of its choice
             raise fault("the server drew a token from logits that are not finite", "ENG80", where)
-        return known
+        return finish
     if kind == "abort":
-        status, said = reason.get("status_code"), str(reason.get("message") or "")
+        status, message = reason.get("status_code"), str(reason.get("message") or "")
         if status == 400:
-            raise refusal(f"the server refuses the request: {said}", where)
+            raise refusal(f"the server refuses the request: {message}", where)
         if isinstance(status, int) and status >= 400:
-            raise fault(f"the server gave the request up (status {status}): {said}", "ENG75", where, again=True)
+            raise fault(f"the server gave the request up (status {status}): {message}", "ENG75", where, again=True)
         return "abort"
     raise fault(
-        f"the request ended for an unknown reason, {found!r}"[:300],
+        f"the request ended for an unknown reason, {info_reason!r}"[:300],
         "ENG81",
         where,
         again=True,
@@ -131,11 +131,11 @@ def _finish(info: Mapping[str, Any], where: str) -> Finish:
     )
 
 
-def refusal(said: str, where: str) -> EngineError:
+def refusal(message: str, where: str) -> EngineError:
     """What a server answers with status 400 to a request: ENG72 where it is too long, else ENG78."""
-    if any(words in said for words in TOO_LONG):
-        return too_long(said, where)
-    return EngineError(said, code="ENG78", where=where, fix="see the server's log")
+    if any(words in message for words in TOO_LONG):
+        return too_long(message, where)
+    return EngineError(message, code="ENG78", where=where, fix="see the server's log")
 
 
 def _check_counts(info: Mapping[str, Any], tokens: list[int], expected: Expected, where: str) -> None:
@@ -157,9 +157,9 @@ def _check_counts(info: Mapping[str, Any], tokens: list[int], expected: Expected
             where,
             why="they begin with the prompt" if echoed else "",
         )
-    heard = info.get("prompt_tokens", len(prompt))
-    if heard != len(prompt):
-        raise fault(f"the prompt has {len(prompt)} tokens and the server saw {heard}", "ENG82", where)
+    reported = info.get("prompt_tokens", len(prompt))
+    if reported != len(prompt):
+        raise fault(f"the prompt has {len(prompt)} tokens and the server saw {reported}", "ENG82", where)
 
 
 def log_probs(rows: Any, tokens: list[int], where: str) -> list[float]:
@@ -232,37 +232,37 @@ def versions(info: Mapping[str, Any], count: int, expected: Expected, where: str
         if expected.spans and expected.low != expected.high:
             raise fault("the answer does not say which weights made which tokens", "ENG83", where)
         return [version(info.get("weight_version"), expected, where)] * count
-    found: list[int] = []
+    token_versions: list[int] = []
     try:
         for span in spans:
-            if span["start"] != len(found) or not len(found) < span["end"] <= count:
+            if span["start"] != len(token_versions) or not len(token_versions) < span["end"] <= count:
                 raise ValueError
-            found += [version(span["version"], expected, where)] * (span["end"] - span["start"])
-        if len(found) != count:
+            token_versions += [version(span["version"], expected, where)] * (span["end"] - span["start"])
+        if len(token_versions) != count:
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise fault(f"the spans of versions do not cover {count} tokens: {spans!r}"[:400], "ENG83", where) from None
-    return found
+    return token_versions
 
 
 def version(stamp: Any, expected: Expected, where: str) -> int:
     """The number of a stamp ``EPOCH.VERSION``; ServerFault ENG83 where it is not one that may be."""
     epoch, _, number = stamp.partition(".") if isinstance(stamp, str) else ("", "", "")
     if not (epoch.isascii() and epoch.isdigit() and number.isascii() and number.isdigit()):
-        why = "its weights were not loaded by this run"
+        reason = "its weights were not loaded by this run"
     elif int(epoch) != expected.epoch:
-        why = f"this process is epoch {expected.epoch}"
+        reason = f"this process is epoch {expected.epoch}"
     elif int(number) < expected.low:
-        why = f"older than version {expected.low}"
+        reason = f"older than version {expected.low}"
     elif int(number) > expected.high:
-        why = f"newer than version {expected.high}"
+        reason = f"newer than version {expected.high}"
     else:
         return int(number)
     raise fault(
         f"the server stamps weight version {stamp!r}, which cannot be",
         "ENG83",
         where,
-        why=why,
+        why=reason,
         fix="nothing else may load weights into this server",
     )
 
@@ -283,8 +283,8 @@ def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -
         count = len(rows) - 1 if isinstance(rows, list) else "no"
         raise fault(f"{len(tokens) - start} log-probs were asked for and {count} came", "ENG79", "score")
     last = vocab_size - 1
-    told = [
+    echoed = [
         0 if token == last and isinstance(row, list) and row[1:2] == [0] else token
         for token, row in zip(tokens[start:], rows[1:], strict=True)
     ]
-    return np.asarray(log_probs(rows[1:], told, "score"), dtype=np.float32)
+    return np.asarray(log_probs(rows[1:], echoed, "score"), dtype=np.float32)

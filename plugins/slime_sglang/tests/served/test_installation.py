@@ -71,7 +71,7 @@ def test_sglangs_own_parser_reads_our_words_as_they_were_meant(installed, sglang
         "served_model_name": 7,
         "expert_parallel_size": 1,
     }
-    words = arguments(installed, {"model_path": "/m", "tp_size": 1}, own=True) + arguments(installed, table)
+    words = arguments(installed, {"model_path": "/m", "tp_size": 1}, by_slime=True) + arguments(installed, table)
     names = [*(name.replace("-", "_") for name in table if name != "expert_parallel_size"), "ep_size", "model_path"]
     done = subprocess.run(
         [sglang_python, "-c", PARSE, json.dumps(words), json.dumps(names)],

@@ -22,7 +22,7 @@ class Unjudgeable(Exception):
 
 @contextmanager
 def heard(outcome: Outcome, problem: Problem, action: str, where: str = "") -> Iterator[Tree]:
-    """What the reference's process answered, to be read in the block; ``action`` cannot be done where it says an error.
+    """What the reference's process answered, read in the block; ``action`` cannot be done where it says an error.
 
     Raises:
         Unjudgeable: it ended badly or says that it cannot, or the block finds nonsense in the answer.

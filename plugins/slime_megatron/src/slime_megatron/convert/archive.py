@@ -59,8 +59,8 @@ def _pickled(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     stride = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
     storage = b"(" + _text("storage") + b"ctorch\n" + NAMES[dtype].encode() + b"\n" + _text("0") + _text("cpu")
     storage += _int(math.prod(shape)) + b"tQ"
-    made = storage + _int(0) + _tuple(shape) + _tuple(stride) + b"\x89" + b"ccollections\nOrderedDict\n)R"
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + made + b"tR."
+    body = storage + _int(0) + _tuple(shape) + _tuple(stride) + b"\x89" + b"ccollections\nOrderedDict\n)R"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + body + b"tR."
 
 
 def _local(name: str, aligned: int = 0) -> bytes:

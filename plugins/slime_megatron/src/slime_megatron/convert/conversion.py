@@ -158,26 +158,26 @@ def _hf_rows(
     Raises:
         DataError: TOK46.
     """
-    met, used, found = Fit(), set[str](), list[Rows]()
+    met, used, hf_rows = Fit(), set[str](), list[Rows]()
     for entry in entries:
-        here = [form for form in forms(entry, sizes, bridge.attention) if _is_there(form, folder)]
-        if not here:
+        places = [form for form in forms(entry, sizes, bridge.attention) if _is_there(form, folder)]
+        if not places:
             _note_missing(met, entry, folder, sizes, bridge)
             continue
-        used.update(place.key for form in here for place in form)
-        parts = [Whole(folder, place.key, place.index) for place in here[0]]
+        used.update(place.key for form in places for place in form)
+        parts = [Whole(folder, place.key, place.index) for place in places[0]]
         whole, expected = _above(entry.megatron, parts), whole_shape(entry, sizes)
         is_, rows = whole.shape, sizes.vocab if entry.kind == "vocabulary" else expected[0]
         if is_[1:] != expected[1:] or (is_[0] != rows and not (entry.kind == "vocabulary" and is_[0] > rows)):
-            met.shapes.append((here[0][0].key, is_, (rows, *expected[1:])))
+            met.shapes.append((places[0][0].key, is_, (rows, *expected[1:])))
         else:
-            found += parted(entry, whole, sizes)
+            hf_rows += parted(entry, whole, sizes)
     shown = {key for key, _, _ in met.shapes}
     others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith(BESIDE)}
     met.extra = sorted(folder.tensors.keys() - used - shown - others)
     if not met:
         raise misfit(met, folder.path, against)
-    return found
+    return hf_rows
 
 
 def _is_there(form: Sequence[Place], folder: DistFolder) -> bool:

@@ -59,12 +59,12 @@ class Tensor:
     def of(self, index: tuple[int, ...]) -> list[Chunk]:
         """The chunks that hold something at an index of the first axes."""
         if not self.by_lead:
-            found: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+            groups: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
             for chunk in self.chunks:
                 spans = (range(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes[: len(index)]))
                 for one in product(*spans):
-                    found[one].append(chunk)
-            self.by_lead = found
+                    groups[one].append(chunk)
+            self.by_lead = groups
         return self.by_lead.get(index, [])
 
 
@@ -92,13 +92,13 @@ class DistFolder:
         folder = find(path)
         check_format(folder)
         data = _trusted_bytes(folder, trusted)
-        known: Any = read_metadata(data, str(folder / METADATA))
+        metadata: Any = read_metadata(data, str(folder / METADATA))
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
         try:
             tensors = {
-                str(key): _tensor(folder, key, held, known.storage_data, sizes)
-                for key, held in known.state_dict_metadata.items()
-                if isinstance(held, TensorStorageMetadata)
+                str(key): _tensor(folder, key, tensor, metadata.storage_data, sizes)
+                for key, tensor in metadata.state_dict_metadata.items()
+                if isinstance(tensor, TensorStorageMetadata)
             }
         except (TypeError, AttributeError, ValueError) as error:
             if isinstance(error, DataError):
@@ -114,14 +114,14 @@ class DistFolder:
         """
         place = (chunk.file, chunk.begin)
         if place not in self._starts:
-            what = f"tensor {key} at {list(chunk.offsets)}"
-            start, record = locate(chunk.file, chunk.begin, chunk.length, what)
+            subject = f"tensor {key} at {list(chunk.offsets)}"
+            start, record = locate(chunk.file, chunk.begin, chunk.length, subject)
             stride = tuple(math.prod(record.shape[n + 1 :]) for n in range(len(record.shape)))
             plain = all(a == b or size == 1 for a, b, size in zip(record.stride, stride, record.shape))
             if (record.shape, record.dtype) != (chunk.sizes, dtype) or not plain:
                 raise _damaged(
                     chunk.file,
-                    f"{what} is {list(chunk.sizes)} of {dtype} in {METADATA}, and in the file {list(record.shape)} "
+                    f"{subject} is {list(chunk.sizes)} of {dtype} in {METADATA}, and in the file {list(record.shape)} "
                     f"of {record.dtype} with strides {list(record.stride)}",
                 )
             with self._lock:
@@ -140,9 +140,9 @@ class Whole:
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        held = self.folder.tensors[self.key]
-        object.__setattr__(self, "shape", held.shape[len(self.index) :])
-        object.__setattr__(self, "dtype", held.dtype)
+        tensor = self.folder.tensors[self.key]
+        object.__setattr__(self, "shape", tensor.shape[len(self.index) :])
+        object.__setattr__(self, "dtype", tensor.dtype)
 
     @property
     def name(self) -> str:
@@ -162,13 +162,13 @@ class Whole:
             one = math.prod(inner)
             place = self._element(chunk, lead) * rows * one + (begin - row) * one
             offset = self.folder.start_of(chunk, self.key, self.dtype) + place * self.dtype.itemsize
-            needed, what = (end - begin) * one, f"tensor {self.name}"
+            needed, subject = (end - begin) * one, f"tensor {self.name}"
             if inner == self.shape[1:]:
                 size = one * self.dtype.itemsize
-                read_at(chunk.file, offset, into[(begin - first) * size : (end - first) * size], what, "TOK201")
+                read_at(chunk.file, offset, into[(begin - first) * size : (end - first) * size], subject, "TOK201")
             else:
                 part = bytearray(needed * self.dtype.itemsize)
-                read_at(chunk.file, offset, memoryview(part), what, "TOK201")
+                read_at(chunk.file, offset, memoryview(part), subject, "TOK201")
                 box = (slice(begin - first, end - first), *(slice(o, o + s) for o, s in zip(rest, inner)))
                 target[box] = torch.frombuffer(part, dtype=self.dtype).view(end - begin, *inner)
             filled += needed
@@ -243,11 +243,11 @@ def check_format(folder: Path) -> None:
         DataError: TOK201 it is incomplete, TOK202 of another format.
     """
     try:
-        said = json.loads((folder / FORMAT).read_bytes())
-        backend = str(said["sharded_backend"])
+        settings = json.loads((folder / FORMAT).read_bytes())
+        backend = str(settings["sharded_backend"])
     except OSError:
-        why = f"it has no {FORMAT}, which a save writes last"
-        raise _damaged(folder, why, "its save did not end: take the checkpoint before it") from None
+        reason = f"it has no {FORMAT}, which a save writes last"
+        raise _damaged(folder, reason, "its save did not end: take the checkpoint before it") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(folder / FORMAT, f"it does not name the format: {error!r}") from error
     if backend != BACKEND:
@@ -287,24 +287,26 @@ def _marks(manifest: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _tensor(folder: Path, key: str, held: TensorStorageMetadata, stored: Mapping[Any, Any], files: Any) -> Tensor:
+def _tensor(folder: Path, key: str, metadata: TensorStorageMetadata, stored: Mapping[Any, Any], files: Any) -> Tensor:
     """A tensor's chunks, after each was found in a file that is long enough, and all together fill it."""
-    shape, chunks = tuple(held.size), []
-    for box in held.chunks:
+    shape, chunks = tuple(metadata.size), []
+    for box in metadata.chunks:
         info = stored.get(MetadataIndex(key, box.offsets))
-        what = f"tensor {key} at {list(box.offsets)}"
+        subject = f"tensor {key} at {list(box.offsets)}"
         if info is None:
-            raise _damaged(folder / METADATA, f"it does not say where {what} is")
+            raise _damaged(folder / METADATA, f"it does not say where {subject} is")
         name, end = str(info.relative_path), info.offset + info.length
         if getattr(info, "transform_descriptors", None):
-            raise _other(folder, f"{what} is packed by {', '.join(info.transform_descriptors)}")
+            raise _other(folder, f"{subject} is packed by {', '.join(info.transform_descriptors)}")
         if Path(name).name != name or name not in files:
-            raise _damaged(folder, f"{what} is in {name}, which is not there")
+            raise _damaged(folder, f"{subject} is in {name}, which is not there")
         if files[name] < end:
-            raise _damaged(folder / name, f"it has {files[name]} bytes, {what} ends at byte {end}: it was cut short")
+            raise _damaged(
+                folder / name, f"it has {files[name]} bytes, {subject} ends at byte {end}: it was cut short"
+            )
         chunks.append(Chunk(tuple(box.offsets), tuple(box.sizes), folder / name, info.offset, info.length))
     _check_cover(folder, key, shape, chunks)
-    return Tensor(key, shape, held.properties.dtype, chunks)
+    return Tensor(key, shape, metadata.properties.dtype, chunks)
 
 
 def _check_cover(folder: Path, key: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
@@ -315,8 +317,10 @@ def _check_cover(folder: Path, key: str, shape: tuple[int, ...], chunks: Sequenc
     )
     count = sum(math.prod(chunk.sizes) for chunk in chunks)
     if not inside or count != math.prod(shape):
-        what = f"the parts of {key} hold {count} elements, {list(shape)} has {math.prod(shape)}"
-        raise _damaged(folder / METADATA, what, "its save did not end, or ranks are missing: take the one before it")
+        message = f"the parts of {key} hold {count} elements, {list(shape)} has {math.prod(shape)}"
+        raise _damaged(
+            folder / METADATA, message, "its save did not end, or ranks are missing: take the one before it"
+        )
 
 
 def _damaged(where: Path, why: str, fix: str = "copy or save the checkpoint again") -> DataError:

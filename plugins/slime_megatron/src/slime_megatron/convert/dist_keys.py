@@ -84,19 +84,19 @@ def forms(entry: Entry, sizes: Sizes, attention: Attention) -> Iterator[tuple[Pl
     for rest in _names(entry, attention):
         for layers_apart in (False, True):
             for experts_apart in (False, True) if entry.expert >= 0 else (False,):
-                found = _place(entry, rest, sizes, layers_apart, experts_apart)
-                yield (found,)
+                place = _place(entry, rest, sizes, layers_apart, experts_apart)
+                yield (place,)
                 if entry.kind == "gate_up":
-                    yield tuple(Place(f"{found.key}_{half}", found.lead) for half in "wv")
+                    yield tuple(Place(f"{place.key}_{half}", place.lead) for half in "wv")
 
 
 def _names(entry: Entry, attention: Attention) -> list[str]:
     """Its name within the layer, and those of other layer specs."""
     if entry.layer < 0:
         return [entry.megatron]
-    own = entry.megatron.removeprefix(f"{LAYERS}{entry.layer}.")
-    known = FUSED[attention].items()
-    return [own, *(own.replace(plain, fused) for plain, fused in known if own.startswith(plain))]
+    name = entry.megatron.removeprefix(f"{LAYERS}{entry.layer}.")
+    renamed = FUSED[attention].items()
+    return [name, *(name.replace(plain, fused) for plain, fused in renamed if name.startswith(plain))]
 
 
 def _place(entry: Entry, rest: str, sizes: Sizes, layers_apart: bool, experts_apart: bool) -> Place:

@@ -61,9 +61,9 @@ class Forbidden(pickle.UnpicklingError):
 
 
 class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any]) -> None:
+    def __init__(self, data: bytes, globals_: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = known
+        self._known = globals_
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
@@ -74,8 +74,8 @@ class _Restricted(pickle.Unpickler):
             return Inert
         raise Forbidden(f"{module}.{name}")
 
-    def persistent_load(self, found: Any) -> Any:
-        kind, dtype, key, *_ = found
+    def persistent_load(self, reference: Any) -> Any:
+        kind, dtype, key, *_ = reference
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"a stored object of kind {kind!r}")
         return str(key), dtype
@@ -87,17 +87,17 @@ def read_metadata(data: bytes, where: str) -> metadata.Metadata:
     Raises:
         DataError: TOK203 it names something else than metadata, TOK201 it is damaged.
     """
-    known = {
+    allowed = {
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): _layout,
         ("collections", "OrderedDict"): OrderedDict,
         **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
     }
-    found = _load(data, known, where)
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+    contents = _load(data, allowed, where)
+    if not isinstance(contents, metadata.Metadata) or not isinstance(contents.storage_data, dict):
         raise _damaged(where, "it holds no metadata of a distributed checkpoint")
-    return found
+    return contents
 
 
 def read_record(data: bytes, where: str) -> Record:
@@ -106,20 +106,20 @@ def read_record(data: bytes, where: str) -> Record:
     Raises:
         DataError: TOK203, TOK201 as :func:`read_metadata`.
     """
-    known = {
+    allowed = {
         ("torch._utils", "_rebuild_tensor_v2"): _record,
         ("collections", "OrderedDict"): OrderedDict,
         **{("torch", name): dtype for name, dtype in STORAGES.items()},
     }
-    found = _load(data, known, where)
-    if not isinstance(found, Record):
+    record = _load(data, allowed, where)
+    if not isinstance(record, Record):
         raise _damaged(where, "it holds no tensor")
-    return found
+    return record
 
 
-def _load(data: bytes, known: Mapping[tuple[str, str], Any], where: str) -> Any:
+def _load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
     try:
-        return _Restricted(data, known).load()
+        return _Restricted(data, allowed).load()
     except Forbidden as error:
         raise DataError(
             f"the pickle names {error}, which no checkpoint's metadata is made of",

@@ -170,8 +170,8 @@ class BroadcastSender:
         if self._device.type != "cuda":
             return lambda count: torch.empty(count, dtype=torch.uint8)
         free, _ = torch.cuda.mem_get_info(self._device)
-        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        if size + SPARE < free + held:
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if size + SPARE < free + cached:
             return lambda count: torch.empty(count, dtype=torch.uint8, device=self._device)
         return lambda count: torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
@@ -238,11 +238,11 @@ def _listen(route: WeightRoute) -> tuple[Store, str, Store]:
             why=str(error),
             fix="set rollout.update_weight_transport=disk, or free the port",
         ) from error
-    held = sock.getsockname()[1]
+    open_port = sock.getsockname()[1]
     names: Any = dist
     store = names.TCPStore(
         host.strip("[]"),
-        held,
+        open_port,
         route.world,
         is_master=True,
         wait_for_workers=False,
@@ -250,7 +250,7 @@ def _listen(route: WeightRoute) -> tuple[Store, str, Store]:
         multi_tenant=True,
         master_listen_fd=sock.detach(),
     )
-    return store, f"{host}:{held}", open_store(f"{host}:{held}", timeout=route.timeout)
+    return store, f"{host}:{open_port}", open_store(f"{host}:{open_port}", timeout=route.timeout)
 
 
 def _prefixed(store: Store, group: str, kind: str) -> Store:
@@ -297,11 +297,11 @@ def _watch(transfer: Transfer) -> None:
     """End a transfer that its servers gave up, or whose time is over."""
     key = failure_key(transfer.group.name, transfer.number)
     while not transfer.done.wait(POLL):
-        why = told(transfer.group.side, key)
-        if not why and time.monotonic() > transfer.deadline:
-            why = "trainer rank 0: the servers' ranks did not take the weights in time"
-        if why:
-            _fail(transfer, why)
+        reason = told(transfer.group.side, key)
+        if not reason and time.monotonic() > transfer.deadline:
+            reason = "trainer rank 0: the servers' ranks did not take the weights in time"
+        if reason:
+            _fail(transfer, reason)
             transfer.done.set()
             with suppress(Exception):
                 if transfer.group.process_group is not None:
