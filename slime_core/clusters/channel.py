@@ -256,9 +256,9 @@ class ProcessChannel:
             OSError: it cannot be started, or its log not be written.
         """
         child.log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        with theirs, child.log.open("ab") as out:
-            passed = [theirs.fileno(), *fds]
+        parent_end, child_end = socket.socketpair()
+        with child_end, child.log.open("ab") as out:
+            passed = [child_end.fileno(), *fds]
             process = subprocess.Popen(
                 [sys.executable, "-m", child.module, *map(str, passed), str(os.getpid())],
                 pass_fds=passed,
@@ -269,9 +269,9 @@ class ProcessChannel:
                 cwd=child.folder or None,
                 process_group=0,  # a terminal's Ctrl-C is for the driver
             )
-        made = cls(process, child.log)
-        made._reader, made._writer = await asyncio.open_unix_connection(sock=ours)
-        return made
+        channel = cls(process, child.log)
+        channel._reader, channel._writer = await asyncio.open_unix_connection(sock=parent_end)
+        return channel
 
     async def write(self, frame: Frame) -> None:
         """See `Channel`."""

@@ -109,10 +109,10 @@ class EngineProcess:
         if self._start is not None:
             channel = await self._start(self.number, Child(module=PROCESS, log=self.log, env=env))
         else:
-            self._blocks, theirs = socket.socketpair()
-            with theirs:
+            self._blocks, child_end = socket.socketpair()
+            with child_end:
                 child = Child(module=PROCESS, log=self.log, env={**env, **_visible(self._config, self.number)})
-                channel = await ProcessChannel.start(child, theirs.fileno())
+                channel = await ProcessChannel.start(child, child_end.fileno())
         self._proxy = Proxy(channel, f"the engine's process {channel.pid}", EngineError, LOST, self._note)
         try:
             await self.call("start", self._config, self.epoch)

@@ -41,7 +41,7 @@ class Loads:
         self.now[number] += cost
         heapq.heappush(self._heap, (self.now[number], number))
         if len(self._heap) > 8 * len(self.now):
-            self._heap = [(load, each) for each, load in enumerate(self.now)]
+            self._heap = [(load, engine) for engine, load in enumerate(self.now)]
             heapq.heapify(self._heap)
 
 
@@ -94,8 +94,8 @@ class EngineSet:
             EngineError: no engine would be left, or all are paused.
         """
         if not self.lends:
-            why = "they are paused" if self._paused is not None else "no other would serve requests"
-            raise EngineError(f"none of {len(self._engines)} engines can be held", why=why)
+            reason = "they are paused" if self._paused is not None else "no other would serve requests"
+            raise EngineError(f"none of {len(self._engines)} engines can be held", why=reason)
         number = self._loads.least()
         self._held.add(number)
         self._loads.add(number, APART)

@@ -130,8 +130,8 @@ class ServerLook:
     async def look(self) -> Look:
         """See `Asked`; what SIGUSR1 does there is the server's own affair."""
         state: str = await self.host.state()
-        why = "its watch judges it by its tokens" if state else "it is not running"
-        return Look(pid=self.pid, state=state, why=why)
+        reason = "its watch judges it by its tokens" if state else "it is not running"
+        return Look(pid=self.pid, state=state, why=reason)
 
     async def kill(self) -> None:
         """The cluster's end does that in order."""
@@ -179,8 +179,8 @@ class Watch:
             await asyncio.sleep(period)
             if time.monotonic() - before > 2 * period + 1:
                 self._awake = time.monotonic()
-        seen = await self._look()
-        path, first = self._page(seen, name, await self._queues())
+        processes = await self._look()
+        path, first = self._page(processes, name, await self._queues())
         self.hung = Hung(
             first,
             where=str(path),
@@ -196,13 +196,13 @@ class Watch:
         members = self._members()
         looks = await asyncio.gather(*(within(ASKED, member.channel.look()) for member in members))
         phase, since = self._report.doing
-        now, seen = time.monotonic(), [Seen.driver(phase, since)]
-        for member, found in zip(members, looks, strict=True):
+        now, processes = time.monotonic(), [Seen.driver(phase, since)]
+        for member, reply in zip(members, looks, strict=True):
             missing = f"no answer from {member.channel.node} in {ASKED:g} s"
-            known = found or Look(pid=member.channel.pid, state="", why=missing)
+            state = reply or Look(pid=member.channel.pid, state="", why=missing)
             node, age = member.channel.node, now - member.since if member.doing else None
-            seen.append(Seen(name=member.name, node=node, doing=member.doing, seconds=age, look=known))
-        return seen
+            processes.append(Seen(name=member.name, node=node, doing=member.doing, seconds=age, look=state))
+        return processes
 
     async def _queues(self) -> str:
         """What waits: requests at engines, samples in the ledger."""
@@ -211,9 +211,9 @@ class Watch:
         texts = [f"{counts[name]} {name}" for name in ("issued", "pending", "trained")] if counts else ["unknown"]
         return f"in flight: {', '.join(flying) or 'no request'}; samples: {', '.join(texts)}"
 
-    def _page(self, seen: Sequence[Seen], late: str, queues: str) -> tuple[Path, str]:
+    def _page(self, processes: Sequence[Seen], late: str, queues: str) -> tuple[Path, str]:
         """Write it; its path and first line."""
-        first = cause(seen, late)
+        first = cause(processes, late)
         phase, since = self._report.doing
         facts = {
             "run": str(self._report.run_dir.path),
@@ -221,7 +221,7 @@ class Watch:
             f"version {self._report.version}",
             "queues": queues,
         }
-        text = render(first, facts, seen, own_stack())
+        text = render(first, facts, processes, own_stack())
         path = self._report.run_dir.save_hang(text)
         for line in text.splitlines():
             self._report.note(line)
@@ -298,7 +298,7 @@ class Seen:
         return f"for {self.seconds:.0f} s in {self.doing}" if self.seconds is not None else "now"
 
 
-def cause(seen: Sequence[Seen], late: str) -> str:
+def cause(processes: Sequence[Seen], late: str) -> str:
     """The first line: who keeps the others waiting.
 
     A process that is stopped, dead or not to be reached comes first; then one that is busy elsewhere while others wait
@@ -306,13 +306,15 @@ def cause(seen: Sequence[Seen], late: str) -> str:
 
     Example: "rank 1 (pid 123) is stopped (state T), for 35 s in step; rank 0 waits for it in all_reduce"
     """
-    busy = [one for one in seen if one.doing and one.name != "driver"]
-    stuck = next((one for one in seen if one.look.state in STOPPED), None)
+    busy = [one for one in processes if one.doing and one.name != "driver"]
+    stuck = next((one for one in processes if one.look.state in STOPPED), None)
     if stuck is not None:
         return f"{stuck.who} is stopped (state {stuck.look.state}), {stuck.asked}{_waiting(busy, stuck)}"
-    gone = next((one for one in seen if one.look.state in ("", "Z", "X") and not one.name.startswith("SGLang")), None)
-    if gone is not None:
-        return f"{gone.who} cannot be asked: {gone.look.told}, {gone.asked}{_waiting(busy, gone)}"
+    ended = next(
+        (one for one in processes if one.look.state in ("", "Z", "X") and not one.name.startswith("SGLang")), None
+    )
+    if ended is not None:
+        return f"{ended.who} cannot be asked: {ended.look.told}, {ended.asked}{_waiting(busy, ended)}"
     together = [one for one in busy if collective(one.look.stack)]
     apart = [one for one in busy if not collective(one.look.stack)]
     if together and apart:
@@ -321,8 +323,10 @@ def cause(seen: Sequence[Seen], late: str) -> str:
     if len(kinds) > 1:
         where = ", ".join(f"{one.name} in {one.within}" for one in together)
         return f"trainer ranks wait in different collectives, {together[0].asked}: {where}"
-    found = next((one for one in seen if one.name == late), seen[0])
-    return f"{found.who} makes no progress, {found.asked}" + (f": it is in {found.within}" if found.within else "")
+    waiting = next((one for one in processes if one.name == late), processes[0])
+    return f"{waiting.who} makes no progress, {waiting.asked}" + (
+        f": it is in {waiting.within}" if waiting.within else ""
+    )
 
 
 def _waiting(busy: Sequence[Seen], cause: Seen) -> str:
@@ -334,13 +338,13 @@ def _waiting(busy: Sequence[Seen], cause: Seen) -> str:
     return f"; {names} for it in {collective(others[0].look.stack)}"
 
 
-def render(first: str, facts: Mapping[str, str], seen: Sequence[Seen], driver: str) -> str:
+def render(first: str, facts: Mapping[str, str], processes: Sequence[Seen], driver: str) -> str:
     """The page."""
-    rows = [HEADS, *(_row(one) for one in seen)]
+    rows = [HEADS, *(_row(one) for one in processes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [f"HANG  {first}", *(f"{name:8}{text}" for name, text in facts.items()), "", *table]
-    for one in seen:
+    for one in processes:
         stack = driver if one.name == "driver" else one.look.stack or one.look.why
         lines += ["", f"-- {one.who}", stack]
     return "\n".join(lines) + "\n"
@@ -395,8 +399,8 @@ async def look(pid: int, log: Path) -> Look:
     if not _hears(pid):
         return Look(pid=pid, state=state, waits_in=waits_in, why="it has not begun to listen for that question")
     stack = await _ask(pid, log)
-    why = "" if stack else f"it did not say where it is within {ANSWER:g} s"
-    return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, why=why)
+    reason = "" if stack else f"it did not say where it is within {ANSWER:g} s"
+    return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, why=reason)
 
 
 def state_of(pid: int) -> str:
@@ -406,8 +410,8 @@ def state_of(pid: int) -> str:
 
 def _hears(pid: int) -> bool:
     """Whether SIGUSR1 would be answered; where it is not caught it would kill."""
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
-    return bool(found and int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return bool(match and int(match[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 async def _ask(pid: int, log: Path) -> str:
@@ -422,9 +426,9 @@ async def _ask(pid: int, log: Path) -> str:
         await asyncio.sleep(0.01)
         with log.open("rb") as file:
             file.seek(begin)
-            found = file.read().decode(errors="replace")
-        if found != text:
-            text, changed = found, time.monotonic()
+            text_now = file.read().decode(errors="replace")
+        if text_now != text:
+            text, changed = text_now, time.monotonic()
     return text.strip()
 
 
@@ -462,8 +466,8 @@ def place(stack: str) -> str:
 def threads(stack: str) -> list[list[tuple[str, str, str]]]:
     """Frames of each thread, the innermost first: file, line, function."""
     parts = re.split(r"^(?:Current thread|Thread) 0x.*$", stack, flags=re.MULTILINE)
-    found = [[(m["file"], m["line"], m["name"]) for m in _FRAME.finditer(part)] for part in parts[1:]]
-    return [frames for frames in found if frames]
+    stacks = [[(m["file"], m["line"], m["name"]) for m in _FRAME.finditer(part)] for part in parts[1:]]
+    return [frames for frames in stacks if frames]
 
 
 async def within(seconds: float, work: Awaitable[Any]) -> Any:

@@ -97,7 +97,7 @@ async def assembled(
         if places.start_engine is not None:
             sender = Sender(thread)
             stack.callback(sender.close)
-        made = [
+        engines = [
             EngineProcess(
                 config,
                 run_dir=run_dir,
@@ -109,7 +109,7 @@ async def assembled(
             )
             for number in range(0 if absent or start is not None else places.engines)
         ]
-        processes: list[RankTrainer | EngineProcess] = [*ranks, *made]
+        processes: list[RankTrainer | EngineProcess] = [*ranks, *engines]
         for part in (*places.watched, *processes):
             watch.add(part)
         served: Served | None = None
@@ -126,15 +126,15 @@ async def assembled(
             engine = served.engine
             turns = Resync(server_turns(config, engine, trainer), trainer, engine)
             served.resync(turns.source)
-        elif made:
-            engine = as_one(made)
+        elif engines:
+            engine = as_one(engines)
             if cluster_of(config).remote:
                 turns = server_turns(config, engine, trainer)
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
             turns = QuietTurns(engine)
         if places.start_engine is None:
-            for apart in made:
+            for apart in engines:
                 report.note(
                     f"engine {apart.number} has a process of its own, {apart.pid}: it generates beside training"
                 )
@@ -216,8 +216,8 @@ def local_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractA
     async def place(_: AsyncExitStack) -> Places:
         threads = f"{cluster.cpu_threads} threads, {world} trainer rank(s)"
         report.note(f"{cluster.device}, {config.train.dtype}, {threads}")
-        here = world == 1 or config.rollout.debug_rollout_only
-        return Places(ranks=0 if here else world, engines=engines_apart(config))
+        in_process = world == 1 or config.rollout.debug_rollout_only
+        return Places(ranks=0 if in_process else world, engines=engines_apart(config))
 
     return assembled(config, plugins, report, place)
 
@@ -274,16 +274,16 @@ def teacher_of(config: Config) -> str:
         ConfigError: CFG04 stages that name several.
     """
     trains = [stage.train for stage in stages(config)]
-    found = list(dict.fromkeys(t.teacher_load for t in trains if t.teacher_load and t.teacher_place == "engine"))
-    if len(found) > 1:
+    teachers = list(dict.fromkeys(t.teacher_load for t in trains if t.teacher_load and t.teacher_place == "engine"))
+    if len(teachers) > 1:
         raise ConfigError(
-            f"stages name {len(found)} teachers with teacher_place = engine: {', '.join(found)}",
+            f"stages name {len(teachers)} teachers with teacher_place = engine: {', '.join(teachers)}",
             code="CFG04",
             where="train.teacher_load",
             why="one teacher engine serves the whole run",
             fix="set teacher_place = trainer in all stages but one",
         )
-    return found[0] if found else ""
+    return teachers[0] if teachers else ""
 
 
 @asynccontextmanager

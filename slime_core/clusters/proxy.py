@@ -147,12 +147,12 @@ class Proxy:
                 else:
                     future.set_result(answer["value"])
         except ConnectionError:
-            why = f"{self._title} {await self._end() or 'closed its connection'}"
+            reason = f"{self._title} {await self._end() or 'closed its connection'}"
         except Exception as error:
-            why = f"{self._title} answered something unreadable: {error!r}"
+            reason = f"{self._title} answered something unreadable: {error!r}"
         if self.lost is None:
             tail, log = await self.channel.tail(), self.channel.log
-            self.lost = self._kind(why, code=self._code, where=log, why=tail or SILENT, fix=RESUME, lost=True)
+            self.lost = self._kind(reason, code=self._code, where=log, why=tail or SILENT, fix=RESUME, lost=True)
             self._fail(self.lost)
 
     async def _end(self) -> str:

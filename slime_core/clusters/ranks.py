@@ -81,20 +81,20 @@ class RankTrainer:
 
     async def __aenter__(self) -> Self:
         (self._run_dir / "log").mkdir(parents=True, exist_ok=True)
-        seen = self._run_dir / f".ranks-{secrets.token_hex(8)}"
-        seen.write_text(seen.name)
+        marker = self._run_dir / f".ranks-{secrets.token_hex(8)}"
+        marker.write_text(marker.name)
         try:
-            await self._greet(seen.name)
+            await self._greet(marker.name)
         except BaseException:
             for rank in self._ranks:  # some may wait for others that will never come
                 await rank.channel.kill()
             await self.__aexit__()
             raise
         finally:
-            seen.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
         return self
 
-    async def _greet(self, seen: str) -> None:
+    async def _greet(self, marker: str) -> None:
         """Start the ranks; each proves that it sees the run directory before any of them builds its model."""
         env = {"OMP_NUM_THREADS": str(self._config.cluster.cpu_threads)}
         for number in range(self._world):
@@ -106,7 +106,7 @@ class RankTrainer:
             "world": self._world,
             "config": self._config,
             "fingerprint": self._plugins.fingerprint(),
-            "seen": seen,
+            "seen": marker,
             "rendezvous": str(self._rendezvous),
             "address": self._address,
         }
@@ -155,7 +155,7 @@ class RankTrainer:
         A caller that is cancelled leaves no rank behind the others.
         """
         number = next(self._numbers)
-        frames = await asyncio.to_thread(lambda: [request(number, method, *each) for each in args])
+        frames = await asyncio.to_thread(lambda: [request(number, method, *values) for values in args])
         exchange = self._exchange(phase, number, [frames[one] for one in which])
         return await asyncio.shield(asyncio.ensure_future(exchange))
 
@@ -174,24 +174,24 @@ class RankTrainer:
                     fix=RESUME,
                     lost=self._ended.lost,
                 ) from self._ended
-            told: list[tuple[int, SlimeError]] = []
+            errors: list[tuple[int, SlimeError]] = []
             self._asked, self._since = phase, time.monotonic()
-            asked = [self._reply(rank, number, frame, told) for rank, frame in enumerate(frames)]
-            waiting = [asyncio.create_task(one) for one in asked]
+            replies = [self._reply(rank, number, frame, errors) for rank, frame in enumerate(frames)]
+            waiting = [asyncio.create_task(one) for one in replies]
             _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 _, pending = await asyncio.wait(waiting, timeout=CAUSE)
             if pending:
-                await self._lost(waiting, told)
+                await self._lost(waiting, errors)
                 pending = {task for task in waiting if not task.done()}
             for task in pending:
                 task.cancel()
-            found = await asyncio.gather(*waiting, return_exceptions=True)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
             self._asked = ""
-            if not told:
+            if not errors:
                 return [task.result() for task in waiting]
-            first, error = next((one for one in told if one[1].code == GONE), told[0])
-            if len(told) < self._world and f"rank {first}" not in f"{error.what} {error.where}":
+            first, error = next((one for one in errors if one[1].code == GONE), errors[0])
+            if len(errors) < self._world and f"rank {first}" not in f"{error.what} {error.where}":
                 place = f"trainer rank {first} of {self._world}, in {phase}"
                 error.where = f"{place}: {error.where}" if error.where else place
             if pending or error.code == GONE:
@@ -199,12 +199,12 @@ class RankTrainer:
                 for rank in self._ranks:
                     await rank.channel.kill()
             if pending:
-                others = ", ".join(str(n) for n, one in enumerate(found) if isinstance(one, asyncio.CancelledError))
+                others = ", ".join(str(n) for n, one in enumerate(results) if isinstance(one, asyncio.CancelledError))
                 waited = f"ranks that waited for it, and were ended: {others}"
                 error.why = "\n".join(filter(None, [error.why, waited]))
             raise error
 
-    async def _lost(self, waiting: Sequence[asyncio.Task[Any]], told: list[tuple[int, SlimeError]]) -> None:
+    async def _lost(self, waiting: Sequence[asyncio.Task[Any]], errors: list[tuple[int, SlimeError]]) -> None:
         """Tell of ranks that cannot answer: their peers may know of a machine's loss before this process does."""
         quiet = [number for number, task in enumerate(waiting) if not task.done()]
         ends = await asyncio.gather(*(within(LOOK, self._ranks[number].channel.ended(0.0)) for number in quiet))
@@ -216,18 +216,18 @@ class RankTrainer:
                 f"trainer rank {number}, process {channel.pid}, {how or f'was lost: {channel.node} does not answer'}",
                 code=GONE,
                 where=channel.log,
-                why="\n".join(f"rank {other}: {one.what}" for other, one in told),
+                why="\n".join(f"rank {other}: {one.what}" for other, one in errors),
                 fix=RESUME,
                 lost=True,
             )
-            told.append((number, error))
+            errors.append((number, error))
 
-    async def _reply(self, rank: int, number: int, frame: Frame, told: list[tuple[int, SlimeError]]) -> Any:
+    async def _reply(self, rank: int, number: int, frame: Frame, errors: list[tuple[int, SlimeError]]) -> Any:
         try:
             return await self._ranks[rank].ask(number, frame)
         except SlimeError as error:
             error.where = error.where or self._ranks[rank].channel.log
-            told.append((rank, error))
+            errors.append((rank, error))
             raise
 
     async def begin(self, stage: Config) -> None:
@@ -293,15 +293,15 @@ class RankService(Service):
         """
         self._hello = hello
         try:
-            found = (run_dir / hello["seen"]).read_text()
+            text = (run_dir / hello["seen"]).read_text()
         except OSError as error:
-            found = error.strerror or str(error)
-        if found != hello["seen"]:
+            text = error.strerror or str(error)
+        if text != hello["seen"]:
             raise StorageError(
                 f"trainer rank {hello['rank']} does not see the run directory",
                 code="STO200",
                 where=f"{run_dir} on {socket.gethostname()}",
-                why=f"{hello['seen']}, which the driver wrote there: {found}",
+                why=f"{hello['seen']}, which the driver wrote there: {text}",
                 fix="choose a folder that all ranks share: --run-dir DIR",
             )
         if hello["rank"] == 0 and hello["address"]:

@@ -67,8 +67,8 @@ class SwappingTurns:
     """Engine and trainer each give their memory to the other.
 
     Requests in flight are retracted, not kept: what they keep would be the cache that the engine gives away. The
-    engine's weights are lost when it gives them, so every turn ends in a whole update. ``given`` says that the engine
-    has given its memory already, before the trainer was made. With ``engine_gives`` or ``trainer_gives`` False that
+    engine's weights are lost when it gives them, so every turn ends in a whole update. ``released``: the engine has
+    given its memory already, before the trainer was made. With ``engine_gives`` or ``trainer_gives`` False that
     side keeps all of its memory. ``free`` answers the free bytes of the device.
 
     ``metrics``: ``swap/STAGE_seconds`` and, with ``free``, ``swap/STAGE_bytes`` of the stages pause, engine_release,
@@ -78,7 +78,7 @@ class SwappingTurns:
     Example:
         await engine.pause("retract")
         await engine.release({"kv", "weights"})
-        turns = SwappingTurns(engine, make_trainer(), given=True, free=lambda: torch.cuda.mem_get_info()[0])
+        turns = SwappingTurns(engine, make_trainer(), released=True, free=lambda: torch.cuda.mem_get_info()[0])
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class SwappingTurns:
         engine: Engine,
         trainer: Trainer,
         *,
-        given: bool = False,
+        released: bool = False,
         engine_gives: bool = True,
         trainer_gives: bool = True,
         free: Callable[[], int] | None = None,
     ) -> None:
         self._engine, self._trainer, self._free = engine, trainer, free
-        self._given, self._quiet = given, False
+        self._given, self._quiet = released, False
         self._engine_gives, self._trainer_gives = engine_gives, trainer_gives
         self._turn: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -171,11 +171,11 @@ class SwappingTurns:
 
     def _tell(self) -> None:
         """One turn is over: its figures are the metrics until the next one is."""
-        found, self._turn = self._turn, {}
-        found["swap/total_seconds"] = sum(v for n, v in found.items() if n.endswith("_seconds") and "/load_" not in n)
+        times, self._turn = self._turn, {}
+        times["swap/total_seconds"] = sum(v for n, v in times.items() if n.endswith("_seconds") and "/load_" not in n)
         if self._free is not None:
-            found["swap/total_bytes"] = sum(value for name, value in found.items() if name.endswith("_bytes"))
-        self.metrics = found
+            times["swap/total_bytes"] = sum(value for name, value in times.items() if name.endswith("_bytes"))
+        self.metrics = times
 
 
 class Resync:
@@ -248,6 +248,8 @@ def server_turns(config: Config, engine: Engine, trainer: Trainer) -> Turns:
             from torch.cuda import mem_get_info
 
             free = lambda: int(mem_get_info()[0])  # noqa: E731
-        return SwappingTurns(engine, trainer, given=gives, engine_gives=gives, trainer_gives=trainer_gives, free=free)
+        return SwappingTurns(
+            engine, trainer, released=gives, engine_gives=gives, trainer_gives=trainer_gives, free=free
+        )
     ahead = any(stage.rollout.max_staleness for stage in stages(config))
     return QuietTurns(engine) if cluster.colocate and not ahead else FreeTurns()

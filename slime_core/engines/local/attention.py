@@ -111,16 +111,16 @@ def _agreeing(product: Product, counts: Sequence[int]) -> list[int]:
     flops = 2 * product.inputs * product.outputs
     counts = [count for count in counts if count <= REFERENCE or count * flops <= PROBE_FLOPS]
     total = max(counts)
-    made = torch.randn(total, product.inputs, generator=torch.Generator().manual_seed(0)).to(product.dtype)
-    pieces = [made[begin : begin + REFERENCE] for begin in range(0, total, REFERENCE)]
-    pieces[-1] = torch.cat([pieces[-1], made[: REFERENCE - len(pieces[-1])]])
-    wanted = torch.cat([product.run(piece) for piece in pieces])[:total]
-    kept = []
+    rows = torch.randn(total, product.inputs, generator=torch.Generator().manual_seed(0)).to(product.dtype)
+    pieces = [rows[begin : begin + REFERENCE] for begin in range(0, total, REFERENCE)]
+    pieces[-1] = torch.cat([pieces[-1], rows[: REFERENCE - len(pieces[-1])]])
+    reference = torch.cat([product.run(piece) for piece in pieces])[:total]
+    sizes = []
     for count in counts:
-        low, high = product.run(made[:count]), product.run(made[total - count :])
-        if torch.equal(low, wanted[:count]) and torch.equal(high, wanted[total - count :]):
-            kept.append(count)
-    return kept
+        low, high = product.run(rows[:count]), product.run(rows[total - count :])
+        if torch.equal(low, reference[:count]) and torch.equal(high, reference[total - count :]):
+            sizes.append(count)
+    return sizes
 
 
 @dataclass(slots=True, frozen=True)
@@ -190,9 +190,9 @@ def pack(segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, 
     arrays[1, used:] = cache.scratch
     arrays[2, :used] = np.repeat([s.slot for s in segments], [s.end - s.begin for s in segments])
     arrays[2, used:] = cache.spare
-    made = torch.from_numpy(arrays).to(device)
+    tensors = torch.from_numpy(arrays).to(device)
     longest = up(max(s.position + s.end - s.begin for s in segments), BLOCK)
-    return Rows(made[0], made[1], made[2], longest, cache.scratch, segments=segments)
+    return Rows(tensors[0], tensors[1], tensors[2], longest, cache.scratch, segments=segments)
 
 
 def decode_rows(
@@ -208,10 +208,10 @@ def decode_rows(
     short, longest, far = reach(positions[live], len(active))
     slots = np.arange(first, first + len(active))
     idle = (0, cache.scratch, cache.spare)
-    arrays = [np.where(active, own, other) for own, other in zip((tokens, positions, slots), idle, strict=True)]
-    made = torch.from_numpy(np.stack(arrays)).to(device)
+    arrays = [np.where(active, column, other) for column, other in zip((tokens, positions, slots), idle, strict=True)]
+    tensors = torch.from_numpy(np.stack(arrays)).to(device)
     columns = None if far is None else torch.from_numpy(live[far]).to(device)
-    return Rows(made[0], made[1], made[2], longest, cache.scratch, first=first, short=short, far=columns)
+    return Rows(tensors[0], tensors[1], tensors[2], longest, cache.scratch, first=first, short=short, far=columns)
 
 
 def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[np.int64] | None]:
@@ -264,8 +264,8 @@ def _decode(
     out = _side_by_side(keys[slots], values[slots], query, mask, form, sink, rows.short)
     if rows.far is not None:
         mask = _mask(rows, "far", rows.positions[rows.far], rows.longest, form.window)
-        own = rows.far + rows.first
-        k, v = (tensor[:, :, : rows.longest].index_select(0, own) for tensor in (keys, values))
+        indices = rows.far + rows.first
+        k, v = (tensor[:, :, : rows.longest].index_select(0, indices) for tensor in (keys, values))
         out[rows.far] = _side_by_side(k, v, query[rows.far], mask, form, sink, rows.longest)
     return out
 
@@ -390,15 +390,15 @@ def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def _mask(rows: Rows, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
     """[n, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
-    known = rows.masks.get((name, length, window))
-    if known is not None:
-        return known
-    here = positions[:, None]
-    column = torch.arange(length, device=here.device)
-    hidden = column > here
+    cached = rows.masks.get((name, length, window))
+    if cached is not None:
+        return cached
+    query_positions = positions[:, None]
+    column = torch.arange(length, device=query_positions.device)
+    hidden = column > query_positions
     if window:
-        hidden |= column <= here - window
-        hidden[:, 0] &= here[:, 0] < rows.scratch  # a row that sees nothing would write NaN
-    mask = torch.zeros(hidden.shape, device=here.device).masked_fill_(hidden, -torch.inf)
+        hidden |= column <= query_positions - window
+        hidden[:, 0] &= query_positions[:, 0] < rows.scratch  # a row that sees nothing would write NaN
+    mask = torch.zeros(hidden.shape, device=query_positions.device).masked_fill_(hidden, -torch.inf)
     rows.masks[name, length, window] = mask
     return mask

@@ -122,8 +122,8 @@ class LocalEngine:
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Stop these requests; each waiting ``generate`` returns what it has, with finish ``abort``."""
-        wanted = set(ids)
-        return await self._end(lambda job: job.request.id in wanted)
+        request_ids = set(ids)
+        return await self._end(lambda job: job.request.id in request_ids)
 
     async def load(self, update: WeightUpdate) -> None:
         """Serve an update's weights. Running requests go on with them; each token says its version.
@@ -288,9 +288,9 @@ class LocalEngine:
     def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
         assert self._scheduler is not None
         self._scheduler.served.wake()
-        gone = {id(job) for job in leavers}
+        leaving = {id(job) for job in leavers}
         self._scheduler.end(leavers)
-        return self._scheduler.run([job for job in incoming if id(job) not in gone], HOP_SECONDS)
+        return self._scheduler.run([job for job in incoming if id(job) not in leaving], HOP_SECONDS)
 
     def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
         if self._scheduler is None or not self._scheduler.served.ready:

@@ -86,10 +86,10 @@ class Matrix:
         """For measuring how many rows they may have."""
         first = self._layers[0]
         width = sum(layer.out_features for layer in self._layers)
-        made = [Product(first.in_features, width, first.weight.dtype, self, False)]
+        products = [Product(first.in_features, width, first.weight.dtype, self, False)]
         if self._fused and len(self._layers) == 1:
-            made.append(Product(first.in_features, width, first.weight.dtype, self._onto, False))
-        return made
+            products.append(Product(first.in_features, width, first.weight.dtype, self._onto, False))
+        return products
 
     def _onto(self, x: torch.Tensor) -> torch.Tensor:
         return self.added(x.sum(-1, keepdim=True).expand(-1, self._layers[0].out_features).contiguous(), x)
@@ -159,7 +159,7 @@ class LeanPlan:
     def products(self) -> list[Product]:
         """Every product of a pass."""
         first = self._layers[0]
-        return [made for matrix in (*first.matrices, self._head) for made in matrix.products()]
+        return [product for matrix in (*first.matrices, self._head) for product in matrix.products()]
 
     @torch.no_grad()
     def refresh(self) -> None:

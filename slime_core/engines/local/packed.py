@@ -74,7 +74,7 @@ def slot_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers' AttentionInterface."""
-    beyond = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
+    beyond = [name for name, argument in kwargs.items() if argument is not None and name not in HARMLESS]
     if attention_mask is not None or beyond:
         raise Unfit(f"attention is given {', '.join(beyond) or 'a mask'}")
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False):
@@ -160,9 +160,9 @@ class PackedPlan(OwnPlan):
         return out if logits else None
 
     def _call(self, tokens: torch.Tensor, positions: torch.Tensor, *, logits: bool) -> torch.Tensor:
-        kept = {} if logits or not self._keeps else {"logits_to_keep": 1}
+        options = {} if logits or not self._keeps else {"logits_to_keep": 1}
         out = self._model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **kept
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
         )
         return out.logits[0]  # type: ignore[no-any-return]
 

@@ -66,9 +66,9 @@ def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> Drawn:
             pick = torch.from_numpy(greedy).to(plain.device)[:, None]
             chosen = torch.where(pick, shaped.argmax(-1, keepdim=True), chosen)
     tokens = chosen[:, 0].cpu().numpy()
-    drawn = logp.gather(-1, chosen)[:, 0].cpu().numpy()
-    own = drawn if logp is plain_logp else plain_logp.gather(-1, chosen)[:, 0].cpu().numpy()
-    return Drawn(tokens, np.where(greedy, np.float32(0), drawn) if greedy.any() else drawn, own)
+    log_probs = logp.gather(-1, chosen)[:, 0].cpu().numpy()
+    plain_log_probs = log_probs if logp is plain_logp else plain_logp.gather(-1, chosen)[:, 0].cpu().numpy()
+    return Drawn(tokens, np.where(greedy, np.float32(0), log_probs) if greedy.any() else log_probs, plain_log_probs)
 
 
 def _inverse(probs: torch.Tensor, u: NDArray[np.float64]) -> torch.Tensor:

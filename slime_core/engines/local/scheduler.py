@@ -91,10 +91,10 @@ class Scheduler:
 
     def end(self, jobs: Iterable[Job]) -> list[Job]:
         """Stop these jobs, wherever they are, with what they have."""
-        wanted = set(map(id, jobs))
-        ended = [self._unseat(slot) for slot in self._seated(wanted)]
-        ended += [job for job in self._queue if id(job) in wanted]
-        self._queue = deque(job for job in self._queue if id(job) not in wanted)
+        job_ids = set(map(id, jobs))
+        ended = [self._unseat(slot) for slot in self._seated(job_ids)]
+        ended += [job for job in self._queue if id(job) in job_ids]
+        self._queue = deque(job for job in self._queue if id(job) not in job_ids)
         return [self._finish(job, "abort") for job in ended]
 
     def jobs(self) -> list[Job]:
@@ -145,8 +145,8 @@ class Scheduler:
             self.served.cache.clear(slot)
         return slots.give_up(slot)
 
-    def _seated(self, wanted: set[int]) -> list[int]:
-        return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in wanted]
+    def _seated(self, job_ids: set[int]) -> list[int]:
+        return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in job_ids]
 
     def _admit(self) -> list[Job]:
         """Seat waiting jobs and fill their caches."""
@@ -215,8 +215,8 @@ class Scheduler:
         if need <= self.tokens:
             return
         served, context = self.served, self.served.context_len
-        size, held = served.position_bytes, (self._slots.count + 1) * self.tokens * served.position_bytes
-        memory = free_memory(served.device, held)
+        size, allocated = served.position_bytes, (self._slots.count + 1) * self.tokens * served.position_bytes
+        memory = free_memory(served.device, allocated)
         check_size(need, size, memory)
         positions = SHARE * memory / size if size else math.inf
         seats, tokens = fitting(
@@ -257,13 +257,13 @@ class Scheduler:
         logits = self.served.decode(slots, count)
         u = uniforms(slots.seed[:count], slots.position[:count] + 1)
         knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
-        drawn = draw(logits, knobs, u)
-        tokens = drawn.tokens[rows]
+        draws = draw(logits, knobs, u)
+        tokens = draws.tokens[rows]
         slots.advance(rows, tokens, self.served.version)
-        here = slots.position[rows]
-        slots.log_probs[rows, here] = drawn.log_probs[rows]
-        slots.plain[rows, here] = drawn.plain_log_probs[rows]
-        sound = np.isfinite(drawn.plain_log_probs[rows])
+        positions = slots.position[rows]
+        slots.log_probs[rows, positions] = draws.log_probs[rows]
+        slots.plain[rows, positions] = draws.plain_log_probs[rows]
+        sound = np.isfinite(draws.plain_log_probs[rows])
         done = [] if sound.all() else [self._broken(int(slot)) for slot in rows[~sound]]
         stopped = (slots.stops[rows] == tokens[:, None]).any(1)
         if slots.texts[rows].any():
@@ -296,11 +296,11 @@ class Scheduler:
         job.error = self._not_finite(f"request {job.request.id}", f"position {position}, ")
         return job
 
-    def _not_finite(self, who: str, where: str = "") -> EngineError:
+    def _not_finite(self, subject: str, where: str = "") -> EngineError:
         return EngineError(
-            f"the model's logits for {who} are not finite",
+            f"the model's logits for {subject} are not finite",
             code="ENG80",
-            where=f"{who}, {where}weights of version {self.served.version}",
+            where=f"{subject}, {where}weights of version {self.served.version}",
             why="weights or activations hold NaN or infinity",
             fix="look at the last steps' grad_norm and loss; lower train.lr, or set train.dtype=float32",
         )

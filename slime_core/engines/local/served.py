@@ -68,9 +68,9 @@ class Served:
             self.plan.refresh()
             return
         with torch.no_grad():
-            found = verify.choose(self._twin.model, self.context_len, self.device)
-        self.plan, self.counts = found.plan, found.counts
-        self.batch_invariant = self.batch_invariant and found.batch_invariant
+            choice = verify.choose(self._twin.model, self.context_len, self.device)
+        self.plan, self.counts = choice.plan, choice.counts
+        self.batch_invariant = self.batch_invariant and choice.batch_invariant
 
     def allocate(self, slots: int, tokens: int) -> None:
         """Make an empty cache, after the one before is gone."""

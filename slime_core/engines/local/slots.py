@@ -81,8 +81,8 @@ class Job:
 
     def earlier(self, count: int) -> list[int]:
         """The last ``count`` tokens of this response that were made before its present seat, or by an aborted try."""
-        kept = self.prompt[len(self.prompt) - self.request.kept :].tolist() if self.request.kept else []
-        return [*kept, *self.completion.tokens][-count:] if count else []
+        prefix = self.prompt[len(self.prompt) - self.request.kept :].tolist() if self.request.kept else []
+        return [*prefix, *self.completion.tokens][-count:] if count else []
 
 
 def make_job(
@@ -114,10 +114,10 @@ def make_job(
     limit = room(request, context_len)
     params = request.params
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
-    begun = Completion(
+    completion = Completion(
         id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[], epoch=epoch
     )
-    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=begun)
+    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=completion)
 
 
 class Slots:
@@ -163,9 +163,9 @@ class Slots:
         self.position[rows] += 1
         self.token[rows] = tokens
         self.left[rows] -= 1
-        here = self.position[rows]
-        self.content[rows, here] = tokens
-        self.versions[rows, here] = version
+        positions = self.position[rows]
+        self.content[rows, positions] = tokens
+        self.versions[rows, positions] = version
 
     @property
     def rows(self) -> int:
@@ -271,12 +271,12 @@ def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else dtype
 
 
-def free_memory(device: str, held: int) -> int:
-    """Bytes that a cache may take in place of one of ``held`` bytes."""
+def free_memory(device: str, own_bytes: int) -> int:
+    """Bytes that a cache may take in place of one of ``own_bytes`` bytes."""
     if device == "cpu":
-        return available_memory() + held
+        return available_memory() + own_bytes
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return int(torch.cuda.mem_get_info()[0]) + cached + held
+    return int(torch.cuda.mem_get_info()[0]) + cached + own_bytes
 
 
 def fitting(need: int, most: int, *, seats: int, tokens: int, context_len: int, positions: float) -> tuple[int, int]:

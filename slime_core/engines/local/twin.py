@@ -56,24 +56,24 @@ class Twin:
                 code="ENG86",
                 why=f"it knows {', '.join(TRANSPORTS)}",
             )
-        given = self._matched(update)
+        tensors = self._matched(update)
         self.ready = False
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             self._take(name, tensor.detach(), alias=update.transport == "shared")
         self.ready = True
 
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
-        mine = self.model.state_dict(keep_vars=True)
-        given: dict[str, torch.Tensor] = {}
+        state = self.model.state_dict(keep_vars=True)
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in update.tensors.items():
-            if name in mine:
-                given.setdefault(self._ties[name][0], tensor)
-        unknown = sorted(set(update.tensors) - set(mine))
-        missing = sorted(name for name, names in self._ties.items() if names[0] == name and name not in given)
+            if name in state:
+                tensors.setdefault(self._ties[name][0], tensor)
+        unknown = sorted(set(update.tensors) - set(state))
+        missing = sorted(name for name, names in self._ties.items() if names[0] == name and name not in tensors)
         shapes = [
-            f"{name} is {list(t.shape)}, not {list(mine[name].shape)}"
-            for name, t in given.items()
-            if t.shape != mine[name].shape
+            f"{name} is {list(t.shape)}, not {list(state[name].shape)}"
+            for name, t in tensors.items()
+            if t.shape != state[name].shape
         ]
         if unknown or missing or shapes:
             parts = (("not in the model", unknown), ("missing", missing), ("mis-shaped", shapes))
@@ -83,7 +83,7 @@ class Twin:
                 why="; ".join(f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in parts if names),
                 fix="trainer and engine must be built from the same rollout.hf_checkpoint",
             )
-        return given
+        return tensors
 
     def _take(self, name: str, tensor: torch.Tensor, *, alias: bool) -> None:
         old = self._tensor(name)

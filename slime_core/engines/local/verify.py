@@ -48,38 +48,38 @@ class Found:
 def choose(model: nn.Module, context_len: int, device: str) -> Found:
     """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
     sequences = _probe(model, context_len, device)
-    wanted = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
+    expected = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
     kind = type(model).__name__
     before = getattr(model.config, "_attn_implementation", None)
     makers: tuple[Callable[[], Any], ...] = (lambda: LeanPlan(model), lambda: PackedPlan(model, device))
     reasons: list[str] = []
     for make in makers:
         try:
-            found = _tried(make(), sequences, wanted, device)
+            choice = _tried(make(), sequences, expected, device)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
             reasons.append(str(reason))
             if getattr(model.config, "_attn_implementation", None) != before:
                 model.set_attn_implementation(before)  # type: ignore[operator]
             continue
-        if not found.batch_invariant:
+        if not choice.batch_invariant:
             log.warning("%s: rows of this model depend on their neighbours; batch invariance is off", kind)
         break
     else:
-        found = Found(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
+        choice = Found(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
         log.warning("%s: every token recomputes its whole sequence, which is slow", kind)
     for text in reasons:
-        log.info("%s: %s; running it as %s", kind, text, found.plan.name)
-    return found
+        log.info("%s: %s; running it as %s", kind, text, choice.plan.name)
+    return choice
 
 
-def _tried(plan: Any, sequences: list[torch.Tensor], wanted: list[torch.Tensor], device: str) -> Found:
+def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Found:
     threads = torch.get_num_threads()
     counts = measure(plan.products(), threads) if device == "cpu" else RowCounts(most=GPU_ROWS)
     trial = _Trial(plan, counts, device, max(map(len, sequences)))
-    got = trial.together(sequences)
-    _compare(got, wanted)
+    logits = trial.together(sequences)
+    _compare(logits, expected)
     settled = threads <= 2 or not plan.hidden_widths
-    independent = device != "cpu" or (settled and trial.independent(sequences, got))  # on a GPU nothing is claimed
+    independent = device != "cpu" or (settled and trial.independent(sequences, logits))  # on a GPU nothing is claimed
     return Found(plan, counts, batch_invariant=independent)
 
 
@@ -93,10 +93,10 @@ def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor
     ]
 
 
-def _compare(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for mine, own in zip(got, wanted, strict=True):
-        worst = float((mine.float() - own).abs().max())
-        bound = TOLERANCE[mine.dtype] * max(1e-3, float(own.abs().max()))
+def _compare(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for row, reference in zip(logits, expected, strict=True):
+        worst = float((row.float() - reference).abs().max())
+        bound = TOLERANCE[row.dtype] * max(1e-3, float(reference.abs().max()))
         if not worst <= bound:
             raise Unfit(f"packed logits differ from the model's own by {worst:.3g}, more than {bound:.3g}")
 
@@ -117,10 +117,10 @@ class _Trial:
 
     def independent(self, sequences: list[torch.Tensor], together: list[torch.Tensor]) -> bool:
         """Whether each alone, in the last slot, gives the same bits."""
-        for tokens, wanted in zip(sequences, together, strict=True):
+        for tokens, expected in zip(sequences, together, strict=True):
             slot = self._rows - 1
             self._prefill({slot: tokens})
-            if not torch.equal(self._decode({slot: tokens})[slot], wanted):
+            if not torch.equal(self._decode({slot: tokens})[slot], expected):
                 return False
         return True
 

@@ -100,7 +100,7 @@ async def lent(device):
     await engine.pause("retract")
     await engine.release({"kv", "weights"})
     trainer = StrictTrainer(device)
-    return engine, trainer, SwappingTurns(engine, trainer, given=True, free=device.free)
+    return engine, trainer, SwappingTurns(engine, trainer, released=True, free=device.free)
 
 
 async def turn(engine, trainer, turns, version):

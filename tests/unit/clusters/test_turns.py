@@ -75,7 +75,7 @@ def test_one_side_alone_may_give_its_memory(gives):
             await engine.release({"kv", "weights"})
         trainer = StrictTrainer(device)
         sides = {"engine_gives": gives == "engine", "trainer_gives": gives == "trainer"}
-        turns = SwappingTurns(engine, trainer, given=gives == "engine", free=device.free, **sides)
+        turns = SwappingTurns(engine, trainer, released=gives == "engine", free=device.free, **sides)
         async with turns.syncing():
             await engine.load(await trainer.publish(0))
         device.log.clear()
@@ -190,7 +190,7 @@ def test_without_a_meter_only_seconds_are_told():
     async def run():
         device = Device()
         engine, trainer, _ = await lent(device)
-        turns = SwappingTurns(engine, trainer, given=True)
+        turns = SwappingTurns(engine, trainer, released=True)
         async with turns.syncing():
             await engine.load(await trainer.publish(0))
         return turns.metrics

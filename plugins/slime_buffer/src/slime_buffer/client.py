@@ -174,10 +174,10 @@ class BufferClient:
         end = time.monotonic() + self._deadline + wait
         pause = FIRST_PAUSE
         while True:
-            left = end - time.monotonic()
+            remaining = end - time.monotonic()
             try:
-                timeout = httpx.Timeout(min(self._attempt + wait, max(left, 0.1)))
-                async with asyncio.timeout(max(left, 0.1)):
+                timeout = httpx.Timeout(min(self._attempt + wait, max(remaining, 0.1)))
+                async with asyncio.timeout(max(remaining, 0.1)):
                     reply = await self._http.request(method, self.url + path, timeout=timeout, **request)
             except (httpx.TransportError, TimeoutError) as error:
                 failure = self._away(error)
@@ -188,10 +188,10 @@ class BufferClient:
                 if reply.status_code not in AGAIN:
                     raise failure
                 pause = max(pause, _retry_after(reply))
-            wanted = pause * random.uniform(0.5, 1.5)
-            if time.monotonic() + wanted >= end:
+            delay = pause * random.uniform(0.5, 1.5)
+            if time.monotonic() + delay >= end:
                 raise failure
-            await asyncio.sleep(wanted)
+            await asyncio.sleep(delay)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _away(self, error: Exception) -> EngineError:
@@ -216,10 +216,10 @@ class BufferClient:
             problem = models.Refusal.model_validate_json(reply.content).error
         except ValidationError:
             return self._stranger(reply)
-        kept = reply.status_code in AGAIN
+        retryable = reply.status_code in AGAIN
         return EngineError(
             f"the rollout buffer answers {reply.status_code}: {problem.what}",
-            code="ENG75" if kept else "ENG78",
+            code="ENG75" if retryable else "ENG78",
             where=f"{where} {problem.where}".strip(),
             why=f"{problem.code}: {problem.why}",
             fix=problem.fix,

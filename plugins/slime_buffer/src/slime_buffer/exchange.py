@@ -148,22 +148,22 @@ class Exchange:
         keys = [*self._claims, *(self._left - set(self._claims))]
         if self._recall is None or not keys:
             return False
-        known = await self._recall([name for name, _ in keys])
-        ended = {key for key in keys if key[0] in known and known[key[0]].state != "pending"}
-        ended |= {key for key in keys if key[0] in known and known[key[0]].attempt > key[1]}
+        groups = await self._recall([name for name, _ in keys])
+        ended = {key for key in keys if key[0] in groups and groups[key[0]].state != "pending"}
+        ended |= {key for key in keys if key[0] in groups and groups[key[0]].attempt > key[1]}
         ended -= set(self._waiting)
         if not ended:
             return False
         for claim in dict.fromkeys(self._claims[key] for key in ended if key in self._claims):
-            mine = [key for key in ended if self._claims.get(key) == claim]
-            await self._client.acknowledge(claim, _keys(mine))
-            for key in mine:
+            matching = [key for key in ended if self._claims.get(key) == claim]
+            await self._client.acknowledge(claim, _keys(matching))
+            for key in matching:
                 del self._claims[key]
                 self._parked.pop(key, None)
         open_ones = ended & self._left
-        for reason in {known[name].last_reason or "left" for name, _ in open_ones}:
-            mine = [key for key in open_ones if (known[key[0]].last_reason or "left") == reason]
-            await self._client.drop(self.run, _keys(mine), reason, tell=False)
+        for reason in {groups[name].last_reason or "left" for name, _ in open_ones}:
+            matching = [key for key in open_ones if (groups[key[0]].last_reason or "left") == reason]
+            await self._client.drop(self.run, _keys(matching), reason, tell=False)
         self._left -= ended
         return True
 

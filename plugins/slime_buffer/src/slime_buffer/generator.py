@@ -222,18 +222,18 @@ async def serve(
         httpx.AsyncClient(trust_env=False, timeout=timeout, limits=httpx.Limits(max_connections=1024)) as engine,
     ):
         shop = _Shop(buffer, engine, generate, lease_seconds, tries, note)
-        asked: dict[str, Any] = {"run": run, "task": task, "lease_seconds": lease_seconds}
+        query: dict[str, Any] = {"run": run, "task": task, "lease_seconds": lease_seconds}
         works = [
-            asyncio.ensure_future(shop.work(f"{worker}.{number}", groups, asked)) for number in range(concurrency)
+            asyncio.ensure_future(shop.work(f"{worker}.{number}", groups, query)) for number in range(concurrency)
         ]
         ended = asyncio.ensure_future((stop or asyncio.Event()).wait())
         try:
-            left: set[asyncio.Future[Any]] = set(works)
-            while left and not ended.done():
-                done, _ = await asyncio.wait({*left, ended}, return_when=asyncio.FIRST_COMPLETED)
+            pending: set[asyncio.Future[Any]] = set(works)
+            while pending and not ended.done():
+                done, _ = await asyncio.wait({*pending, ended}, return_when=asyncio.FIRST_COMPLETED)
                 for future in done - {ended}:
                     future.result()
-                left -= done
+                pending -= done
         finally:
             for future in (*works, ended):
                 future.cancel()
@@ -259,11 +259,11 @@ class _Shop:
         self._taken = 0
         self.counts: Counter[str] = Counter()
 
-    async def work(self, worker: str, groups: int, asked: dict[str, Any]) -> None:
+    async def work(self, worker: str, groups: int, options: dict[str, Any]) -> None:
         """Claim and make one group after the other."""
         while not groups or self._taken < groups:
             self._taken += 1
-            items = await self._buffer.claim_work(worker, wait_seconds=WAIT, **asked)
+            items = await self._buffer.claim_work(worker, wait_seconds=WAIT, **options)
             if not items:
                 self._taken -= 1
                 continue
@@ -282,20 +282,20 @@ class _Shop:
         beat = asyncio.ensure_future(self._beat(work))
         whole = False
         try:
-            left: set[asyncio.Future[Any]] = set(tasks)
-            while left and not beat.done():
-                both: set[asyncio.Future[Any]] = {*left, beat}
+            pending: set[asyncio.Future[Any]] = set(tasks)
+            while pending and not beat.done():
+                both: set[asyncio.Future[Any]] = {*pending, beat}
                 done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                left -= done
+                pending -= done
                 if any(task.exception() for task in done):
                     break
             ends: list[asyncio.Future[Any]] = [beat, *tasks]
             for future in ends:
                 if future.done():
                     future.result()  # raises where the service is away
-            if left:
+            if pending:
                 self._note(f"{work.id}: the lease was lost")
-            whole = not left and all(task.result() for task in tasks)
+            whole = not pending and all(task.result() for task in tasks)
         finally:
             await _end(beat, *tasks)
             if not whole:
@@ -306,8 +306,8 @@ class _Shop:
         work = task.work
         key = (work.run, work.id, work.attempt, task.id)
         try:
-            made = await self._generate(task)
-            sequences = [made] if isinstance(made, models.Sequence) else list(made)
+            result = await self._generate(task)
+            sequences = [result] if isinstance(result, models.Sequence) else list(result)
             row = models.Trajectory(group=work.id, attempt=work.attempt, sample=task.id, sequences=sequences)
         except Away as error:
             self._note(f"{task.id}: {error}")
@@ -318,8 +318,8 @@ class _Shop:
             self._note(f"{task.id} failed: {type(error).__name__}: {error}")
             if self._failures[key] < self._tries and not isinstance(error, GiveUp):
                 return False
-            why = f"{type(error).__name__}: {error}"[:200].encode(errors="replace").decode()
-            row = models.Trajectory(group=work.id, attempt=work.attempt, sample=task.id, failed=why)
+            reason = f"{type(error).__name__}: {error}"[:200].encode(errors="replace").decode()
+            row = models.Trajectory(group=work.id, attempt=work.attempt, sample=task.id, failed=reason)
         written = await self._buffer.write(work.run, [row])
         self._failures.pop(key, None)
         self.counts[written.trajectories[0].state] += 1
@@ -330,8 +330,8 @@ class _Shop:
         """Extend the lease while it is held."""
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
-            held = await self._buffer.extend([work.lease], self._lease_seconds)
-            if held.lost:
+            reply = await self._buffer.extend([work.lease], self._lease_seconds)
+            if reply.lost:
                 return
 
     async def _give_back(self, work: models.Work) -> None:

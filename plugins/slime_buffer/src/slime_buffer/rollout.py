@@ -41,9 +41,9 @@ class BufferRollout:
 
     async def generate(self, group: Group, ctx: Context) -> Group:
         """Ask the buffer for a group and wait for it."""
-        asked, limit = asked_group(group, ctx), ctx.config.rollout.generate_timeout
+        request, limit = asked_group(group, ctx), ctx.config.rollout.generate_timeout
         seconds = limit - min(MARGIN, SHARE * limit)
-        return filled(group, await self._of(ctx).make(asked, self._engine(ctx), seconds))
+        return filled(group, await self._of(ctx).make(request, self._engine(ctx), seconds))
 
     async def close(self) -> None:
         """Acknowledge, while the run's ledger can still be read, what it has; close the door before the engine."""
@@ -127,14 +127,14 @@ def filled(group: Group, ended: models.Ended) -> Group:
     done = Group(prompt=group.prompt, samples=[], rollouts={})
     for rollout, indices in group.rollouts.items():
         sample = group.samples[indices[0]]
-        found = came.get(sample.id)
-        if found is None or found.failed:
-            why = found.failed if found is not None else ended.reason or "it did not come"
-            mine = [replace(sample, status=Status.FAILED, metadata={**sample.metadata, INFRA: why})]
+        trajectory = came.get(sample.id)
+        if trajectory is None or trajectory.failed:
+            reason = trajectory.failed if trajectory is not None else ended.reason or "it did not come"
+            sequences = [replace(sample, status=Status.FAILED, metadata={**sample.metadata, INFRA: reason})]
         else:
-            mine = [_filled(sample, sequence) for sequence in found.sequences]
-        done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(mine)))
-        done.samples += mine
+            sequences = [_filled(sample, sequence) for sequence in trajectory.sequences]
+        done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(sequences)))
+        done.samples += sequences
     return done
 
 

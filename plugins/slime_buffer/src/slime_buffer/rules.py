@@ -61,22 +61,22 @@ def incomplete(config: Config) -> Iterator[Problem]:
 
 
 def _url(url: str) -> Iterator[Problem]:
-    why = ""
+    reason = ""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        why = str(error)
+        reason = str(error)
     else:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            why = "it is no http(s)://HOST:PORT"
+            reason = "it is no http(s)://HOST:PORT"
         elif parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
-            why = "it holds more than scheme, host and port; the token comes from the environment"
-    if why:
+            reason = "it holds more than scheme, host and port; the token comes from the environment"
+    if reason:
         yield conflict(
             "rollout_buffer_url is no address of a rollout buffer",
             [KEY],
-            why=why,
+            why=reason,
             fix="give what slime buffer serve prints: --rollout-buffer-url http://127.0.0.1:PORT",
             code="CFG03",
         )

@@ -33,7 +33,7 @@ def completion(ask: Ask, nodes: Sequence[Node], prompt_tokens: int, *, name: str
         }
         for index, node in enumerate(nodes)
     ]
-    made = sum(len(node.answer) for node in nodes)
+    tokens = sum(len(node.answer) for node in nodes)
     version = max((version for node in nodes if node.done for version in node.done.versions), default=-1)
     head = {
         "id": f"chatcmpl-{name}",
@@ -42,7 +42,7 @@ def completion(ask: Ask, nodes: Sequence[Node], prompt_tokens: int, *, name: str
         "model": ask.model,
         "system_fingerprint": f"version-{version}",
     }
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     if ask.stream:
         return Events(_chunks(head | {"object": "chat.completion.chunk"}, choices, usage if ask.usage else None))
     return {**head, "choices": choices, "usage": usage}
@@ -53,10 +53,10 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "slime"}
 
 
-def as_sent(said: Message) -> dict[str, Any]:
+def as_sent(message: Message) -> dict[str, Any]:
     """A message as clients read it: arguments of tool calls as JSON texts, no content beside calls as null."""
-    calls = said.get("tool_calls")
-    sent = {**said, "content": said["content"] or (None if calls else ""), "refusal": None}
+    calls = message.get("tool_calls")
+    sent = {**message, "content": message["content"] or (None if calls else ""), "refusal": None}
     if calls:
         sent["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}

@@ -111,9 +111,9 @@ class Endpoint:
 
     def _authorize(self, key: str) -> None:
         number = key.removeprefix("slime-").partition("-")[0]
-        known = number.isdecimal() and number.isascii() and len(number) < 20 and int(number) < self._opened
-        expected = self._key(int(number) if known else 0)
-        if not (hmac.compare_digest(key.encode("latin-1"), expected.encode()) and known):
+        valid = number.isdecimal() and number.isascii() and len(number) < 20 and int(number) < self._opened
+        expected = self._key(int(number) if valid else 0)
+        if not (hmac.compare_digest(key.encode("latin-1"), expected.encode()) and valid):
             raise HttpError(401, "the key is missing or wrong", code="invalid_api_key")
         if key not in self._sessions:
             raise HttpError(410, "this session is over", code="session_over")
@@ -231,8 +231,8 @@ async def converse(
         for rollout, places in group.rollouts.items()
         if group.samples[places[0]].status in (Status.PENDING, Status.ABORTED)
     ]
-    made = await together(one(sample) for _, sample in waiting)
-    for (rollout, _), samples in zip(waiting, made, strict=True):
+    results = await together(one(sample) for _, sample in waiting)
+    for (rollout, _), samples in zip(waiting, results, strict=True):
         for sample in samples[1:]:
             group.rollouts[rollout].append(len(group.samples))
             group.samples.append(sample)

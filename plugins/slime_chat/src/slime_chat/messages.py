@@ -76,10 +76,10 @@ def key_of(message: Message) -> Key:
     return ("assistant", split_reasoning(message["content"])[1].strip(), calls)
 
 
-def sameness(message: Message, said: Message) -> int:
+def sameness(message: Message, reply: Message) -> int:
     """How alike two messages of one key are: 0 to 2, a point each for the very text and the very ids of calls."""
-    ids = [[call.get("id") for call in _calls(each)] for each in (message, said)]
-    return int(message["content"] == said["content"]) + int(ids[0] == ids[1])
+    ids = [[call.get("id") for call in _calls(one)] for one in (message, reply)]
+    return int(message["content"] == reply["content"]) + int(ids[0] == ids[1])
 
 
 def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
@@ -87,9 +87,9 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
 
     Example: split_reasoning("<think>2+2</think>4") == ("2+2", "4")
     """
-    begun = text.lstrip().startswith(OPEN)
-    inside = text.lstrip().removeprefix(OPEN) if begun else text
-    if not begun and not open_:
+    opened = text.lstrip().startswith(OPEN)
+    inside = text.lstrip().removeprefix(OPEN) if opened else text
+    if not opened and not open_:
         return ("", text)
     thought, closed, rest = inside.partition(CLOSE)
     return (thought.strip(), rest.lstrip() if closed else "")

@@ -45,8 +45,8 @@ PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen_xml": qwen_xml, "none": no
 
 
 def _blocks(text: str, read: Callable[[str], tuple[str, Any] | None]) -> tuple[str, Calls]:
-    found = [read(block) for block in BLOCK.findall(text)]
-    calls = [call for call in found if call is not None]
+    results = [read(block) for block in BLOCK.findall(text)]
+    calls = [call for call in results if call is not None]
     if not calls or len(calls) < text.count("<tool_call>"):
         return text, []
     return BLOCK.sub("", text).strip(), calls

@@ -61,43 +61,45 @@ class Ask:
     left_out: int  # parameters
 
 
-def read(payload: Mapping[str, Any], own: SamplingParams, *, training: bool, leave_out: Collection[str] = ()) -> Ask:
-    """See the module; ``own`` are the run's sampling parameters.
+def read(
+    payload: Mapping[str, Any], defaults: SamplingParams, *, training: bool, leave_out: Collection[str] = ()
+) -> Ask:
+    """See the module; ``defaults`` are the run's sampling parameters.
 
     Raises:
         HttpError: 400, with the parameter's name.
     """
-    given = {name: value for name, value in payload.items() if value is not None and name not in leave_out}
-    for name, value in given.items():
+    fields = {name: value for name, value in payload.items() if value is not None and name not in leave_out}
+    for name, value in fields.items():
         if name not in SERVED and name not in WITHOUT_EFFECT and value not in NEUTRAL.get(name, ()):
-            known = f"; it may be {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
-            raise bad(f"{json.dumps(value)[:80]} is not served{known}", name, "unsupported_parameter")
-    messages, tools = _messages(given), _tools(given)
-    choice = given.get("tool_choice", "auto")
+            allowed = f"; it may be {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
+            raise bad(f"{json.dumps(value)[:80]} is not served{allowed}", name, "unsupported_parameter")
+    messages, tools = _messages(fields), _tools(fields)
+    choice = fields.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise bad("only 'auto' and 'none' are served: a policy cannot be made to call", "tool_choice")
-    options = given.get("stream_options", {})
+    options = fields.get("stream_options", {})
     if not isinstance(options, Mapping):
         raise bad('send an object, such as {"include_usage": true}', "stream_options")
     return Ask(
-        model=str(given.get("model", "policy")),
+        model=str(fields.get("model", "policy")),
         messages=messages,
         keys=[key_of(message) for message in messages],
         tools=tools,
         tools_key=json.dumps(tools, sort_keys=True) if tools else "",
         calls=tools is not None and choice == "auto",
-        params=_params(given, own, training),
-        n=_number(given, "n", 1, int, 1, MOST),
-        seed=_number(given, "seed", None, int, -(2**63), 2**63 - 1),
-        stream=_flag(given, "stream"),
+        params=_params(fields, defaults, training),
+        n=_number(fields, "n", 1, int, 1, MOST),
+        seed=_number(fields, "seed", None, int, -(2**63), 2**63 - 1),
+        stream=_flag(fields, "stream"),
         usage=bool(options.get("include_usage")),
-        log_probs=_flag(given, "logprobs"),
+        log_probs=_flag(fields, "logprobs"),
         left_out=sum(payload[name] is not None for name in leave_out if name in payload),
     )
 
 
-def _messages(given: Mapping[str, Any]) -> list[Message]:
-    raw = given.get("messages")
+def _messages(fields: Mapping[str, Any]) -> list[Message]:
+    raw = fields.get("messages")
     if not isinstance(raw, list) or not raw:
         raise bad("send a list of messages", "messages")
     messages = [normal(message, f"messages[{number}]") for number, message in enumerate(raw)]
@@ -106,8 +108,8 @@ def _messages(given: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _tools(given: Mapping[str, Any]) -> list[Any] | None:
-    tools = given.get("tools") or None
+def _tools(fields: Mapping[str, Any]) -> list[Any] | None:
+    tools = fields.get("tools") or None
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(map(_is_function, tools)):
@@ -121,48 +123,48 @@ def _is_function(tool: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _params(given: Mapping[str, Any], own: SamplingParams, training: bool) -> SamplingParams:
-    temperature = _number(given, "temperature", own.temperature, float, 0, 2)
-    top_p = _number(given, "top_p", own.top_p, float, 1e-9, 1)
-    top_k = max(0, _number(given, "top_k", own.top_k, int, -1, 2**31))
-    for name, value, mine in (("top_p", top_p, own.top_p), ("top_k", top_k, own.top_k)):
-        if training and value != mine:
-            raise bad(_biased(name, value, mine), name, "unsupported_value")
-    if training and not temperature and own.temperature:
-        raise bad(_biased("temperature", temperature, own.temperature), "temperature", "unsupported_value")
+def _params(fields: Mapping[str, Any], defaults: SamplingParams, training: bool) -> SamplingParams:
+    temperature = _number(fields, "temperature", defaults.temperature, float, 0, 2)
+    top_p = _number(fields, "top_p", defaults.top_p, float, 1e-9, 1)
+    top_k = max(0, _number(fields, "top_k", defaults.top_k, int, -1, 2**31))
+    for name, value, default in (("top_p", top_p, defaults.top_p), ("top_k", top_k, defaults.top_k)):
+        if training and value != default:
+            raise bad(_biased(name, value, default), name, "unsupported_value")
+    if training and not temperature and defaults.temperature:
+        raise bad(_biased("temperature", temperature, defaults.temperature), "temperature", "unsupported_value")
     return replace(
-        own,
+        defaults,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        max_new_tokens=min(_limit(given), own.max_new_tokens),
-        stop=tuple(dict.fromkeys((*own.stop, *_stops(given)))),
+        max_new_tokens=min(_limit(fields), defaults.max_new_tokens),
+        stop=tuple(dict.fromkeys((*defaults.stop, *_stops(fields)))),
     )
 
 
-def _biased(name: str, value: float, mine: float) -> str:
+def _biased(name: str, value: float, default: float) -> str:
     return (
-        f"{value:g} would draw from another distribution than the one that is trained ({mine:g}); send that or "
+        f"{value:g} would draw from another distribution than the one that is trained ({default:g}); send that or "
         f"nothing, or let the task leave it out: leave_out=('{name}',)"
     )
 
 
-def _limit(given: Mapping[str, Any]) -> int:
-    limits = [_number(given, name, 2**31, int, 1, 2**31) for name in ("max_tokens", "max_completion_tokens")]
+def _limit(fields: Mapping[str, Any]) -> int:
+    limits = [_number(fields, name, 2**31, int, 1, 2**31) for name in ("max_tokens", "max_completion_tokens")]
     return int(min(limits))
 
 
-def _stops(given: Mapping[str, Any]) -> list[str]:
-    stop = given.get("stop", [])
+def _stops(fields: Mapping[str, Any]) -> list[str]:
+    stop = fields.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
         raise bad("send a text, or a list of texts", "stop")
     check_characters(stops, "stop")
     return stops
 
 
-def _number(given: Mapping[str, Any], name: str, default: Any, kind: type, low: float, high: float) -> Any:
-    value = given.get(name)
+def _number(fields: Mapping[str, Any], name: str, default: Any, kind: type, low: float, high: float) -> Any:
+    value = fields.get(name)
     if value is None:
         return default
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # not of NaN
@@ -171,8 +173,8 @@ def _number(given: Mapping[str, Any], name: str, default: Any, kind: type, low: 
     return kind(value)
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
     if not isinstance(value, bool):
         raise bad(f"{value!r} is neither true nor false", name)
     return value

@@ -41,8 +41,8 @@ def samples_of(
         status: of every sample, where it is not that of its own last answer.
     """
     parts = _parts(leaves)
-    made = [issued, *(sibling(issued, number) for number in range(1, len(parts)))]
-    for number, sample in enumerate(made):
+    samples = [issued, *(sibling(issued, number) for number in range(1, len(parts)))]
+    for number, sample in enumerate(samples):
         _empty(sample, prompt)
         sample.metadata[CHAT] = {**facts, "branches": len(leaves), "branch": 0, "answer": ""}
         if parts:
@@ -52,21 +52,21 @@ def samples_of(
         else:
             sample.status = Status.COMPLETED
         sample.status = status or sample.status
-    return made
+    return samples
 
 
 def _parts(leaves: Sequence[Node]) -> list[tuple[int, list[Node], set[int]]]:
     """Of each sample: its branch, its answers, and the numbers of those that train in it."""
-    taken: set[int] = set()
+    used: set[int] = set()
     parts = []
     for branch, leaf in enumerate(leaves):
         path = leaf.path()
-        mine = [node for node in path if node.number not in taken]
-        for temperature in dict.fromkeys(node.temperature for node in mine):
-            trained = {node.number for node in mine if node.temperature == temperature}
+        nodes = [node for node in path if node.number not in used]
+        for temperature in dict.fromkeys(node.temperature for node in nodes):
+            trained = {node.number for node in nodes if node.temperature == temperature}
             length = 1 + max(place for place, node in enumerate(path) if node.number in trained)
             parts.append((branch, path[:length], trained))
-        taken |= {node.number for node in mine}
+        used |= {node.number for node in nodes}
     return parts
 
 

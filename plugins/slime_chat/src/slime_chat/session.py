@@ -129,18 +129,18 @@ class Session:
                 the engine failed.
         """
         self._require_open()
-        own = self._ctx.sampling
-        assert own is not None
-        ask = request.read(payload, own, training=not self._ctx.evaluation, leave_out=self._leave_out)
+        defaults = self._ctx.sampling
+        assert defaults is not None
+        ask = request.read(payload, defaults, training=not self._ctx.evaluation, leave_out=self._leave_out)
         self.counts["left_out"] += ask.left_out
         parent, start = self._tree.find(ask.messages, ask.keys, ask.tools_key)
         new = ask.messages[start:]
         prompt = self._words(new, parent, ask)
         tokens = [*parent.tokens(), *prompt]
         seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
-        made = await together(self._generate(tokens, ask.params, seed) for seed in seeds)
+        completions = await together(self._generate(tokens, ask.params, seed) for seed in seeds)
         nodes = []
-        for done, seed in zip(made, seeds, strict=True):
+        for done, seed in zip(completions, seeds, strict=True):
             node = Node(
                 prompt=prompt,
                 done=done,
@@ -226,21 +226,21 @@ class Session:
     def _said(self, done: Completion, ask: Ask, seed: int) -> Message:
         """The message that an answer's ids make."""
         text = self._speech.text(done.tokens)
-        found = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]
-        text = text[: min(found)] if found and done.finish == "stop" else text
+        positions = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]
+        text = text[: min(positions)] if positions and done.finish == "stop" else text
         reasoning, content = split_reasoning(text, open_=self._speech.reasoning_open)
         content, calls = self._parser(content) if ask.calls else (content, [])
-        said: Message = {"role": "assistant", "content": content}
+        message: Message = {"role": "assistant", "content": content}
         if reasoning:
-            said["reasoning_content"] = reasoning
+            message["reasoning_content"] = reasoning
         if calls:
-            said["tool_calls"] = [
+            message["tool_calls"] = [
                 call_of(
                     name, arguments, f"c{seed_of(seed, 'call', place):016x}"[:9]
                 )  # some templates want nine letters
                 for place, (name, arguments) in enumerate(calls)
             ]
-        return said
+        return message
 
 
 async def _awaited(work: Any) -> Completion:

@@ -40,11 +40,11 @@ class Node:
 
     def path(self) -> list[Node]:
         """The answers from the first to this one."""
-        found, node = list[Node](), self
+        nodes, node = list[Node](), self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     def tokens(self) -> list[int]:
         """Ids of the whole dialogue up to the end of this answer."""
@@ -69,7 +69,7 @@ class Tree:
         best, waiting = (0, 0, -1, top), [(0, 0, -1, top)]
         while waiting:
             entry = waiting.pop()
-            best = max(best, entry, key=lambda each: each[:3])
+            best = max(best, entry, key=lambda item: item[:3])
             start, alike, _, node = entry
             for span in node.spans:
                 end = start + span

@@ -66,10 +66,10 @@ class GenerateServer:
         given_prompt: Any = text if ids is None else ids
         many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
         prompts = [self._tokens(one, text is not None) for one in (given_prompt if many else [given_prompt])]
-        given = payload.get("sampling_params") or {}
-        params = given if isinstance(given, list) else [given] * len(prompts)
+        params_given = payload.get("sampling_params") or {}
+        params = params_given if isinstance(params_given, list) else [params_given] * len(prompts)
         answers = await asyncio.gather(
-            *(self._one(tokens, each, payload) for tokens, each in zip(prompts, params, strict=True))
+            *(self._one(tokens, prompt_params, payload) for tokens, prompt_params in zip(prompts, params, strict=True))
         )
         return answers if many else answers[0]
 
@@ -81,16 +81,21 @@ class GenerateServer:
             return prompt
         raise HttpError(400, "a prompt is a text or a list of token ids")
 
-    async def _one(self, tokens: list[int], given: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
+    async def _one(
+        self, tokens: list[int], sampling_params: dict[str, Any], payload: dict[str, Any]
+    ) -> dict[str, Any]:
         ctx = self._context()
         engine: Any = ctx.engine
-        call = self._calls.get(given.get("sampling_seed", -1))
-        params = sglang.from_dict(given)
+        call = self._calls.get(sampling_params.get("sampling_seed", -1))
+        params = sglang.from_dict(sampling_params)
         try:
             if params.max_new_tokens == 0:
                 return await self._scored(tokens, payload)
             request = GenerateRequest(
-                id=f"door/{self._number()}", tokens=tokens, params=params, seed=self._seed(tokens, given, call)
+                id=f"door/{self._number()}",
+                tokens=tokens,
+                params=params,
+                seed=self._seed(tokens, sampling_params, call),
             )
             done = await engine.generate(request)
         except SlimeError as error:
@@ -100,10 +105,12 @@ class GenerateServer:
         if call is not None:
             call.note(done.versions)
         text = done.text
-        if given.get("no_stop_trim"):
-            text = ctx.tokenizer.decode(done.tokens, skip_special_tokens=bool(given.get("skip_special_tokens", True)))
-        wanted = bool(payload.get("return_logprob"))
-        return sglang.answer(done, len(tokens), text, log_probs=wanted, version=engine.version)
+        if sampling_params.get("no_stop_trim"):
+            text = ctx.tokenizer.decode(
+                done.tokens, skip_special_tokens=bool(sampling_params.get("skip_special_tokens", True))
+            )
+        log_probs = bool(payload.get("return_logprob"))
+        return sglang.answer(done, len(tokens), text, log_probs=log_probs, version=engine.version)
 
     async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> dict[str, Any]:
         """No new tokens: the log-probs of the prompt itself, as a teacher is asked for."""
@@ -122,15 +129,15 @@ class GenerateServer:
         }
         return {"text": "", "output_ids": [], "meta_info": meta}
 
-    def _seed(self, tokens: Sequence[int], given: dict[str, Any], call: Call | None) -> int:
+    def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: Call | None) -> int:
         """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""
-        if call is None and given.get("sampling_seed") is not None:
-            return int(given["sampling_seed"])
+        if call is None and params.get("sampling_seed") is not None:
+            return int(params["sampling_seed"])
         seed = call.seed if call else seed_of(self._context().config.seed, "door")
-        asked = call.asked if call else self._unknown
+        counts = call.asked if call else self._unknown
         key = seed_of(seed, *tokens)
-        asked[key] += 1
-        repeat = asked[key] - 1
+        counts[key] += 1
+        repeat = counts[key] - 1
         if call is None:
             return seed_of(key, "again", repeat)
         return seed if repeat == 0 else seed_of(seed, "again", repeat)

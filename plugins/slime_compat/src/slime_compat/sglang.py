@@ -22,7 +22,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of SGLang that change nothi
 }
 
 
-def from_dict(given: Mapping[str, Any]) -> SamplingParams:
+def from_dict(params: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams of a payload.
 
     Raises:
@@ -30,22 +30,22 @@ def from_dict(given: Mapping[str, Any]) -> SamplingParams:
     """
     odd = [
         f"{name}={value!r}"
-        for name, value in given.items()
+        for name, value in params.items()
         if name not in _OURS | _OTHERS and (value not in _NEUTRAL[name] if name in _NEUTRAL else value is not None)
     ]
     if odd:
         raise HttpError(400, f"sampling_params {', '.join(odd)} are not supported by the run's engine")
-    stop = given.get("stop") or ()
-    new = given.get("max_new_tokens")
+    stop = params.get("stop") or ()
+    new = params.get("max_new_tokens")
     try:
         return SamplingParams(
             max_new_tokens=DEFAULT_NEW_TOKENS if new is None else int(new),
-            temperature=float(given.get("temperature", 1.0)),
-            top_p=float(given.get("top_p", 1.0)),
-            top_k=max(0, int(given.get("top_k", -1))),
+            temperature=float(params.get("temperature", 1.0)),
+            top_p=float(params.get("top_p", 1.0)),
+            top_k=max(0, int(params.get("top_k", -1))),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(int(token) for token in given.get("stop_token_ids") or ()),
-            ignore_eos=bool(given.get("ignore_eos", False)),
+            stop_token_ids=tuple(int(token) for token in params.get("stop_token_ids") or ()),
+            ignore_eos=bool(params.get("ignore_eos", False)),
         )
     except (TypeError, ValueError) as error:
         raise HttpError(400, f"sampling_params: {error}") from error
@@ -53,7 +53,7 @@ def from_dict(given: Mapping[str, Any]) -> SamplingParams:
 
 def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int) -> dict[str, Any]:
     """SGLang's answer to one request; log-probs are those of the distribution drawn from."""
-    made = max(done.versions, default=version)
+    weight_version = max(done.versions, default=version)
     reason: dict[str, Any] = {"type": done.finish}
     if done.finish == "length":
         reason["length"] = len(done.tokens)
@@ -63,7 +63,7 @@ def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, 
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(done.tokens),
         "cached_tokens": 0,
-        "weight_version": str(made),
+        "weight_version": str(weight_version),
     }
     if log_probs:
         meta["output_token_logprobs"] = entries(done.tokens, done.log_probs)

@@ -111,12 +111,12 @@ class Bridge:
         """Every tensor of a model with this config, in the order of layers."""
         sizes = self.sizes(config)
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
-        found = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
+        entries = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
         for layer in range(sizes.layers):
             sort = "moe" if layer in sizes.moe_layers else "dense"
             of_layer = [row for row in rows if "{layer}" in row.megatron and row.on in ("all", sort)]
-            found += [entry for row in of_layer for entry in _filled(row, layer, sizes)]
-        return found
+            entries += [entry for row in of_layer for entry in _filled(row, layer, sizes)]
+        return entries
 
     def megatron(self, config: Any) -> dict[str, Any]:
         """Fields of Megatron's configs and of its GPT model, from the config of the folder.
@@ -125,26 +125,26 @@ class Bridge:
             DataError: TOK00 the config lacks an attribute, TOK200 it has a value that these layers do not express.
         """
         for name, values in self.only.items():
-            if (found := getattr(config, name, None)) is not None and found not in values:
-                raise refused(self.family, name, found, f"its layers are built for {_or(values)}")
+            if (value := getattr(config, name, None)) is not None and value not in values:
+                raise refused(self.family, name, value, f"its layers are built for {_or(values)}")
         return {name: self._value(name, source, config) for name, source in self.fields.items()}
 
     def sizes(self, config: Any, multiple: int = 1) -> Sizes:
         """Numbers of a config; rows of the vocabulary are filled up to a ``multiple``."""
-        known = self.megatron(config)
+        fields = self.megatron(config)
         vocab = int(config.vocab_size)
-        words = dimensions(known, vocab)
-        experts = int(known.get("num_moe_experts") or 0)
-        layers = int(known["num_layers"])
-        freq = known.get("moe_layer_freq", 1)
+        words = dimensions(fields, vocab)
+        experts = int(fields.get("num_moe_experts") or 0)
+        layers = int(fields["num_layers"])
+        freq = fields.get("moe_layer_freq", 1)
         sparse = [bool(x) for x in freq] if isinstance(freq, list) else [n % freq == 0 for n in range(layers)]
-        heads = int(known["num_attention_heads"])
+        heads = int(fields["num_attention_heads"])
         return Sizes(
             layers=layers,
-            hidden=int(known["hidden_size"]),
+            hidden=int(fields["hidden_size"]),
             heads=heads,
-            groups=int(known.get("num_query_groups") or heads),
-            head_dim=int(known.get("kv_channels") or known["hidden_size"] // heads),
+            groups=int(fields.get("num_query_groups") or heads),
+            head_dim=int(fields.get("kv_channels") or fields["hidden_size"] // heads),
             vocab=vocab,
             padded_vocab=-(-vocab // multiple) * multiple,
             experts=experts,
@@ -159,15 +159,15 @@ class Bridge:
             return source.value
         if not isinstance(source, str):
             return source(config)
-        found = getattr(config, source, self.defaults.get(source))
-        if found is None and source not in self.defaults:
+        value = getattr(config, source, self.defaults.get(source))
+        if value is None and source not in self.defaults:
             raise DataError(
                 f"config.json has no {source}",
                 code="TOK00",
                 why=f"it becomes {name} of a {self.family} model",
                 fix="save the model again with the transformers version that this slime names",
             )
-        return found
+        return value
 
 
 @dataclass(slots=True, frozen=True)
@@ -177,34 +177,34 @@ class Given:
     value: Any
 
 
-def dimensions(known: Mapping[str, Any], vocab: int) -> dict[str, int]:
+def dimensions(fields: Mapping[str, Any], vocab: int) -> dict[str, int]:
     """The words of ``Row.shape``, from the fields of :meth:`Bridge.megatron`; each a number of rows or columns."""
-    heads = int(known["num_attention_heads"])
-    head = int(known.get("kv_channels") or known["hidden_size"] // heads)
-    found: dict[str, Any] = {
+    heads = int(fields["num_attention_heads"])
+    head = int(fields.get("kv_channels") or fields["hidden_size"] // heads)
+    dimensions: dict[str, Any] = {
         "vocab": vocab,
-        "hidden": known["hidden_size"],
+        "hidden": fields["hidden_size"],
         "head": head,
         "q": heads * head,
-        "kv": int(known.get("num_query_groups") or heads) * head,
-        "ffn": known["ffn_hidden_size"],
-        "ffn_twice": 2 * known["ffn_hidden_size"],  # gate and up in one tensor
-        "experts": known.get("num_moe_experts"),
-        "expert": known.get("moe_ffn_hidden_size"),  # the inner size of one
-        "shared": known.get("moe_shared_expert_intermediate_size"),
+        "kv": int(fields.get("num_query_groups") or heads) * head,
+        "ffn": fields["ffn_hidden_size"],
+        "ffn_twice": 2 * fields["ffn_hidden_size"],  # gate and up in one tensor
+        "experts": fields.get("num_moe_experts"),
+        "expert": fields.get("moe_ffn_hidden_size"),  # the inner size of one
+        "shared": fields.get("moe_shared_expert_intermediate_size"),
     }
-    if "kv_lora_rank" in known:
-        rope, plain, value = (known[name] for name in ("qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim"))
-        found |= {
+    if "kv_lora_rank" in fields:
+        rope, plain, value = (fields[name] for name in ("qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim"))
+        dimensions |= {
             "rope": rope,
             "q": heads * (plain + rope),
-            "q_low": known["q_lora_rank"],
-            "kv_low": known["kv_lora_rank"],
-            "kv_down": known["kv_lora_rank"] + rope,
+            "q_low": fields["q_lora_rank"],
+            "kv_low": fields["kv_lora_rank"],
+            "kv_down": fields["kv_lora_rank"] + rope,
             "kv": heads * (plain + value),
             "value": heads * value,
         }
-    return {name: int(number) for name, number in found.items() if number is not None}
+    return {name: int(number) for name, number in dimensions.items() if number is not None}
 
 
 def refused(family: str, name: str, value: Any, why: str) -> DataError:
@@ -233,8 +233,8 @@ def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def _filled(row: Row, layer: int, sizes: Sizes) -> Iterator[Entry]:
-    given = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
-    shapes = tuple(given * len(row.hf) if len(given) == 1 else given)
+    dimensions = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
+    shapes = tuple(dimensions * len(row.hf) if len(dimensions) == 1 else dimensions)
     for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):
         numbers = {"layer": layer, "expert": expert}
         hf = tuple(name.format(**numbers) for name in row.hf)
@@ -277,9 +277,9 @@ def _turned(entry: Entry, tensor: torch.Tensor, sizes: Sizes, halves: tuple[int,
     import torch
 
     heads = tensor.reshape(sizes.heads if entry.kind == "rope_heads" else 1, -1, *tensor.shape[1:])
-    kept, rotary = heads.split([heads.shape[1] - sizes.rope, sizes.rope], dim=1)
+    plain, rotary = heads.split([heads.shape[1] - sizes.rope, sizes.rope], dim=1)
     turned = rotary.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
-    return torch.cat([kept, turned], dim=1).reshape(tensor.shape)
+    return torch.cat([plain, turned], dim=1).reshape(tensor.shape)
 
 
 def whole_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(shards), dim=1 if entry.kind == "columns" else 0)
 
 
-def check_tensors(entries: Sequence[Entry], sizes: Sizes, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_tensors(entries: Sequence[Entry], sizes: Sizes, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Compare a folder's tensor names and shapes with those that the entries need.
 
     A copy of a tied output matrix is let through, so is nothing else that no entry names.
@@ -327,9 +327,9 @@ def check_tensors(entries: Sequence[Entry], sizes: Sizes, found: Mapping[str, tu
     expected = {name: shape for entry in entries for name, shape in zip(entry.hf, entry.shapes)}
     copies = {"lm_head.weight"} if sizes.tied else set()
     met = Fit(
-        missing=sorted(name for name in expected if name not in found),
-        extra=sorted(name for name in found if name not in expected and name not in copies),
-        shapes=[(name, found[name], shape) for name, shape in expected.items() if found.get(name, shape) != shape],
+        missing=sorted(name for name in expected if name not in shapes),
+        extra=sorted(name for name in shapes if name not in expected and name not in copies),
+        shapes=[(name, shapes[name], shape) for name, shape in expected.items() if shapes.get(name, shape) != shape],
     )
     if not met:
         raise misfit(met, folder)

@@ -23,9 +23,9 @@ def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
         ConfigError: CFG200 none of the plugins has one.
         PluginError: PLG56 a hook raised, PLG57 what it returned is no bridge.
     """
-    asked = [plugin for plugin in loaded if HOOK in plugin.answers]
+    plugins = [plugin for plugin in loaded if HOOK in plugin.answers]
     family = str(getattr(hf_config, "model_type", ""))
-    for plugin in asked:
+    for plugin in plugins:
         answer, about = plugin.answers[HOOK], f"model_type '{family}'"
         bridge = call_now(answer, {"hf_config": hf_config}, about=about)
         if bridge is None:
@@ -34,13 +34,13 @@ def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
             fix = "return a slime_convert.bridge.Bridge, or None to decline"
             raise wrong(answer, f"returned a {type(bridge).__name__}", about, code="PLG57", fix=fix)
         return bridge
-    raise _none(asked, hf_config, family)
+    raise _none(plugins, hf_config, family)
 
 
-def _none(asked: list[Loaded], hf_config: Any, family: str) -> ConfigError:
+def _none(plugins: list[Loaded], hf_config: Any, family: str) -> ConfigError:
     named = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
-    families = {str(name) for plugin in asked for name in getattr(plugin.target, "slime_families", ())}
-    known = f"; families: {', '.join(sorted(families))}" if families else ""
+    families = {str(name) for plugin in plugins for name in getattr(plugin.target, "slime_families", ())}
+    names = f"; families: {', '.join(sorted(families))}" if families else ""
     near = nearest(family, families)
     load = "" if families else "--plugin models   (from a clone of slime: pip install -e plugins/slime_models)"
     train = 'train it with train_backend = "fsdp", or write a plugin with slime_model_bridge'
@@ -48,6 +48,6 @@ def _none(asked: list[Loaded], hf_config: Any, family: str) -> ConfigError:
         f"no plugin has a bridge for {named} (model_type '{family}')",
         code="CFG200",
         where="config.json: model_type",
-        why=f"asked: {', '.join(str(plugin.provider) for plugin in asked) or 'none, for none is loaded'}{known}",
+        why=f"asked: {', '.join(str(plugin.provider) for plugin in plugins) or 'none, for none is loaded'}{names}",
         fix="\n".join(filter(None, [near, load, train])),
     )

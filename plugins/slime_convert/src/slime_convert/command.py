@@ -69,12 +69,12 @@ def with_flags(word: str, command: click.Command) -> click.Command:
             click.Option(["--max-shard-size", "shard"], type=Size(), default="2GiB", show_default=True,
                          help="Bytes of tensors in a file of DST.")
         )  # fmt: skip
-    own = {param.name for param in command.params}
-    added = [flag for flag in flags if flag.name not in own]
+    names = {param.name for param in command.params}
+    added = [flag for flag in flags if flag.name not in names]
 
-    def run(**given: Any) -> None:
-        shared = {str(flag.name): given.pop(str(flag.name)) for flag in added}
-        work = command.callback(**given) if command.callback is not None else None
+    def run(**values: Any) -> None:
+        shared = {str(flag.name): values.pop(str(flag.name)) for flag in added}
+        work = command.callback(**values) if command.callback is not None else None
         if work is not None:
             convert(shared, work)
 
@@ -147,17 +147,17 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Ca
     return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
 
 
-def convert(given: dict[str, Any], work: Callable[[How], Done]) -> None:
+def convert(values: dict[str, Any], work: Callable[[How], Done]) -> None:
     """Do ``work`` as the shared flags say, with one torch thread and a progress bar; print the result."""
     import torch
 
     from slime_convert.folder_writing import How
 
-    quiet, as_json = given.pop("quiet", False), given.pop("as_json", False)
+    quiet, as_json = values.pop("quiet", False), values.pop("as_json", False)
     torch.set_num_threads(1)  # files are what is made in parallel
     began = time.monotonic()
     with progress(quiet) as (total, moved):
-        done = work(How(**given, total=total, moved=moved, note=say))
+        done = work(How(**values, total=total, moved=moved, note=say))
     seconds = time.monotonic() - began
     if as_json:
         about = {name: getattr(done, name) for name in ("tensors", "files", "kept", "verified")}

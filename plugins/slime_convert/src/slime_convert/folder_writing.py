@@ -66,8 +66,8 @@ def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: 
     writing = HfWriting(tensors, origin=origin, shard=how.shard)
 
     def pairs(job: Job) -> list[tuple[Rows, Rows]]:
-        made = Shards.open(job.aside)
-        return [(Stored(made.infos[rows.name]), rows) for rows in tensors]
+        written = Shards.open(job.aside)
+        return [(Stored(written.infos[rows.name]), rows) for rows in tensors]
 
     return write_folder(
         kind, target, writing.files, how, used=used, config=origin, tensors=len(tensors),
@@ -128,7 +128,7 @@ def write_folder(
             raise storage_error(error, job.aside, f"{target.name} cannot be finished") from error
         if how.verify:
             _forget(job.aside / file.name for file in files)
-            job.run([_comparison(job, made, meant, how) for made, meant in pairs(job)])
+            job.run([_comparison(job, rows, meant, how) for rows, meant in pairs(job)])
         job.publish()
         return Done(path=job.target, tensors=tensors, size=size, files=len(files), kept=job.kept, verified=how.verify)
 
@@ -156,13 +156,13 @@ def _forget(files: Iterator[Path]) -> None:
             os.close(fd)
 
 
-def _comparison(job: Job, made: Rows, meant: Rows, how: How) -> Callable[[], None]:
+def _comparison(job: Job, rows: Rows, meant: Rows, how: How) -> Callable[[], None]:
     def compare() -> None:
         job.check_stop()
-        row = first_difference(made, meant, how.moved)
+        row = first_difference(rows, meant, how.moved)
         if row is not None:
             raise StorageError(
-                f"{meant.name} was written otherwise than it was meant: row {row} of {list(made.shape)} {made.dtype}",
+                f"{meant.name} was written otherwise than it was meant: row {row} of {list(rows.shape)} {rows.dtype}",
                 code="STO112",
                 where=str(job.aside),
                 why=f"it was compared with {list(meant.shape)} {meant.dtype} of the source",

@@ -72,11 +72,11 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
             raise StorageError(f"{step.name} lacks {name}", code="STO111", where=str(step), fix=ANOTHER)
         size = file.stat().st_size
         if size != mark["size"] or (full and durable.sha256_of(file).sha256 != mark["sha256"]):
-            why = (
+            reason = (
                 f"it has {size} bytes and {mark['size']} were written" if size != mark["size"] else "its hash differs"
             )
             raise StorageError(
-                f"{file.name} is not what was written", code="STO112", where=str(file), why=why, fix=ANOTHER
+                f"{file.name} is not what was written", code="STO112", where=str(file), why=reason, fix=ANOTHER
             )
 
 
@@ -86,16 +86,16 @@ def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, traine
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in ties}
     parameters = {name for name, _ in model.named_parameters()} - set(ties)
     buffers = [name for name in expected if name not in parameters and name not in infos]
-    found = Fit(
+    fit = Fit(
         missing=sorted(name for name in expected if name in parameters and name not in infos),
         extra=sorted(name for name in infos if name not in expected),
         shapes=[(n, infos[n].shape, shape) for n, shape in expected.items() if n in infos and infos[n].shape != shape],
     )
-    kept = Shards.open(folder).infos if buffers else {}
-    found.missing += [name for name in buffers if name not in kept]
-    if not found:
-        raise misfit(found, trainer, str(folder / "config.json"))
-    return {name: Stored(kept[name]) for name in buffers}
+    stored = Shards.open(folder).infos if buffers else {}
+    fit.missing += [name for name in buffers if name not in stored]
+    if not fit:
+        raise misfit(fit, trainer, str(folder / "config.json"))
+    return {name: Stored(stored[name]) for name in buffers}
 
 
 def _parts(rows: Stored) -> list[Rows]:

@@ -143,16 +143,16 @@ class Job:
         lines = os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode(errors="replace").splitlines()
         listed: dict[str, Mark] = {}
         if lines and lines[0] == self._plan:
-            listed = dict(found for line in lines[1:] if (found := _listed(line)) is not None)
+            listed = dict(entry for line in lines[1:] if (entry := _listed(line)) is not None)
         elif lines:
             self._note(f"{self.aside.name} was begun from other files or with other options: it is begun anew")
-        wanted = {file.name: file.size for file in self.files}
+        sizes = {file.name: file.size for file in self.files}
         for path in sorted(self.aside.rglob("*"), reverse=True):
             if path.is_dir():
                 continue
             name = path.relative_to(self.aside).as_posix()
             mark = listed.get(name)
-            if mark is not None and wanted.get(name) == mark.size and self._mark(path) == mark:
+            if mark is not None and sizes.get(name) == mark.size and self._mark(path) == mark:
                 self.marks[name] = mark
             else:
                 durable.disk.remove(path)
@@ -284,12 +284,12 @@ class Job:
             raise self._failed(error, self.target, f"{self.target.name} cannot be published") from error
 
     def _failed(self, error: OSError, where: Path, what: str) -> StorageError:
-        found = storage_error(error, where, what)
-        if found.code in ("STO109", "STO121"):
-            found.fix = AGAIN
-        elif found.code != "STO120":
-            found.fix = "choose another folder"
-        return found
+        failure = storage_error(error, where, what)
+        if failure.code in ("STO109", "STO121"):
+            failure.fix = AGAIN
+        elif failure.code != "STO120":
+            failure.fix = "choose another folder"
+        return failure
 
 
 def _line(name: str, mark: Mark) -> str:
@@ -299,7 +299,7 @@ def _line(name: str, mark: Mark) -> str:
 def _listed(line: str) -> tuple[str, Mark] | None:
     """A line of the journal; None of one that was cut."""
     try:
-        found = json.loads(line)
-        return str(found["file"]), Mark(int(found["size"]), str(found["xxh128"]))
+        entry = json.loads(line)
+        return str(entry["file"]), Mark(int(entry["size"]), str(entry["xxh128"]))
     except (ValueError, KeyError, TypeError):
         return None

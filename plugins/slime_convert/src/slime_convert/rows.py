@@ -86,10 +86,10 @@ def read_whole(rows: Rows) -> torch.Tensor:
     Raises:
         DataError: as `Rows.read`.
     """
-    found = torch.empty(rows.shape, dtype=rows.dtype)
-    if found.numel():
-        rows.read(0, rows.shape[0], memoryview(found.view(-1).view(torch.uint8).numpy().data))
-    return found
+    tensor = torch.empty(rows.shape, dtype=rows.dtype)
+    if tensor.numel():
+        rows.read(0, rows.shape[0], memoryview(tensor.view(-1).view(torch.uint8).numpy().data))
+    return tensor
 
 
 def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> None:
@@ -103,8 +103,8 @@ def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> 
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while done < len(into):
-                got = os.preadv(fd, [into[done:]], offset + done)
-                if not got:
+                count = os.preadv(fd, [into[done:]], offset + done)
+                if not count:
                     size = os.fstat(fd).st_size
                     raise DataError(
                         f"{file.name} ends inside {what}",
@@ -113,12 +113,12 @@ def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> 
                         why=f"bytes {offset} to {offset + len(into)} are needed, the file has {size}",
                         fix="fetch or save the file again",
                     )
-                done += got
+                done += count
         finally:
             os.close(fd)
     except OSError as error:
-        why = f"{what}: {error.strerror or error}"
-        raise DataError(f"{file.name} cannot be read", code=code, where=str(file), why=why) from error
+        reason = f"{what}: {error.strerror or error}"
+        raise DataError(f"{file.name} cannot be read", code=code, where=str(file), why=reason) from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -216,13 +216,13 @@ def joined(entry: Entry, tensors: Sequence[Rows], sizes: Sizes) -> Rows:
 
 def parted(entry: Entry, whole: Rows, sizes: Sizes) -> list[Rows]:
     """The Hugging Face tensors of an entry, of its whole Megatron tensor; the inverse of :func:`joined`."""
-    known = tuple(shape[0] for shape in entry.shapes)
-    moves = _moves(entry.kind, known, sizes)
-    found: list[Rows] = []
+    heights = tuple(shape[0] for shape in entry.shapes)
+    moves = _moves(entry.kind, heights, sizes)
+    parts: list[Rows] = []
     for number, name in enumerate(entry.hf):
-        mine = sorted((m for m in moves if m.source == number), key=lambda move: move.first)
-        found.append(Moved(name, (whole,), tuple(Move(m.first, m.count, 0, m.to) for m in mine)))
-    return found
+        part_moves = sorted((m for m in moves if m.source == number), key=lambda move: move.first)
+        parts.append(Moved(name, (whole,), tuple(Move(m.first, m.count, 0, m.to) for m in part_moves)))
+    return parts
 
 
 @lru_cache(maxsize=1024)

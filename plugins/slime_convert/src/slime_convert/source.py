@@ -15,8 +15,8 @@ ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 
 def newest_step(path: Path) -> Path | None:
     """The newest `step-N` of a run directory, or of its `checkpoints`; None where there is none."""
-    known = (names_in(folder) for folder in (path, path / "checkpoints"))
-    return next((step for named in known for _, step in named if step.is_dir()), None)
+    listings = (names_in(folder) for folder in (path, path / "checkpoints"))
+    return next((step for named in listings for _, step in named if step.is_dir()), None)
 
 
 def step_of(path: Path) -> Path:
@@ -31,14 +31,14 @@ def manifest_of(step: Path) -> dict[str, Any]:
         StorageError: STO112.
     """
     try:
-        found: dict[str, Any] = json.loads((step / MANIFEST).read_bytes())
+        manifest: dict[str, Any] = json.loads((step / MANIFEST).read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{MANIFEST} cannot be read", code="STO112", where=str(step), why=str(error), fix=ANOTHER
         ) from error
-    return found
+    return manifest
 
 
 def origin_of(step: Path) -> Path:
@@ -47,16 +47,16 @@ def origin_of(step: Path) -> Path:
     Raises:
         ConfigError: CFG05 it names none, or one that is not here. StorageError: as `manifest_of`.
     """
-    named, why = str(manifest_of(step).get("config", {}).get("rollout", {}).get("hf_checkpoint") or ""), None
+    named, cause = str(manifest_of(step).get("config", {}).get("rollout", {}).get("hf_checkpoint") or ""), None
     try:
         if named:
             return resolve(named)
     except ConfigError as error:
-        why = error
+        cause = error
     raise ConfigError(
         f"the run's model folder {named!r} is not here" if named else "the checkpoint names no model folder",
         code="CFG05",
         where=str(step / MANIFEST if (step / MANIFEST).is_file() else step),
         why="config.json and the tokenizer come from it",
         fix="--origin-hf-dir FOLDER",
-    ) from why
+    ) from cause

@@ -81,27 +81,27 @@ FLAGS = (
 
 def model_args(bridge: Bridge, config: Any) -> list[str]:
     """``["--swiglu", "--num-layers 36", ...]``, each quoted as a shell wants it."""
-    known, sizes = bridge.megatron(config), bridge.sizes(config)
+    fields, sizes = bridge.megatron(config), bridge.sizes(config)
     if sizes.groups == sizes.heads:
-        del known["num_query_groups"]
+        del fields["num_query_groups"]
     if not sizes.experts:
-        known = {name: value for name, value in known.items() if "moe" not in name}
-    if known.get("rope_type") == "rope":
+        fields = {name: value for name, value in fields.items() if "moe" not in name}
+    if fields.get("rope_type") == "rope":
         yarn = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        known = {name: value for name, value in known.items() if name not in yarn}
-    known |= {
+        fields = {name: value for name, value in fields.items() if name not in yarn}
+    fields |= {
         "grouped": sizes.groups < sizes.heads,
         "sandwich": bridge.sandwich,
-        "stretched": known.get("rotary_scaling_factor" if bridge.attention == "mla" else "rope_scaling_factor"),
+        "stretched": fields.get("rotary_scaling_factor" if bridge.attention == "mla" else "rope_scaling_factor"),
         "vocab_size": sizes.vocab,
     }
-    if not known.get("rope_scaling") and bridge.attention != "mla":
-        known["stretched"] = None
-    return [_written(row, known[row.field]) for row in FLAGS if row.field in known and _is_said(row, known)]
+    if not fields.get("rope_scaling") and bridge.attention != "mla":
+        fields["stretched"] = None
+    return [_written(row, fields[row.field]) for row in FLAGS if row.field in fields and _is_said(row, fields)]
 
 
-def _is_said(row: Said, known: dict[str, Any]) -> bool:
-    value = known[row.field]
+def _is_said(row: Said, fields: dict[str, Any]) -> bool:
+    value = fields[row.field]
     if row.when is not ALWAYS:
         return bool(value == row.when)
     return row.unless is ALWAYS or value != row.unless

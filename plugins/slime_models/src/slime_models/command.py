@@ -76,13 +76,13 @@ def _find(name: str) -> tuple[str, Any]:
         from slime_core.weights.folder import read_config
 
         return str(Path(name)), read_config(Path(name))
-    known = [*presets(), *BRIDGES]
+    names = [*presets(), *BRIDGES]
     raise ConfigError(
         f"'{name}' is no preset, no family and no folder with a config.json",
         code="CFG05",
         where=f"slime models show {name}",
         why=f"presets: {', '.join(presets())}; families: {', '.join(BRIDGES)}",
-        fix=nearest(name.lower(), known) or "slime models list",
+        fix=nearest(name.lower(), names) or "slime models list",
     )
 
 

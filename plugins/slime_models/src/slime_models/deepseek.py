@@ -25,19 +25,21 @@ def rope_type(config: Any) -> str:
     Raises:
         DataError: TOK200 another scaling, or yarn with a magnitude that megatron-core works out in another way.
     """
-    found = rope(config)
-    kind = found["rope_type"]
+    parameters = rope(config)
+    kind = parameters["rope_type"]
     if kind == "default":
         return "rope"
     if kind != "yarn":
         raise refused(config.model_type, "rope_type", kind, "rotary angles are 'default' or 'yarn'")
-    if found.get("attention_factor") is not None:
-        why = "megatron-core works it out of factor, mscale and mscale_all_dim"
-        raise refused(config.model_type, "attention_factor", found["attention_factor"], why)
-    if not found.get("truncate", True):
+    if parameters.get("attention_factor") is not None:
+        reason = "megatron-core works it out of factor, mscale and mscale_all_dim"
+        raise refused(config.model_type, "attention_factor", parameters["attention_factor"], reason)
+    if not parameters.get("truncate", True):
         raise refused(config.model_type, "truncate", False, "megatron-core rounds yarn's bounds to whole rows")
-    if found.get("mscale_all_dim") and not found.get("mscale"):
-        raise refused(config.model_type, "mscale", found.get("mscale"), "mscale_all_dim is set, so it must be set too")
+    if parameters.get("mscale_all_dim") and not parameters.get("mscale"):
+        raise refused(
+            config.model_type, "mscale", parameters.get("mscale"), "mscale_all_dim is set, so it must be set too"
+        )
     return "yarn"
 
 
@@ -45,8 +47,8 @@ def yarn(name: str, default: float) -> Callable[[Any], float]:
     """A reader of one of yarn's numbers; ``default`` without yarn, or where it is not set."""
 
     def read(config: Any) -> float:
-        found = rope(config)
-        return float(found.get(name) or default) if found["rope_type"] == "yarn" else default
+        parameters = rope(config)
+        return float(parameters.get(name) or default) if parameters["rope_type"] == "yarn" else default
 
     read.__name__ = f"{name}_of_yarn"
     return read
@@ -59,10 +61,10 @@ def magnitude(config: Any) -> float:
 
 def stretch(config: Any) -> float:
     """Yarn's ``factor``; where it is not set, the ratio of the two lengths. 1 without yarn."""
-    found = rope(config)
-    if found["rope_type"] != "yarn":
+    parameters = rope(config)
+    if parameters["rope_type"] != "yarn":
         return 1.0
-    return float(found.get("factor") or config.max_position_embeddings / trained_length(config))
+    return float(parameters.get("factor") or config.max_position_embeddings / trained_length(config))
 
 
 def trained_length(config: Any) -> int:

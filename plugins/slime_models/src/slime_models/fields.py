@@ -32,10 +32,10 @@ def tied(config: Any) -> bool:
 
 def rope(config: Any) -> dict[str, Any]:
     """The rotary settings as one table, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``."""
-    found = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    found.setdefault("rope_type", found.get("type", "default"))
-    theta = found.get("rope_theta") or getattr(config, "rope_theta", None)
-    return found | {"rope_theta": theta or getattr(config, "default_theta", 10000.0)}
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    return parameters | {"rope_theta": theta or getattr(config, "default_theta", 10000.0)}
 
 
 def rotary_base(config: Any) -> int | float:
@@ -50,12 +50,12 @@ def llama3_scaling(config: Any) -> bool:
     Raises:
         DataError: TOK200 another kind of scaling, or other bounds than those megatron-core has built in.
     """
-    found = rope(config)
-    kind = found["rope_type"]
+    parameters = rope(config)
+    kind = parameters["rope_type"]
     if kind not in ("default", "llama3"):
         raise refused(config.model_type, "rope_type", kind, "rotary angles are 'default' or scaled as 'llama3' does")
     for name, built_in in LLAMA3.items():
-        value = found.get(name, built_in)
+        value = parameters.get(name, built_in)
         if kind == "llama3" and value != built_in:
             raise refused(config.model_type, name, value, f"megatron-core scales angles with {name} = {built_in}")
     return bool(kind == "llama3")

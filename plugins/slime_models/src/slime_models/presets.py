@@ -28,13 +28,13 @@ class Preset:
 def presets() -> dict[str, Preset]:
     """Every preset, in the order of the file."""
     groups = tomllib.loads(FILE.read_text())
-    found = {}
+    presets_by_name = {}
     for group in groups.values():
         common = group.pop("common")
-        for name, own in group.items():
-            source = own.pop("source")
-            found[name] = Preset(name=name, source=source, config=SimpleNamespace(**common, **own))
-    return found
+        for name, table in group.items():
+            source = table.pop("source")
+            presets_by_name[name] = Preset(name=name, source=source, config=SimpleNamespace(**common, **table))
+    return presets_by_name
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

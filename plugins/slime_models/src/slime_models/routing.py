@@ -42,8 +42,8 @@ def normed_sigmoid(config: Any) -> str:
     """
     normed, several = bool(getattr(config, "norm_topk_prob", True)), config.num_experts_per_tok > 1
     if normed != several:
-        why = f"with num_experts_per_tok = {config.num_experts_per_tok} it is {several} in megatron-core"
-        raise refused(config.model_type, "norm_topk_prob", normed, why)
+        reason = f"with num_experts_per_tok = {config.num_experts_per_tok} it is {several} in megatron-core"
+        raise refused(config.model_type, "norm_topk_prob", normed, reason)
     return "sigmoid"
 
 
@@ -64,8 +64,10 @@ def chosen_groups(config: Any) -> int | None:
     if chosen >= groups:
         return None
     if config.num_experts_per_tok // chosen != 2:
-        why = f"megatron-core judges a group by its {config.num_experts_per_tok} // {chosen} best experts, not by two"
-        raise refused(config.model_type, "topk_group", chosen, why)
+        reason = (
+            f"megatron-core judges a group by its {config.num_experts_per_tok} // {chosen} best experts, not by two"
+        )
+        raise refused(config.model_type, "topk_group", chosen, reason)
     return chosen
 
 

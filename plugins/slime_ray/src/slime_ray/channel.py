@@ -62,9 +62,9 @@ class Host:
         """Start a child; its number here, and its process id."""
         env = {**env, **_path(env)}
         child = Child(module=module, log=Path(log), env=env, folder=folder if Path(folder).is_dir() else "")
-        made = Relayed(await ProcessChannel.start(child))
-        self._children.append(made)
-        return len(self._children) - 1, made.channel.pid
+        relayed = Relayed(await ProcessChannel.start(child))
+        self._children.append(relayed)
+        return len(self._children) - 1, relayed.channel.pid
 
     async def write(self, number: int, parts: Parts) -> bool:
         """Send a frame; False where the child is gone."""
@@ -94,12 +94,12 @@ class Relayed:
 
     async def frames(self) -> list[Parts]:
         """See `Host.read`."""
-        found = [await self._come.get()]
-        while not self._come.empty() and found[-1] is not None:
-            found.append(self._come.get_nowait())
-        if found[-1] is None:  # for the next call too
+        frames = [await self._come.get()]
+        while not self._come.empty() and frames[-1] is not None:
+            frames.append(self._come.get_nowait())
+        if frames[-1] is None:  # for the next call too
             self._come.put_nowait(None)
-        return [parts for parts in found if parts is not None]
+        return [parts for parts in frames if parts is not None]
 
     async def _read(self) -> None:
         try:
@@ -177,8 +177,8 @@ class RayChannel:
 
     async def look(self) -> Look:
         """See `Channel`."""
-        found: Look = await self._ask(self._host.ask.remote(self._number, "look"))
-        return found
+        state: Look = await self._ask(self._host.ask.remote(self._number, "look"))
+        return state
 
     async def close(self) -> None:
         """See `Channel`."""

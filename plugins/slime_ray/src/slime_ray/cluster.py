@@ -40,28 +40,28 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
         placed = plan(config)
         name = stack.enter_context(joined(config, placed))
         await stack.enter_async_context(head_kept(head()))
-        found = await stack.enter_async_context(hosts(config, placed))
-        for text in _told(name, placed, found):
+        ray_hosts = await stack.enter_async_context(hosts(config, placed))
+        for text in _told(name, placed, ray_hosts):
             report.note(text)
-        if not engine_of(config).embedded and placed.engines and not found.alone:
+        if not engine_of(config).embedded and placed.engines and not ray_hosts.alone:
             report.note("servers listen on their machines' addresses: tokens and rollouts travel in clear text there")
         several = len({seat.bundle for seat in placed.ranks}) > 1
         return Places(
             ranks=len(placed.ranks),
             engines=len(placed.engines),
-            start_rank=lambda number, child: found.start(placed.ranks[number], child),
-            start_engine=lambda number, child: found.start(placed.engines[number], child),
-            meeting=found.machines[0].address if several else "",
-            sites=RaySites(config, placed, found),
-            watched=[found],
+            start_rank=lambda number, child: ray_hosts.start(placed.ranks[number], child),
+            start_engine=lambda number, child: ray_hosts.start(placed.engines[number], child),
+            meeting=ray_hosts.machines[0].address if several else "",
+            sites=RaySites(config, placed, ray_hosts),
+            watched=[ray_hosts],
         )
 
     return assembled(config, plugins, report, place)
 
 
-def _told(name: str, placed: Plan, found: Hosts) -> list[str]:
+def _told(name: str, placed: Plan, ray_hosts: Hosts) -> list[str]:
     """Where everything lives; SGLang's servers are engines too."""
-    names = [machine.name for machine in found.machines]
+    names = [machine.name for machine in ray_hosts.machines]
     where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]
     for number, machine in enumerate(names):
         ranks = [str(i) for i, seat in enumerate(placed.ranks) if seat.bundle == number]

@@ -50,8 +50,8 @@ class RayDetached:
 
         with ExitStack() as stack:
             env = stack.enter_context(travelling(config)) if config is not None else {}
-            there = stack.enter_context(entered(address, env=env))
-            yield Drivers(), there
+            location = stack.enter_context(entered(address, env=env))
+            yield Drivers(), location
 
     def environment(self, address: str) -> dict[str, str]:
         """See `slime_cli.detaching.Detaching`."""

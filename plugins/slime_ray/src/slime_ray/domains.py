@@ -38,7 +38,7 @@ def selectors(
     """
     if any(not lacking(bundles, {name: resources}) for name, resources in machines.items()):
         return []
-    key = next((key for key in LABELS if any(key in found for found in labels.values())), "")
+    key = next((key for key in LABELS if any(key in machine_labels for machine_labels in labels.values())), "")
     for part in (len(bundles), ranks):
         if key and part and (domain := _smallest(bundles[:part], key, machines, labels)):
             return [{key: domain}] * part + [{}] * (len(bundles) - part)

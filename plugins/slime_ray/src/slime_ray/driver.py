@@ -88,7 +88,7 @@ class Driver:
             with self._guard:
                 replace(record, keeper=self._name).write(self._path)
             try:
-                code = self._keep(asked=bool(record.asked))
+                code = self._keep(requested=bool(record.asked))
             except OSError as error:  # it cannot be started
                 code = SlimeError.exit_code
                 with suppress(OSError), (self._path / LOG).open("a") as out:
@@ -99,9 +99,9 @@ class Driver:
         finally:
             ray.kill(self._me)
 
-    def _keep(self, *, asked: bool) -> int:
+    def _keep(self, *, requested: bool) -> int:
         """The exit code of the run; of one that was asked to end before this actor came, that of its last process."""
-        if asked:
+        if requested:
             return code_of(RunDir(self._path).read_info())
         code = 0
         for _ in range(self._order.restarts + 2):  # the last one says why there is no other
@@ -162,18 +162,18 @@ class Drivers:
         Raises:
             ConfigError: CFG16 one of that name is there, CFG17 it does not come up, CFG19 what travels with it cannot.
         """
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        made = ray.remote(Driver).options(
+        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        actor_class = ray.remote(Driver).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
             max_restarts=order.restarts,
             max_concurrency=100,
-            scheduling_strategy=here,
+            scheduling_strategy=strategy,
         )
         try:
-            actor: Any = made.remote(order)
+            actor: Any = actor_class.remote(order)
         except ValueError as error:  # Ray's own class for it is one, in every version
             raise taken(order.run_dir, name) from error
         try:
@@ -193,8 +193,8 @@ class Drivers:
 
     def names(self) -> list[str]:
         """Actors that keep a driver."""
-        found = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-        return sorted(name for name in found if name.startswith(PREFIX))
+        actors = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+        return sorted(name for name in actors if name.startswith(PREFIX))
 
     def find(self, name: str) -> DetachedDriver | None:
         """The driver of that name; None where there is none, or none any more."""

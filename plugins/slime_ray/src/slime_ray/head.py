@@ -35,7 +35,7 @@ async def head_kept(address: str, *, often: float = OFTEN) -> AsyncIterator[None
     Raises:
         ConfigError: CFG17 it is gone; this replaces whatever the block ended with then.
     """
-    task, gone = asyncio.current_task(), asyncio.Event()
+    task, ended = asyncio.current_task(), asyncio.Event()
     assert task is not None
 
     async def look() -> None:
@@ -43,14 +43,14 @@ async def head_kept(address: str, *, often: float = OFTEN) -> AsyncIterator[None
         while misses < MISSES:
             await asyncio.sleep(often)
             misses = 0 if await answers(address) else misses + 1
-        gone.set()
+        ended.set()
         task.cancel("the head is gone")
 
     looking = asyncio.create_task(look(), name="slime-ray-head")
     try:
         yield
     except BaseException as error:
-        if not gone.is_set():
+        if not ended.is_set():
             raise
         if isinstance(error, asyncio.CancelledError):
             task.uncancel()

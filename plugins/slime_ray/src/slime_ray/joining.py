@@ -66,8 +66,8 @@ class Machine:
 
     async def look(self) -> Look:
         """See `hangs.Asked`."""
-        found: Look = await self.host.look.remote()
-        return found
+        state: Look = await self.host.look.remote()
+        return state
 
     async def kill(self) -> None:
         """See `hangs.Asked`; calls that wait for it end then."""
@@ -103,8 +103,8 @@ class Hosts:
         """
         machine = self.machines[seat.bundle]
         env = {**_carried(), **child.env, **self.visible(seat)}
-        there = replace(child, env=env, folder=child.folder or str(Path.cwd()))
-        return await RayChannel.start(machine.host, machine.name, there)
+        placed = replace(child, env=env, folder=child.folder or str(Path.cwd()))
+        return await RayChannel.start(machine.host, machine.name, placed)
 
 
 @contextmanager
@@ -116,8 +116,8 @@ def joined(config: Config, plan: Plan) -> Iterator[str]:
     """
     address = address_of(config)
     processors = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
-    with travelling(config) as env, entered(address, env=env, processors=processors) as there:
-        yield "a Ray of its own" if address == LOCAL else f"Ray at {there}"
+    with travelling(config) as env, entered(address, env=env, processors=processors) as location:
+        yield "a Ray of its own" if address == LOCAL else f"Ray at {location}"
 
 
 @contextmanager
@@ -179,23 +179,23 @@ def _own(processors: int, common: dict[str, Any]) -> None:
     """Start one; Ray gives its parts 30 seconds to come up, which a busy machine may need more than once."""
     cores = max(processors, len(os.sched_getaffinity(0)))
     common |= session_folder()
-    for left in range(STARTS)[::-1]:
+    for remaining in range(STARTS)[::-1]:
         try:
             ray.init(LOCAL, num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **common)
             return
         except Exception:
             ray.shutdown()
-            if not left:
+            if not remaining:
                 raise
 
 
 def _probe(address: str) -> None:
     """Ray asks for long at an address where nobody listens, or lets it in; this asks once, and raises an OSError."""
-    there = address_of_auto() if address == "auto" else address
-    host, _, port = there.rpartition(":")
+    location = address_of_auto() if address == "auto" else address
+    host, _, port = location.rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), PROBE).close()
-        if not let_in(there) and not (take_up() and let_in(there)):
+        if not let_in(location) and not (take_up() and let_in(location)):
             raise PermissionError("the cluster asks for another token than this process has")
 
 
@@ -226,10 +226,10 @@ async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
     group = await reserve(plan.bundles, config.cluster.ray_placement_timeout, ranks=ranks)
     actors: list[Any] = []
     try:
-        made = ray.remote(Host)
+        actor_class = ray.remote(Host)
         for number, bundle in enumerate(plan.bundles):
             strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
-            options = made.options(
+            options = actor_class.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=strategy,
@@ -259,8 +259,8 @@ async def reserve(bundles: Sequence[Resources], timeout: float, *, ranks: int = 
     check_room(bundles)
     labels = {name: node["Labels"] for name, node in _nodes().items()}
     within = selectors(bundles, ranks, machines(free=True), labels)
-    wanted = [dict(bundle) for bundle in bundles]
-    group = placement_group(wanted, strategy="PACK", bundle_label_selector=within or None)
+    copies = [dict(bundle) for bundle in bundles]
+    group = placement_group(copies, strategy="PACK", bundle_label_selector=within or None)
     try:
         await asyncio.wait_for(group.ready(), timeout)
     except TimeoutError:
@@ -279,16 +279,16 @@ def check_room(bundles: Sequence[Resources]) -> None:
         ConfigError: CFG18.
     """
     if missing := lacking(bundles, machines()):
-        told = f"{len(missing)} of {len(bundles)} find no machine that is large enough"
-        _no_room(bundles, oversize(bundles, machines()) or told, machines())
+        message = f"{len(missing)} of {len(bundles)} find no machine that is large enough"
+        _no_room(bundles, oversize(bundles, machines()) or message, machines())
 
 
-def _no_room(bundles: Sequence[Resources], why: str, there: Mapping[str, Resources]) -> None:
+def _no_room(bundles: Sequence[Resources], why: str, free: Mapping[str, Resources]) -> None:
     raise ConfigError(
         "the Ray cluster has no room for the run",
         code="CFG18",
         where="cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, rollout.rollout_num_gpus",
-        why=f"{why}; {table(bundles, there)}",
+        why=f"{why}; {table(bundles, free)}",
         fix="ask for less, --colocate, add machines, or wait longer: --ray-placement-timeout SECONDS",
     )
 
@@ -298,22 +298,22 @@ def machines(*, free: bool = False) -> dict[str, dict[str, float]]:
     from ray._private.state import available_resources_per_node
 
     now = available_resources_per_node() if free else {}
-    found: dict[str, dict[str, float]] = {}
+    machines: dict[str, dict[str, float]] = {}
     for name, node in _nodes().items():
         resources = now.get(node["NodeID"], {}) if free else node["Resources"]
-        found[name] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
-    return found
+        machines[name] = {kind: float(resources.get(kind, 0)) for kind in ("GPU", "CPU")}
+    return machines
 
 
 def _nodes() -> dict[str, dict[str, Any]]:
     """Ray's facts about each living machine, by name."""
-    found: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for node in ray.nodes():
         if node["Alive"]:
             name = str(node["NodeName"])
-            name = f"{name}#{node['NodeID'][:6]}" if name in found else name  # two nodes of one machine
-            found[name] = node
-    return found
+            name = f"{name}#{node['NodeID'][:6]}" if name in nodes else name  # two nodes of one machine
+            nodes[name] = node
+    return nodes
 
 
 def _carried() -> dict[str, str]:

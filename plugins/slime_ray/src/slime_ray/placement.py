@@ -54,24 +54,24 @@ def plan(config: Config) -> Plan:
     """
     cluster, rollout = config.cluster, config.rollout
     gpu = cluster.device == "cuda"
-    each = cluster.actor_num_gpus_per_node
+    per_node = cluster.actor_num_gpus_per_node
     bundles: list[dict[str, float]] = []
     ranks: list[Seat] = []
     if not rollout.debug_rollout_only:
         for machine in range(cluster.actor_num_nodes):
-            bundles.append({"GPU": each, "CPU": each} if gpu else {"CPU": each * cluster.cpu_threads})
-            ranks += [Seat(bundle=machine, gpus=(i,) if gpu else ()) for i in range(each)]
+            bundles.append({"GPU": per_node, "CPU": per_node} if gpu else {"CPU": per_node * cluster.cpu_threads})
+            ranks += [Seat(bundle=machine, gpus=(i,) if gpu else ()) for i in range(per_node)]
     gpus_of = engine_of(config).gpus
     if rollout.debug_train_only or (gpus_of is not None and rollout.rollout_external_engine_addrs):
         return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=())
     if gpus_of is not None:
         trained, servers = len(bundles), enumerate(gpus_of(config))
-        seats = [_seat(n, gpus, trained, each, cluster.cpu_threads, bundles, config) for n, gpus in servers]
+        seats = [_seat(n, gpus, trained, per_node, cluster.cpu_threads, bundles, config) for n, gpus in servers]
         return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
     count = engines(config)
     size = rollout.rollout_num_gpus_per_engine if gpu else 1
     if cluster.colocate and ranks:
-        seats = _shared(count, size, each, len(ranks), gpu=gpu)
+        seats = _shared(count, size, per_node, len(ranks), gpu=gpu)
     else:
         seats = [Seat(bundle=len(bundles) + i, gpus=tuple(range(size)) if gpu else ()) for i in range(count)]
         bundles += [{"GPU": size, "CPU": 1} if gpu else {"CPU": cluster.cpu_threads} for _ in range(count)]
@@ -82,13 +82,13 @@ def _seat(
     number: int,
     server: Sequence[int],
     trained: int,
-    each: int,
+    gpus: int,
     threads: int,
     bundles: list[dict[str, float]],
     config: Config,
 ) -> Seat:
     """Of a server: among the ranks of the first ``trained`` bundles, or in a bundle that is added for it."""
-    shares, world = config.cluster.colocate and trained > 0, trained * each
+    shares, world = config.cluster.colocate and trained > 0, trained * gpus
     if not server:
         if shares:
             return Seat(bundle=number % trained)
@@ -98,7 +98,7 @@ def _seat(
     if not shares or first >= world:
         bundles.append({"GPU": len(server), "CPU": 1})
         return Seat(bundle=len(bundles) - 1, gpus=tuple(range(len(server))))
-    if first // each != last // each:
+    if first // gpus != last // gpus:
         raise ConfigError(
             f"server {number} of {len(server)} GPUs would lie on two machines",
             code="CFG04",
@@ -106,10 +106,10 @@ def _seat(
             if config.rollout.engine_topology
             else "rollout.rollout_num_gpus_per_engine",
             why=f"its GPUs are {first} to {last} of the {world} that servers share with the trainer; each training "
-            f"machine has {each}, and a server lies within one machine",
-            fix=f"servers whose sizes fill each {each} GPUs   or --no-colocate, which gives servers GPUs of their own",
+            f"machine has {gpus}, and a server lies within one machine",
+            fix=f"servers whose sizes fill each {gpus} GPUs   or --no-colocate, which gives servers GPUs of their own",
         )
-    return Seat(bundle=first // each, gpus=tuple(gpu % each for gpu in server))
+    return Seat(bundle=first // gpus, gpus=tuple(gpu % gpus for gpu in server))
 
 
 def engines(config: Config) -> int:
@@ -124,34 +124,34 @@ def engines(config: Config) -> int:
     return max(1, gpus // rollout.rollout_num_gpus_per_engine)
 
 
-def _shared(count: int, size: int, each: int, world: int, *, gpu: bool) -> list[Seat]:
+def _shared(count: int, size: int, gpus: int, world: int, *, gpu: bool) -> list[Seat]:
     """Seats of engines among the ranks: on GPUs side by side from the first on, on a CPU one machine after another."""
     if not gpu:
-        return [Seat(bundle=i % (world // each)) for i in range(count)]
-    if count * size > world or each % size:
+        return [Seat(bundle=i % (world // gpus)) for i in range(count)]
+    if count * size > world or gpus % size:
         raise ConfigError(
             f"{count} engines of {size} GPUs do not fit the {world} GPUs that they share with the trainer",
             code="CFG04",
             where="rollout.rollout_num_gpus_per_engine",
-            why=f"each machine has {each} of them, and an engine lies within one machine",
-            fix=f"--rollout-num-gpus-per-engine {each}   or --no-colocate, which gives engines GPUs of their own",
+            why=f"each machine has {gpus} of them, and an engine lies within one machine",
+            fix=f"--rollout-num-gpus-per-engine {gpus}   or --no-colocate, which gives engines GPUs of their own",
         )
     return [
-        Seat(bundle=first // each, gpus=tuple(range(first % each, first % each + size)))
+        Seat(bundle=first // gpus, gpus=tuple(range(first % gpus, first % gpus + size)))
         for first in range(0, count * size, size)
     ]
 
 
-def lacking(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> list[int]:
+def lacking(bundles: Sequence[Resources], machines: Mapping[str, Resources]) -> list[int]:
     """Numbers of the bundles that find no room on any machine, largest bundles placed first; empty: all fit.
 
     Example: lacking([{"GPU": 8}], {"node-a": {"GPU": 4, "CPU": 32}}) == [0]
     """
-    left = {name: dict(resources) for name, resources in machines.items()}
+    free = {name: dict(resources) for name, resources in machines.items()}
     out = []
-    for number in sorted(range(len(wanted)), key=lambda i: (-wanted[i].get("GPU", 0), -wanted[i].get("CPU", 0))):
-        bundle = wanted[number]
-        room = next((have for have in left.values() if all(have.get(k, 0) >= v for k, v in bundle.items())), None)
+    for number in sorted(range(len(bundles)), key=lambda i: (-bundles[i].get("GPU", 0), -bundles[i].get("CPU", 0))):
+        bundle = bundles[number]
+        room = next((have for have in free.values() if all(have.get(k, 0) >= v for k, v in bundle.items())), None)
         if room is None:
             out.append(number)
             continue
@@ -160,33 +160,31 @@ def lacking(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> l
     return sorted(out)
 
 
-def oversize(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
+def oversize(bundles: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
     """Why the largest bundle would fit no machine, were it empty; nothing where it fits one.
 
     Example: oversize([{"GPU": 8}], {"node-a": {"GPU": 4}})
     """
     for kind in ("GPU", "CPU"):
-        asked = max((bundle.get(kind, 0) for bundle in wanted), default=0)
-        there = max((machine.get(kind, 0) for machine in machines.values()), default=0)
-        if asked > there:
-            return (
-                f"an engine, or a machine's ranks, of {asked:g} {kind} lie within one machine: none has over {there:g}"
-            )
+        largest = max((bundle.get(kind, 0) for bundle in bundles), default=0)
+        most = max((machine.get(kind, 0) for machine in machines.values()), default=0)
+        if largest > most:
+            return f"an engine, or a machine's ranks, of {largest:g} {kind} lie within one machine: none has over {most:g}"
     return ""
 
 
-def table(wanted: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
+def table(bundles: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
     """Wanted against available, for a person.
 
     Example: "wanted: 2 x (4 GPU, 4 CPU); there: node-a (2 of 8 GPU, 30 of 32 CPU)"
     """
     kinds: dict[str, int] = {}
-    for bundle in wanted:
+    for bundle in bundles:
         text = shown(bundle)
         kinds[text] = kinds.get(text, 0) + 1
-    asked = ", ".join(f"{count} x ({text})" for text, count in kinds.items())
-    there = ", ".join(f"{name} ({shown(resources)})" for name, resources in machines.items())
-    return f"wanted: {asked}; free: {there or 'no machine'}"
+    requests = ", ".join(f"{count} x ({text})" for text, count in kinds.items())
+    free = ", ".join(f"{name} ({shown(resources)})" for name, resources in machines.items())
+    return f"wanted: {requests}; free: {free or 'no machine'}"
 
 
 def shown(resources: Resources) -> str:

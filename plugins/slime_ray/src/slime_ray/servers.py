@@ -51,13 +51,13 @@ class RayHost:
         """See `Host`."""
         call: Awaitable[StartedProcess] = self._call("start", launch, token)
         try:
-            begun = await asyncio.wait_for(call, STARTING)
+            process = await asyncio.wait_for(call, STARTING)
         except TimeoutError:
             raise TimeoutError(f"the host on {self.place} does not answer in {STARTING:g} s") from None
         except RayTaskError as failed:
             raise OSError(str(failed.cause)) from failed
-        self.pid = begun.pid
-        return begun
+        self.pid = process.pid
+        return process
 
     async def ended(self) -> str:
         """See `Host`."""
@@ -76,10 +76,10 @@ class RayHost:
     async def listener(self, port: int) -> Listener:
         """See `Host`; nobody, where the host is gone."""
         try:
-            found: Listener = await self._call("listener", port)
+            listener: Listener = await self._call("listener", port)
         except ConnectionError:
             return "nobody"
-        return found
+        return listener
 
     async def state(self) -> str:
         """See `Host`."""
@@ -118,8 +118,8 @@ class RaySites:
                 raise failed.cause from None
             raise
         except RayActorError as error:
-            what = f"the host that prepares servers {gone(machine.name, error)}"
-            raise EngineError(what, code="ENG84", lost=True) from error
+            message = f"the host that prepares servers {gone(machine.name, error)}"
+            raise EngineError(message, code="ENG84", lost=True) from error
 
     def gpus(self) -> int | None:
         """See `host.ServerSites`: the placement was for as many as there are."""
@@ -127,8 +127,10 @@ class RaySites:
 
     def server(self, number: int) -> Site:
         """See `host.ServerSites`: the GPUs of its seat, and what NCCL has to be told alike there and in the ranks."""
-        told = {name: os.environ[name] for name in (NCCL_MEMORY,) if name in os.environ}
-        return self._site(number, f"server {number}", {**told, **self._hosts.visible(self._placed.engines[number])})
+        variables = {name: os.environ[name] for name in (NCCL_MEMORY,) if name in os.environ}
+        return self._site(
+            number, f"server {number}", {**variables, **self._hosts.visible(self._placed.engines[number])}
+        )
 
     def beside(self, role: str) -> Site:
         """See `host.ServerSites`; before servers that others run it lives here."""

@@ -83,25 +83,25 @@ def check_travelling(config: Config, plugins: Plugins) -> list[str]:
     """
     from slime_core.plugins import find
 
-    told, brought = [], set()
+    lines, names = [], set()
     for wheel in map(read_wheel, _wheels(config)):
         for name in wheel.plugins:
             if name not in plugins.names:
-                told.append(f"notice: {wheel.path.name} brings the plugin {name}, which the run does not use")
+                lines.append(f"notice: {wheel.path.name} brings the plugin {name}, which the run does not use")
                 continue
-            brought.add(name)
-            here = find(name)
-            if (here.distribution, here.version) != (wheel.name, wheel.version):
+            names.add(name)
+            local = find(name)
+            if (local.distribution, local.version) != (wheel.name, wheel.version):
                 raise ConfigError(
                     f"{wheel.path.name} brings another {name} than this process has loaded",
                     code="CFG19",
                     where=f"{KEY}: {wheel.path}",
-                    why=f"{wheel.name}=={wheel.version} is in the wheel, {here.requirement} is installed here",
+                    why=f"{wheel.name}=={wheel.version} is in the wheel, {local.requirement} is installed here",
                     fix=f"pip install {wheel.path}   or build the wheel again",
                 )
-    if brought:
-        told.append(f"plugins that travel: {', '.join(sorted(brought))}")
-    return told
+    if names:
+        lines.append(f"plugins that travel: {', '.join(sorted(names))}")
+    return lines
 
 
 @contextmanager
@@ -116,10 +116,10 @@ def travelling(config: Config) -> Iterator[dict[str, Any]]:
     if not cluster.ray_py_modules:
         yield env
         return
-    with tempfile.TemporaryDirectory(prefix="slime-travelling-") as made:
+    with tempfile.TemporaryDirectory(prefix="slime-travelling-") as folder:
         modules: list[str] = []
         for number, path in enumerate(map(Path, cluster.ray_py_modules)):
-            modules += map(str, unpack(path, Path(made) / str(number)) if path.suffix == ".whl" else [path])
+            modules += map(str, unpack(path, Path(folder) / str(number)) if path.suffix == ".whl" else [path])
         yield {**env, "py_modules": modules}
 
 
@@ -150,10 +150,10 @@ def _place(name: PurePosixPath) -> PurePosixPath | None:
 
 def _info_of(archive: zipfile.ZipFile) -> str:
     """The name of its ``.dist-info`` folder."""
-    found = {name.split("/")[0] for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")}
-    if len(found) != 1:
-        raise ValueError(f"it has {len(found)} .dist-info folders instead of one")
-    return found.pop()
+    names = {name.split("/")[0] for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")}
+    if len(names) != 1:
+        raise ValueError(f"it has {len(names)} .dist-info folders instead of one")
+    return names.pop()
 
 
 def _wheels(config: Config) -> list[Path]:

@@ -77,8 +77,8 @@ def find_token(address: Address) -> tuple[str, Path | None]:
             why="requests and the token travel in clear text; a token made on the spot is for this machine alone",
             fix="leave --host out, or give a token of your own: --token-file FILE (mode 0600), behind a TLS proxy",
         )
-    if given := os.environ.get(address.token_env):
-        return _sound(given, address.token_env), None
+    if token := os.environ.get(address.token_env):
+        return _sound(token, address.token_env), None
     path = address.folder / "token"
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

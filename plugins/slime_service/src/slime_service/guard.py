@@ -45,9 +45,9 @@ class Refused(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer, beside its type and length; a connection ends where its body may not have been read."""
-        found = {"www-authenticate": "Bearer"} if self.status == 401 else {}
-        found |= {"retry-after": str(self.retry_after)} if self.retry_after else {}
-        return found | ({"connection": "close"} if self.status in (401, 408, 413, 415) else {})
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        headers |= {"retry-after": str(self.retry_after)} if self.retry_after else {}
+        return headers | ({"connection": "close"} if self.status in (401, 408, 413, 415) else {})
 
 
 def refused(status: int, code: str, what: str, *, where: str = "", why: str = "", fix: str = "") -> Refused:
@@ -64,10 +64,10 @@ def of_slime_error(error: SlimeError) -> Refused:
 
 def invalid(errors: Iterable[Any], fix: str) -> Refused:
     """422 with the first of pydantic's ``errors``."""
-    told = [f"{'.'.join(map(str, item['loc']))[:200]}: {str(item['msg'])[:200]}" for item in errors]
-    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    where, why = told[0].split(":")[0] if told else "", "; ".join(told[:SHOWN]) + more
-    return refused(422, "invalid", "the request is not what this route takes", where=where, why=why, fix=fix)
+    lines = [f"{'.'.join(map(str, item['loc']))[:200]}: {str(item['msg'])[:200]}" for item in errors]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    where, reason = lines[0].split(":")[0] if lines else "", "; ".join(lines[:SHOWN]) + more
+    return refused(422, "invalid", "the request is not what this route takes", where=where, why=reason, fix=fix)
 
 
 class Guard:
@@ -92,11 +92,11 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        started = False
 
         async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
             await send(message)
 
         self._open += 1
@@ -105,19 +105,19 @@ class Guard:
             body = await self._body(scope, receive)
             await self._app(scope, _replay(body, receive), watched)
         except Refused as answer:
-            if not begun:
+            if not started:
                 await answer_with(answer, send)
         except Exception as error:
             log.error("%s %r failed: %s: %s", scope["method"], scope["path"], type(error).__name__, error)
-            if not begun:
+            if not started:
                 await answer_with(refused(500, "SLM00", "the service failed", fix="look at its log"), send)
         finally:
             self._open -= 1
 
     def _check(self, scope: Scope) -> None:
         headers = _headers(scope)
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._expected):
+        authorization = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(authorization, self._expected):
             raise refused(
                 401,
                 "unauthorized",
@@ -146,8 +146,8 @@ class Guard:
                 async with asyncio.timeout(max(0.0, end - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                why = f"it had {BODY_SECONDS:g} s"
-                raise refused(408, "slow", "the body did not come", why=why, fix="send it again") from None
+                reason = f"it had {BODY_SECONDS:g} s"
+                raise refused(408, "slow", "the body did not come", why=reason, fix="send it again") from None
             if message["type"] == "http.disconnect":
                 raise refused(400, "cut", "the body ended early")
             size += len(message.get("body", b""))

@@ -103,12 +103,12 @@ def _prompt(group: Stored) -> Prompt:
 
 def work(lease: int, group: Stored, missing: Sequence[int], engine: str) -> models.Work:
     """An open group for a generator."""
-    wanted = group.spec["samples"]
+    specs = group.spec["samples"]
     fields = {
         **{name: group.spec[name] for name in (*ABOUT, "sampling", "version")},
         "lease": f"w{lease}",
         "run": group.run,
-        "samples": [wanted[place] for place in missing],
+        "samples": [specs[place] for place in missing],
         "engine": json.loads(engine) if engine else None,
     }
     return models.Work.model_validate(fields)
@@ -121,8 +121,8 @@ def ended(group: Stored, samples: Sequence[Sample]) -> models.Ended:
     state: Literal["finished", "dropped"] = "dropped" if dropped else "finished"
     rollouts, place = [], 0
     for name, (parts, failed) in zip(group.names, [] if dropped else group.outcome, strict=False):
-        mine = [_sequence(sample) for sample in samples[place : place + parts]]
-        rollouts.append(models.Rollout.model_construct(sample=name, sequences=mine, failed=failed))
+        sequences = [_sequence(sample) for sample in samples[place : place + parts]]
+        rollouts.append(models.Rollout.model_construct(sample=name, sequences=sequences, failed=failed))
         place += parts
     return models.Ended.model_construct(**about, state=state, reason=group.reason, rollouts=rollouts)
 

@@ -125,8 +125,8 @@ class Desk:
         for verdict, _ in change.verdicts:
             self._count(f"rollouts_{verdict}", 1)
         judged = [
-            models.Judged(group=t.group, attempt=t.attempt, sample=t.sample, state=verdict, why=why)  # type: ignore[arg-type]
-            for t, (verdict, why) in zip(write.trajectories, change.verdicts, strict=True)
+            models.Judged(group=t.group, attempt=t.attempt, sample=t.sample, state=verdict, why=reason)  # type: ignore[arg-type]
+            for t, (verdict, reason) in zip(write.trajectories, change.verdicts, strict=True)
         ]
         return models.Written(trajectories=judged, finished=finished)
 
@@ -144,16 +144,16 @@ class Desk:
     async def extend(self, lease: models.Lease) -> models.Held:
         """Leases of work get their length again."""
         numbers = bodies.lease_numbers("w", lease.leases)
-        held = await self._run(self._leases.extend, list(numbers.values()), lease.lease_seconds)
-        return _held(lease.leases, numbers, held)
+        lease_ids = await self._run(self._leases.extend, list(numbers.values()), lease.lease_seconds)
+        return _held(lease.leases, numbers, lease_ids)
 
     async def release(self, lease: models.Lease) -> models.Held:
         """Open groups can be claimed again."""
         numbers = bodies.lease_numbers("w", lease.leases)
-        held = await self._run(self._leases.release, list(numbers.values()))
-        self._count("work_released", len(held))
+        lease_ids = await self._run(self._leases.release, list(numbers.values()))
+        self._count("work_released", len(lease_ids))
         self._tell_waiting()
-        return _held(lease.leases, numbers, held)
+        return _held(lease.leases, numbers, lease_ids)
 
     async def claim_batch(self, claim: models.ClaimBatch) -> models.Claimed:
         """Lease groups that have ended, with what they hold."""
@@ -163,10 +163,10 @@ class Desk:
                 lease, groups = await self._run(self._claim_batch, claim)
             return None if lease is None else (lease, groups)
 
-        found = await self._waited(attempt, claim.wait_seconds)
-        if found is None:
+        batch = await self._waited(attempt, claim.wait_seconds)
+        if batch is None:
             return models.Claimed(claim=None, groups=[])
-        lease, groups = found
+        lease, groups = batch
         payloads = await self._ledger.samples([name for group in groups for name in _readable(group)])
         self._count("groups_claimed", len(groups))
         samples = iter(payloads)
@@ -229,7 +229,7 @@ class Desk:
 
     def _claim_work(self, claim: models.ClaimWork) -> list[models.Work]:
         self._leases.sweep()
-        taken = self._leases.claim_work(
+        leases = self._leases.claim_work(
             *(claim.worker, claim.request),
             run=claim.run,
             task=claim.task,
@@ -238,7 +238,7 @@ class Desk:
         )
         return [
             bodies.work(lease, group, self._leases.missing(group), self._leases.engine(group.run))
-            for lease, group in taken
+            for lease, group in leases
         ]
 
     def _claim_batch(self, claim: models.ClaimBatch) -> tuple[int | None, list[Stored]]:
@@ -301,13 +301,13 @@ class Desk:
         end = time.monotonic() + seconds
         while True:
             news = self._news
-            found = await attempt()
-            left = end - time.monotonic()
-            if found or left <= 0 or self._closing:
-                return found
+            result = await attempt()
+            remaining = end - time.monotonic()
+            if result or remaining <= 0 or self._closing:
+                return result
             until = await self._run(self._leases.next_end)
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, max(0.01, until))):
+                async with asyncio.timeout(min(remaining, max(0.01, until))):
                     await news.wait()
 
     def _tell_waiting(self) -> None:
@@ -353,6 +353,6 @@ def _asked(change: Change) -> models.Asked:
     )
 
 
-def _held(names: Sequence[str], numbers: dict[str, int], held: Sequence[int]) -> models.Held:
-    kept = [name for name in names if numbers.get(name) in held]
-    return models.Held(held=kept, lost=[name for name in names if name not in kept])
+def _held(names: Sequence[str], numbers: dict[str, int], lease_ids: Sequence[int]) -> models.Held:
+    names_held = [name for name in names if numbers.get(name) in lease_ids]
+    return models.Held(held=names_held, lost=[name for name in names if name not in names_held])

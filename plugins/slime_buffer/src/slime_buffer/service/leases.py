@@ -51,22 +51,22 @@ class Leases:
         if before:
             return before
         where, values = ["state = 0", "lease IS NULL", "written < size"], []
-        for column, wanted in (("run", run), ("task", task)):
-            if wanted is not None:
+        for column, value in (("run", run), ("task", task)):
+            if value is not None:
                 where.append(f"{column} = ?")
-                values.append(wanted)
+                values.append(value)
         query = f"SELECT {GROUP} FROM groups WHERE {' AND '.join(where)} ORDER BY serial LIMIT ?"
         groups = [stored(row) for row in self._rows(query, *values, count)]
         if not groups:
             return []
-        taken = []
+        claims = []
         with self._tables.transaction() as db:
             for group in groups:
                 lease = self._insert(WORK, worker, request, seconds)
                 db.execute("UPDATE groups SET lease = ? WHERE serial = ?", (lease, group.serial))
-                taken.append((lease, group))
-        self._begin([lease for lease, _ in taken], seconds)
-        return taken
+                claims.append((lease, group))
+        self._begin([lease for lease, _ in claims], seconds)
+        return claims
 
     def missing(self, group: Stored) -> list[int]:
         """Places of the rollouts that nobody has written."""
@@ -79,23 +79,23 @@ class Leases:
 
     def extend(self, leases: Sequence[int], seconds: float) -> list[int]:
         """Leases of work get this length from now; the answer is those that were held."""
-        held = [lease for lease in leases if self._holds(WORK, lease)]
-        if held:
+        live = [lease for lease in leases if self._holds(WORK, lease)]
+        if live:
             with self._tables.transaction() as db:
-                db.executemany("UPDATE leases SET seconds = ? WHERE id = ?", [(seconds, lease) for lease in held])
-            self._begin(held, seconds)
-        return held
+                db.executemany("UPDATE leases SET seconds = ? WHERE id = ?", [(seconds, lease) for lease in live])
+            self._begin(live, seconds)
+        return live
 
     def release(self, leases: Sequence[int]) -> list[int]:
         """Open groups can be claimed again; the answer is the leases that were held."""
-        held = [lease for lease in leases if self._holds(WORK, lease)]
-        if held:
+        live = [lease for lease in leases if self._holds(WORK, lease)]
+        if live:
             with self._tables.transaction():
-                for lease in held:
+                for lease in live:
                     self._end(lease)
-            for lease in held:
+            for lease in live:
                 self._ends.pop(lease, None)
-        return held
+        return live
 
     def claim_batch(
         self, reader: str, request: str, *, run: str, count: int, seconds: float, restart: bool
@@ -131,8 +131,8 @@ class Leases:
         Groups that were acknowledged in this claim before count again, and change nothing.
         """
         query = "SELECT serial, id, attempt, state, unread, step, outcome FROM groups WHERE claim = ? ORDER BY serial"
-        wanted = None if keys is None else set(keys)
-        rows = [row for row in self._rows(query, lease) if wanted is None or (row[1], row[2]) in wanted]
+        selected = None if keys is None else set(keys)
+        rows = [row for row in self._rows(query, lease) if selected is None or (row[1], row[2]) in selected]
         step, steps = 0, set()
         with self._tables.transaction() as db:
             for serial, _, _, state, unread, known_step, outcome in rows:
@@ -149,8 +149,8 @@ class Leases:
                 else:
                     moves = "state = iif(state = 1, 3, state), unread = 0, spec = '{}'"
                     db.execute(f"UPDATE groups SET {moves} WHERE serial = ?", (serial,))
-            left = "SELECT 1 FROM groups WHERE claim = ? AND unread = 1 AND coalesce(step, 0) <= 0 LIMIT 1"
-            if not self._rows(left, lease):
+            remaining_query = "SELECT 1 FROM groups WHERE claim = ? AND unread = 1 AND coalesce(step, 0) <= 0 LIMIT 1"
+            if not self._rows(remaining_query, lease):
                 db.execute("DELETE FROM leases WHERE id = ?", (lease,))
                 self._ends.pop(lease, None)
         return len(rows), sorted(steps)
@@ -213,5 +213,5 @@ class Leases:
 
 
 def _outcome(text: str) -> list[Any]:
-    found: list[Any] = json.loads(text or "[]")
-    return found
+    outcome: list[Any] = json.loads(text or "[]")
+    return outcome

@@ -50,15 +50,15 @@ class Store:
                 db.execute("UPDATE runs SET engine = ? WHERE name = ?", (engine, run))
             (count,) = db.execute("SELECT count(*) FROM groups WHERE run = ? AND state = 0", (run,)).fetchone()
             for spec in specs:
-                known = self._known(run, spec["id"], spec["attempt"])
-                if known is None:
+                stored = self._known(run, spec["id"], spec["attempt"])
+                if stored is None:
                     count += 1
                     names = [sample["id"] for sample in spec["samples"]]
                     change.untold.append(self._insert(run, spec, names))
                     change.untold += self._supersede(run, spec["id"], spec["attempt"])
                 else:
-                    change.untold += known.untold
-                    self._offer_again(known, json.dumps(spec))
+                    change.untold += stored.untold
+                    self._offer_again(stored, json.dumps(spec))
                 state, reason = self._standing(run, spec["id"], spec["attempt"])
                 change.standing.append((spec["id"], spec["attempt"], state, reason))
             if change.untold and count > self._limits.open:
@@ -76,16 +76,16 @@ class Store:
             self._require_room(run)
             self._require_run(run)
             for spec, rollouts in groups:
-                known = self._known(run, spec["id"], spec["attempt"])
-                if known is None:
+                stored = self._known(run, spec["id"], spec["attempt"])
+                if stored is None:
                     serial = self._insert(run, spec, [rollout.sample for rollout in rollouts])
                     for place, rollout in enumerate(rollouts):
                         self._stage(serial, place, rollout)
                     db.execute("UPDATE groups SET written = size WHERE serial = ?", (serial,))
-                    known = Known(serial)
-                if known.state == OPEN:
-                    change.untold += known.untold
-                    change.complete += self._complete(known.serial)
+                    stored = Known(serial)
+                if stored.state == OPEN:
+                    change.untold += stored.untold
+                    change.complete += self._complete(stored.serial)
                 state, reason = self._standing(run, spec["id"], spec["attempt"])
                 change.standing.append((spec["id"], spec["attempt"], state, reason))
         return change
@@ -127,18 +127,18 @@ class Store:
         change = Change()
         with self._tables.transaction() as db:
             for name, attempt in keys:
-                known = self._known(run, name, attempt)
-                if known is None:
+                stored = self._known(run, name, attempt)
+                if stored is None:
                     continue
-                if known.state in (OPEN, FINISHED) and (known.step or 0) <= 0:
-                    self._set_dropped(known.serial, reason, tell)
-                    change.untold.append(known.serial)
-                elif known.state == DROPPED:
-                    change.untold += known.untold
+                if stored.state in (OPEN, FINISHED) and (stored.step or 0) <= 0:
+                    self._set_dropped(stored.serial, reason, tell)
+                    change.untold.append(stored.serial)
+                elif stored.state == DROPPED:
+                    change.untold += stored.untold
                     if not tell:
-                        db.execute("UPDATE groups SET unread = 0, claim = NULL WHERE serial = ?", (known.serial,))
-                state, why = self._standing(run, name, attempt)
-                change.standing.append((name, attempt, state, why))
+                        db.execute("UPDATE groups SET unread = 0, claim = NULL WHERE serial = ?", (stored.serial,))
+                state, cause = self._standing(run, name, attempt)
+                change.standing.append((name, attempt, state, cause))
         return change
 
     # -- the ledger is told
@@ -190,24 +190,24 @@ class Store:
         self._db.execute(query, (int(tell), reason, serial))
         self._db.execute("DELETE FROM staged WHERE serial = ?", (serial,))
 
-    def _offer_again(self, known: Known, spec: str) -> None:
+    def _offer_again(self, stored: Known, spec: str) -> None:
         """Whoever asks for what has ended has not got it."""
-        if known.state == READ:
+        if stored.state == READ:
             query = (
                 "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = -abs(step), spec = ? WHERE serial = ?"
             )
-            self._db.execute(query, (spec, known.serial))
-        elif known.state == DROPPED:
-            self._db.execute("UPDATE groups SET unread = 1, spec = ? WHERE serial = ?", (spec, known.serial))
+            self._db.execute(query, (spec, stored.serial))
+        elif stored.state == DROPPED:
+            self._db.execute("UPDATE groups SET unread = 1, spec = ? WHERE serial = ?", (spec, stored.serial))
 
     def _write(self, run: str, rollout: Incoming, complete: dict[int, None]) -> tuple[str, str]:
-        known = self._known(run, rollout.group, rollout.attempt)
-        if known is None:
+        stored = self._known(run, rollout.group, rollout.attempt)
+        if stored is None:
             return "refused", "nobody asked for this group"
-        serial = known.serial
-        if known.state == DROPPED:
+        serial = stored.serial
+        if stored.state == DROPPED:
             return "refused", "the group was dropped"
-        if known.state != OPEN:
+        if stored.state != OPEN:
             return "known", ""
         ((names,),) = self._rows("SELECT names FROM groups WHERE serial = ?", serial)
         if rollout.sample not in (samples := json.loads(names)):

@@ -24,8 +24,8 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     """The answer of a filter; a bool is wrapped, no filter keeps."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    made = fn(*args, **kwargs)
-    return made if isinstance(made, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(made))
+    output = fn(*args, **kwargs)
+    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:

@@ -61,11 +61,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
     answer = await post(get_model_url(args), payload)
     meta = answer["meta_info"]
-    made = meta["output_token_logprobs"]
+    token_rows = meta["output_token_logprobs"]
     sample.append_response_tokens(
         args,
-        tokens=[item[1] for item in made],
-        log_probs=[item[0] for item in made],
+        tokens=[item[1] for item in token_rows],
+        log_probs=[item[0] for item in token_rows],
         meta_info=meta,
         text=answer["text"],
     )
@@ -76,33 +76,33 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Generate one sample (by ``custom_generate_function_path`` where set) and judge it."""
     path = sample.generate_function_path or args.custom_generate_function_path
-    made: Any
+    output: Any
     if path:
         fn = locate(path, "custom_generate_function_path")
         offered = {"evaluation": evaluation} if "evaluation" in inspect.signature(fn).parameters else {}
-        made = await fn(args, sample, sampling_params, **offered)
+        output = await fn(args, sample, sampling_params, **offered)
     else:
-        made = await generate(args, sample, sampling_params)
+        output = await generate(args, sample, sampling_params)
     if args.group_rm:
-        return made
-    if isinstance(made, list):
-        open_ones = [item for item in made if item.reward is None]
+        return output
+    if isinstance(output, list):
+        open_ones = [item for item in output if item.reward is None]
         for item, reward in zip(open_ones, await batched_async_rm(args, open_ones), strict=True):
             item.reward = reward
-    elif made.reward is None and made.status is not Status.ABORTED:
-        made.reward = await async_rm(args, made)
-    return made
+    elif output.reward is None and output.status is not Status.ABORTED:
+        output.reward = await async_rm(args, output)
+    return output
 
 
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """A whole group, side by side; with ``group_rm`` it is judged as one."""
-    made = await together(generate_and_rm(args, sample, dict(sampling_params), evaluation) for sample in group)
+    results = await together(generate_and_rm(args, sample, dict(sampling_params), evaluation) for sample in group)
     if args.group_rm:
-        for sample, reward in zip(made, await batched_async_rm(args, made), strict=True):
+        for sample, reward in zip(results, await batched_async_rm(args, results), strict=True):
             sample.reward = reward
-    return made
+    return results
 
 
 __all__ = ["GenerateState", "generate", "generate_and_rm", "generate_and_rm_group", "get_model_url"]

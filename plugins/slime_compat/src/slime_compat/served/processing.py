@@ -17,10 +17,10 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     try:
-        found = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     except (OSError, ValueError):
         return None
-    return None if isinstance(found, PreTrainedTokenizerBase) else found
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
 __all__ = ["load_processor", "load_tokenizer"]

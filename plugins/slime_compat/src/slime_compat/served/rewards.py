@@ -15,8 +15,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """One sample's reward: ``sample.custom_rm_path``, ``args.custom_rm_path``, or by ``rm_type``."""
     path = sample.custom_rm_path or args.custom_rm_path
     if path:
-        made = locate(path, "custom_rm_path")(args, sample, **kwargs)
-        return await made if inspect.isawaitable(made) else made
+        value = locate(path, "custom_rm_path")(args, sample, **kwargs)
+        return await value if inspect.isawaitable(value) else value
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
         raise ValueError("no reward: set custom_rm_path or rm_type")
@@ -27,8 +27,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> Any:
     """The rewards of several samples; ``custom_rm_path`` is asked once, for all of them."""
     if args.custom_rm_path:
-        made = locate(args.custom_rm_path, "custom_rm_path")(args, samples, **kwargs)
-        return await made if inspect.isawaitable(made) else made
+        value = locate(args.custom_rm_path, "custom_rm_path")(args, samples, **kwargs)
+        return await value if inspect.isawaitable(value) else value
     return await together(async_rm(args, sample, **kwargs) for sample in samples)
 
 

@@ -27,10 +27,10 @@ class RolloutFnEvalOutput:
 
 def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
     """Call a rollout function; a bare list or dict is wrapped."""
-    made = fn(*args, **kwargs, evaluation=evaluation)
-    if isinstance(made, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
-        return made
-    return RolloutFnEvalOutput(data=made) if evaluation else RolloutFnTrainOutput(samples=made)
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    if isinstance(output, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
+        return output
+    return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
 
 
 __all__ = ["RolloutFnEvalOutput", "RolloutFnTrainOutput", "call_rollout_fn"]
