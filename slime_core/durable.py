@@ -125,7 +125,7 @@ def sha256_of(path: Path) -> FileMark:
 
 def storage_error(error: OSError, where: Path | str, what: str) -> StorageError:
     """What the system said, with the code and the fix that a user can look up: STO109, 110, 111, 120, 121 or STO00."""
-    code, why, fix = {
+    code, reason, fix = {
         errno.ENOSPC: ("STO109", "the disk is full", "free space, then slime run --resume RUN_DIR"),
         errno.EDQUOT: ("STO109", "the quota is used up", "free space, then slime run --resume RUN_DIR"),
         errno.EROFS: ("STO110", "the file system is read-only", "choose another folder with --run-dir"),
@@ -136,4 +136,4 @@ def storage_error(error: OSError, where: Path | str, what: str) -> StorageError:
         errno.ENFILE: ("STO120", "the machine has too many files open", "close other programs"),
         errno.EIO: ("STO121", "the device failed", "look at the disk (dmesg), then slime run --resume RUN_DIR"),
     }.get(error.errno or 0, ("STO00", error.strerror or str(error), ""))
-    return StorageError(what, code=code, where=str(error.filename or where), why=why, fix=fix)
+    return StorageError(what, code=code, where=str(error.filename or where), why=reason, fix=fix)

@@ -77,9 +77,9 @@ def _rebuild(kind: type[SlimeError], parts: dict[str, Any]) -> SlimeError:
 
 def remade(kind: str, parts: Mapping[str, Any], otherwise: type[SlimeError]) -> SlimeError:
     """The error that another process told by its class's name and its ``as_dict``; ``otherwise`` for another name."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, SlimeError):
-        return found(**parts)
+    kind_class = globals().get(kind)
+    if isinstance(kind_class, type) and issubclass(kind_class, SlimeError):
+        return kind_class(**parts)
     return otherwise(**parts)
 
 
@@ -162,12 +162,12 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: longest // 2]} ... {len(text) - longest} characters ... {text[-longest // 2 :]}"
 
 
-def nearest(name: str, known: list[str] | set[str] | tuple[str, ...]) -> str:
+def nearest(name: str, names: list[str] | set[str] | tuple[str, ...]) -> str:
     """`did you mean 'x'?` for the closest known name, or an empty string."""
     import difflib
 
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f"did you mean '{found[0]}'?" if found else ""
+    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    return f"did you mean '{matches[0]}'?" if matches else ""
 
 
 def install_line(extra: str) -> str:
@@ -184,8 +184,8 @@ def install_line(extra: str) -> str:
     for package in [name for name in names if name.startswith("slime-")]:
         names += needs(re.split(r"[^\w-]", package)[0]).get("", [])
     common = [*needed.get("", []), *([] if extra == "fsdp" else needed.get('extra == "fsdp"', []))]
-    known = ("slime-", "editables")  # the second is of editable installs
-    others = [f'"{name}"' for name in dict.fromkeys(names) if name not in common and not name.startswith(known)]
+    prefixes = ("slime-", "editables")  # the second is of editable installs
+    others = [f'"{name}"' for name in dict.fromkeys(names) if name not in common and not name.startswith(prefixes)]
     return f"pip install {' '.join(others)}"
 
 
@@ -195,7 +195,7 @@ def needs(distribution: str) -> dict[str, list[str]]:
         rows = [row.partition(";") for row in metadata.requires(distribution) or []]
     except metadata.PackageNotFoundError:
         return {}
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for name, _, marker in rows:
-        found.setdefault(marker.replace("'", '"').strip(), []).append(name.strip())
-    return found
+        modules.setdefault(marker.replace("'", '"').strip(), []).append(name.strip())
+    return modules

@@ -46,30 +46,30 @@ class Evaluator:
         self.sets = [] if absent else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
         self._dump = Dump(config, report.run_dir.path)
 
-    async def run(self, version: int, held: Engine | None = None) -> dict[str, dict[str, float]]:
+    async def run(self, version: int, lent_engine: Engine | None = None) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report.
 
-        With an engine that is ``held`` all requests go to it, and steps go on meanwhile.
+        With ``lent_engine`` all requests go to that engine, and steps go on meanwhile.
 
         Raises:
             EngineError: ENG83 a hook got tokens of other weights than the held engine's.
         """
-        ctx = replace(self._ctx, version=version, engine=self._ctx.engine if held is None else held)
+        ctx = replace(self._ctx, version=version, engine=self._ctx.engine if lent_engine is None else lent_engine)
         results: dict[str, dict[str, float]] = {}
         done: dict[str, list[Group]] = {}
         for eval_set in self.sets:
             start = time.monotonic()
             self._report.starting(f"evaluating {eval_set.name} at step {version}")
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
-            if held is not None:
-                check_weights(groups, held.version)
+            if lent_engine is not None:
+                check_weights(groups, lent_engine.version)
             await asyncio.to_thread(self._dump.write, version, ctx.stage, groups, eval_set.name)
-            if why := unjudged(sample for group in groups for sample in group.samples):
-                self._report.note(f"evaluation set {eval_set.name}: samples could not be judged: {why}")
+            if reason := unjudged(sample for group in groups for sample in group.samples):
+                self._report.note(f"evaluation set {eval_set.name}: samples could not be judged: {reason}")
             figures = await asyncio.to_thread(self._figures, eval_set, version, groups)
             metrics = figures | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
-            self._report.evaluation(eval_set.name, version, metrics, beside=held is not None)
+            self._report.evaluation(eval_set.name, version, metrics, beside=lent_engine is not None)
         flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
         self._plugins.evaluated(done, flat, ctx)
         return results
@@ -114,7 +114,7 @@ def check_weights(groups: Sequence[Group], version: int) -> None:
         EngineError: ENG83 a token that ``version`` did not make, with its sample.
     """
     for sample in (sample for group in groups for sample in group.samples):
-        if other := {made for made in sample.weight_versions if made >= 0} - {version}:
+        if other := {version_used for version_used in sample.weight_versions if version_used >= 0} - {version}:
             raise EngineError(
                 f"an evaluation of version {version} got tokens of version {', '.join(map(str, sorted(other)))}",
                 code="ENG83",
@@ -161,12 +161,12 @@ class Evaluations:
         await self.settle()
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._hold())
-            self._version, held = version, stack.pop_all()
-        self.task = asyncio.create_task(self._beside(version, engine, held), name=f"slime-evaluation-{version}")
+            self._version, resources = version, stack.pop_all()
+        self.task = asyncio.create_task(self._beside(version, engine, resources), name=f"slime-evaluation-{version}")
 
-    async def _beside(self, version: int, engine: Engine, held: AsyncExitStack) -> None:
+    async def _beside(self, version: int, engine: Engine, resources: AsyncExitStack) -> None:
         start = time.monotonic()
-        async with held:
+        async with resources:
             await self._evaluator.run(version, engine)
         self.seconds = max(self.seconds, time.monotonic() - start)
 

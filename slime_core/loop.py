@@ -72,7 +72,7 @@ async def run(
     *,
     cluster: BuildCluster = build_cluster,
     verify_step: int = 0,
-    found: LoadedCheckpoint | None = None,
+    checkpoint: LoadedCheckpoint | None = None,
     stop: Stop | None = None,
     exact: bool = True,
 ) -> int:
@@ -80,7 +80,7 @@ async def run(
 
     ``cluster`` starts engines, trainer and ledger; the default does so by ``cluster_backend``. The gradient of the
     step ``verify_step``, counted from 1, is recomputed the slow way and compared. A run whose ledger knows of samples
-    goes on: from the checkpoint ``found``, else from its first step. What was recorded is not generated again, and
+    goes on: from ``checkpoint``, else from its first step. What was recorded is not generated again, and
     with ``exact`` it must give the weights that were recorded.
 
     Raises:
@@ -91,7 +91,9 @@ async def run(
     ended = plugins.running(Context(config=config, run_dir=report.run_dir.path))
     with notices_to(report.note):
         async with cluster(config, plugins, report) as parts, ended:
-            progress = await begin(config, plugins, report, parts, found=found, stop=stop or Stop(), exact=exact)
+            progress = await begin(
+                config, plugins, report, parts, checkpoint=checkpoint, stop=stop or Stop(), exact=exact
+            )
             for index, stage in list(enumerate(stages(config)))[progress.stage :]:
                 await run_stage(stage, index, parts, plugins, report, progress, verify_step)
             await progress.checkpoints.settle()
@@ -127,8 +129,8 @@ async def run_stage(
             clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
                 recorded = positions(await parts.ledger.composition(version + 1))
-                taken = collector.take(rollout.rollout_batch_size, recorded)
-                groups = await progress.stop.unless(taken, evaluations)
+                batch = collector.take(rollout.rollout_batch_size, recorded)
+                groups = await progress.stop.unless(batch, evaluations)
             if groups is None:
                 return await progress.preempt(collector)
             if stage.dump.saves:

@@ -63,8 +63,8 @@ def resident_memory() -> int:
 def shortage(error: BaseException) -> TrainerError:
     """TRN132 of an exception that says that memory ran out; limits of this process are named where it has some."""
     limits = {"address space": resource.RLIMIT_AS, "data": resource.RLIMIT_DATA}
-    found = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-    bounded = [f"{name} {size >> 20} MiB" for name, size in found.items() if size != resource.RLIM_INFINITY]
+    limits_set = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    bounded = [f"{name} {size >> 20} MiB" for name, size in limits_set.items() if size != resource.RLIM_INFINITY]
     return TrainerError(
         f"memory, or room for a thread, ran out: {first_line(error)}",
         code="TRN132",

@@ -187,15 +187,15 @@ class Turn:
     def rest(self, room: int | None = None) -> GenerateRequest:
         """What is still to do, ``room`` tokens of it at most."""
         tokens, request = self.tokens, self.request
-        left = request.params.max_new_tokens - len(tokens)
-        params = replace(request.params, max_new_tokens=left if room is None else min(left, room))
+        remaining = request.params.max_new_tokens - len(tokens)
+        params = replace(request.params, max_new_tokens=remaining if room is None else min(remaining, room))
         return replace(request, tokens=[*request.tokens, *tokens], kept=request.kept + len(tokens), params=params)
 
-    def add(self, piece: Completion, asked: int) -> None:
-        """Note a piece of at most ``asked`` tokens; fewer without a stop mean that the context is full."""
+    def add(self, piece: Completion, limit: int) -> None:
+        """Note a piece of at most ``limit`` tokens; fewer without a stop mean that the context is full."""
         self.pieces.append(piece)
         whole = len(self.tokens) >= self.request.params.max_new_tokens
-        if piece.finish != "length" or whole or len(piece.tokens) < asked:
+        if piece.finish != "length" or whole or len(piece.tokens) < limit:
             self.finish = piece.finish
 
     def whole(self, tokenizer: Any) -> Completion:
@@ -203,12 +203,12 @@ class Turn:
         finish, pieces, tokens = self.finish or "length", self.pieces, self.tokens
         if len(pieces) == 1:
             return replace(pieces[0], finish=finish)
-        known = all(len(piece.plain_log_probs) == len(piece.tokens) for piece in pieces)
+        complete = all(len(piece.plain_log_probs) == len(piece.tokens) for piece in pieces)
         return Completion(
             id=self.request.id,
             tokens=tokens,
             log_probs=[p for piece in pieces for p in piece.log_probs],
-            plain_log_probs=[p for piece in pieces for p in piece.plain_log_probs] if known else [],
+            plain_log_probs=[p for piece in pieces for p in piece.plain_log_probs] if complete else [],
             finish=finish,
             versions=[v for piece in pieces for v in piece.versions],
             epoch=pieces[-1].epoch if pieces else 0,

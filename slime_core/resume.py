@@ -63,11 +63,11 @@ class Stop:
         if heeded and self.reason:
             work.close()
             return None
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
-            while not task.done() and not (heeded and asked.done()):
+            while not task.done() and not (heeded and stopped.done()):
                 evaluation = evaluations.task if evaluations is not None else None
-                others = {other for other in (asked if heeded else None, evaluation) if other is not None}
+                others = {other for other in (stopped if heeded else None, evaluation) if other is not None}
                 await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
                 if evaluations is not None and evaluation is not None:
                     evaluations.look()
@@ -76,9 +76,9 @@ class Stop:
                 await asyncio.wait([task])  # what it has by now is not lost: groups that were handed over
             return None if task.cancelled() else task.result()
         finally:
-            for one in (task, asked):
+            for one in (task, stopped):
                 one.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,8 +187,8 @@ class Progress:
 
     def seconds(self) -> dict[str, float]:
         """What the last checkpoint took from the run: the time of a step begins with it."""
-        taken, self.stalled = self.stalled, 0.0
-        return {"checkpoint": taken} if taken else {}
+        stalled, self.stalled = self.stalled, 0.0
+        return {"checkpoint": stalled} if stalled else {}
 
     def next_stage(self, index: int) -> None:
         """Stand before the first step of a stage."""
@@ -215,11 +215,11 @@ async def begin(
     report: Report,
     parts: Parts,
     *,
-    found: LoadedCheckpoint | None,
+    checkpoint: LoadedCheckpoint | None,
     stop: Stop,
     exact: bool,
 ) -> Progress:
-    """A run's beginning, or where ``found`` left it: the ledger is rewound, plugins get their state back.
+    """A run's beginning, or where ``checkpoint`` left it: the ledger is rewound, plugins get their state back.
 
     Raises:
         PluginError: PLG64 a plugin's state that no checkpoint could hold.
@@ -235,19 +235,19 @@ async def begin(
         parts=parts,
         stop=stop,
         checkpoints=checkpoints,
-        found=found,
-        exact=exact and (found is None or found.machine == machine_facts(config)),
+        found=checkpoint,
+        exact=exact and (checkpoint is None or checkpoint.machine == machine_facts(config)),
     )
     progress.resumed = (await parts.ledger.counts())["issued"] > 0
     if progress.resumed:
-        await parts.ledger.rewind(found.version if found else 0)
-    if found is not None:
-        state = found.state
+        await parts.ledger.rewind(checkpoint.version if checkpoint else 0)
+    if checkpoint is not None:
+        state = checkpoint.state
         plugins.load_state(state["plugins"])
         progress.stage, progress.step, progress.version = state["stage"], state["step"], state["version"]
         progress.eval_due, progress.collector = state["eval_due"], state["collector"]
-        progress._saved = found.version
-        set_generators(found.random)
+        progress._saved = checkpoint.version
+        set_generators(checkpoint.random)
     return progress
 
 

@@ -25,16 +25,16 @@ def generators() -> dict[str, Any]:
     Of CUDA devices it is the current one's, where CUDA was used.
     """
     version, words, gauss = random.getstate()
-    found: dict[str, Any] = {"python": [version, list(words), gauss]}
+    states: dict[str, Any] = {"python": [version, list(words), gauss]}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         name, keys, place, has_gauss, cached = numpy.random.get_state()
-        found["numpy"] = [name, [int(key) for key in keys], int(place), int(has_gauss), float(cached)]
+        states["numpy"] = [name, [int(key) for key in keys], int(place), int(has_gauss), float(cached)]
     if torch is not None:
-        found["torch"] = _text(torch.get_rng_state())
+        states["torch"] = _text(torch.get_rng_state())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = _text(torch.cuda.get_rng_state())
-    return found
+            states["cuda"] = _text(torch.cuda.get_rng_state())
+    return states
 
 
 def set_generators(state: Mapping[str, Any]) -> None:

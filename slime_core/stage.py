@@ -79,8 +79,8 @@ class Stage:
         """Let new prompts start, and report the step that ``progress`` has just counted."""
         counts = self.collector.pop_counts()
         self.collector.admit(served(self.config, progress.version))
-        taken = served(self.config, progress.version - 1)
-        metrics |= rollout_metrics(groups, taken, counts.drops, counts.issued) | counts.metrics
+        sampling = served(self.config, progress.version - 1)
+        metrics |= rollout_metrics(groups, sampling, counts.drops, counts.issued) | counts.metrics
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
         metrics |= ledger_metrics(await self.parts.ledger.counts()) | self.plugins.pop_metrics()

@@ -102,10 +102,10 @@ class Crowding:
                         calm = 0 if self._crowded(cores) else calm + 1
 
     def _crowded(self, cores: set[int]) -> bool:
-        began, busy, own = time.monotonic(), busy_seconds(cores), time.process_time()
+        began, busy, process_seconds = time.monotonic(), busy_seconds(cores), time.process_time()
         self._over.wait(PERIOD)
         passed = time.monotonic() - began
-        others = (busy_seconds(cores) - busy - (time.process_time() - own)) / passed
+        others = (busy_seconds(cores) - busy - (time.process_time() - process_seconds)) / passed
         return others + self._threads > len(cores) + SLACK
 
 

@@ -149,12 +149,14 @@ class Sample:
         before, grown = self.response_length, []
         fills = {"tokens": 0, "loss_mask": 1, "weight_versions": -1, "rollout_log_probs": 0.0}
         for (name, fill), more in zip(fills.items(), (tokens, masks, versions, log_probs), strict=True):
-            held = getattr(self, name)
-            held = held if isinstance(held, list) else [type(fill)(one) for one in (() if held is None else held)]
-            grown.append((name, held, [fill] * (before - len(held)) + [type(fill)(one) for one in more]))
-        for name, held, new in grown:  # in place, as in slime: a function may hold one of these lists
-            held += new
-            setattr(self, name, held)
+            values = getattr(self, name)
+            values = (
+                values if isinstance(values, list) else [type(fill)(one) for one in (() if values is None else values)]
+            )
+            grown.append((name, values, [fill] * (before - len(values)) + [type(fill)(one) for one in more]))
+        for name, values, new in grown:  # in place, as in slime: a function may hold one of these lists
+            values += new
+            setattr(self, name, values)
         self.response_length, self.response = before + count, self.response + text
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,8 +216,10 @@ class Group:
         if len(members) == len(self.samples):
             return self
         places = {old: new for new, old in enumerate(members)}
-        kept = {rollout: [places[i] for i in indices if i in places] for rollout, indices in self.rollouts.items()}
-        rollouts = {rollout: indices for rollout, indices in kept.items() if indices}
+        places_of = {
+            rollout: [places[i] for i in indices if i in places] for rollout, indices in self.rollouts.items()
+        }
+        rollouts = {rollout: indices for rollout, indices in places_of.items() if indices}
         return Group(prompt=self.prompt, samples=[self.samples[i] for i in members], rollouts=rollouts)
 
     def lowest_version(self, default: int) -> int:

@@ -44,15 +44,15 @@ def listed(address: str) -> list[dict[str, Any]]:
     rows = []
     with reached(address) as drivers:
         for name in drivers.names():
-            found = drivers.find(name)
-            if found is None:
+            entry = drivers.find(name)
+            if entry is None:
                 continue  # it ended meanwhile
-            about, path = found.about, str(found.about.get("run_dir", ""))
+            about, path = entry.about, str(entry.about.get("run_dir", ""))
             version = last_version(path) if path else 0
             rows.append(
                 {
                     "name": plain(name),
-                    "state": found.state,
+                    "state": entry.state,
                     "host": about.get("host", ""),
                     "run_dir": path,
                     "actor": name,

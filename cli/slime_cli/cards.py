@@ -73,8 +73,8 @@ def card_text(of: Card, config: Config | None = None) -> str:
     for text in of.source:
         lines += _block("  ", text)
     lines += ["", "elsewhere"]
-    for who, text in of.differs.items():
-        lines += _block(f"  {who:<5}  ", text)
+    for name, text in of.differs.items():
+        lines += _block(f"  {name:<5}  ", text)
     lines += ["", "keys (* the algorithm's own value)"]
     rows = option_rows(of, config)
     first = max(len(row.path) for row in rows)

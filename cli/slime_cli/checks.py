@@ -53,11 +53,11 @@ def own_checks() -> list[Check]:
 def python() -> CheckResult:
     """Python is in the supported range."""
     low, high = PYTHON
-    found = ".".join(map(str, sys.version_info[:3]))
+    version_here = ".".join(map(str, sys.version_info[:3]))
     if low <= sys.version_info[:2] < high:
-        return CheckResult(status="ok", found=f"{found} at {sys.executable}")
-    wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
-    return CheckResult(status="fail", found=f"{found}, supported is {wanted}", fix=f"use Python {wanted}")
+        return CheckResult(status="ok", found=f"{version_here} at {sys.executable}")
+    supported = f"{low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
+    return CheckResult(status="fail", found=f"{version_here}, supported is {supported}", fix=f"use Python {supported}")
 
 
 def installation() -> CheckResult:
@@ -92,15 +92,17 @@ def installation() -> CheckResult:
 def version(name: str) -> CheckResult:
     """A library is there and new enough; it is not imported."""
     low = NEEDED[name]
-    wanted = ".".join(map(str, low))
+    oldest = ".".join(map(str, low))
     fix = install_line("fsdp")
     if util.find_spec(name) is None or not _installed(name):
-        return CheckResult(status="fail", found=f"not installed; {wanted} or newer trains and samples", fix=fix)
-    found = metadata.version(name)
-    numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split("+")[0].split(".")[:2])
+        return CheckResult(status="fail", found=f"not installed; {oldest} or newer trains and samples", fix=fix)
+    installed = metadata.version(name)
+    numbers = tuple(
+        int("".join(c for c in part if c.isdigit()) or 0) for part in installed.split("+")[0].split(".")[:2]
+    )
     if numbers < low:
-        return CheckResult(status="fail", found=f"{found}, needed is {wanted} or newer", fix=fix)
-    return CheckResult(status="ok", found=found)
+        return CheckResult(status="fail", found=f"{installed}, needed is {oldest} or newer", fix=fix)
+    return CheckResult(status="ok", found=installed)
 
 
 def device() -> CheckResult:
@@ -138,29 +140,29 @@ def memory() -> CheckResult:
         text = Path(file).read_text().strip() if Path(file).is_file() else ""
         if text.isdigit():
             total = min(total, int(text))
-    found = f"{total / GIB:.1f} GiB, {min(total, available_memory()) / GIB:.1f} GiB free"
+    message = f"{total / GIB:.1f} GiB, {min(total, available_memory()) / GIB:.1f} GiB free"
     if total < 2 * GIB:
         return CheckResult(
             status="fail",
-            found=f"{found}; 2 GiB are needed, and 18 bytes a parameter more",
+            found=f"{message}; 2 GiB are needed, and 18 bytes a parameter more",
             fix="give the machine 2 GiB or more",
         )
     if total < 4 * GIB:
         return CheckResult(
-            status="warn", found=found, fix="small models only: lower max_tokens_per_gpu, rollout_slots"
+            status="warn", found=message, fix="small models only: lower max_tokens_per_gpu, rollout_slots"
         )
-    return CheckResult(status="ok", found=found)
+    return CheckResult(status="ok", found=message)
 
 
 def disk() -> CheckResult:
     """Free space where runs are written."""
     free = shutil.disk_usage(Path.cwd()).free
-    found = f"{free / GIB:.1f} GiB free in {Path.cwd()}"
+    text = f"{free / GIB:.1f} GiB free in {Path.cwd()}"
     if free < GIB:
-        return CheckResult(status="fail", found=found, fix="free some space, or run elsewhere: --run-dir DIR")
+        return CheckResult(status="fail", found=text, fix="free some space, or run elsewhere: --run-dir DIR")
     if free < 10 * GIB:
-        return CheckResult(status="warn", found=found, fix="large models need more: --run-dir DIR on another disk")
-    return CheckResult(status="ok", found=found)
+        return CheckResult(status="warn", found=text, fix="large models need more: --run-dir DIR on another disk")
+    return CheckResult(status="ok", found=text)
 
 
 def open_files() -> CheckResult:
@@ -168,12 +170,12 @@ def open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "none" for limit in (soft, hard)]
-    found = f"limit {shown[0]} (hard {shown[1]}); a run needs {needed_files()} and asks for {WANTED_FILES}"
+    text = f"limit {shown[0]} (hard {shown[1]}); a run needs {needed_files()} and asks for {WANTED_FILES}"
     if hard != unlimited and hard < needed_files():
-        return CheckResult(status="fail", found=found, fix=f"raise the hard limit: ulimit -Hn {WANTED_FILES}")
+        return CheckResult(status="fail", found=text, fix=f"raise the hard limit: ulimit -Hn {WANTED_FILES}")
     if hard != unlimited and hard < WANTED_FILES:
-        return CheckResult(status="warn", found=found, fix=f"ulimit -n {WANTED_FILES}")
-    return CheckResult(status="ok", found=found)
+        return CheckResult(status="warn", found=text, fix=f"ulimit -n {WANTED_FILES}")
+    return CheckResult(status="ok", found=text)
 
 
 def shared_memory() -> CheckResult:

@@ -30,16 +30,16 @@ def command(
     from slime_cli.evaluation_records import find_records
     from slime_cli.evaluation_tables import difference_tables, to_markdown
 
-    found = compare(find_records(first, version_a), find_records(second, version_b))
+    comparison = compare(find_records(first, version_a), find_records(second, version_b))
     if as_json:
-        answer = {"a": str(first), "b": str(second), "sets": [difference.to_dict() for difference in found]}
+        answer = {"a": str(first), "b": str(second), "sets": [difference.to_dict() for difference in comparison]}
         click.echo(json.dumps(answer, indent=1, sort_keys=True))
         return
-    for table in difference_tables(found):
+    for table in difference_tables(comparison):
         if markdown:
             click.echo(to_markdown(table))
         else:
             heading(table.title)
             print_table(table.columns, table.rows)
-    for difference in found:
+    for difference in comparison:
         click.echo(difference.sentence)

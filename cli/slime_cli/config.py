@@ -43,8 +43,8 @@ def show(session: Session, words: tuple[str, ...], stage: str | None, as_card: b
     from slime_core.config.load import stage_name, stages
     from slime_core.errors import ConfigError
 
-    asked = split_words(words)
-    loaded = load_words(asked, session)
+    selection = split_words(words)
+    loaded = load_words(selection, session)
     config = loaded.config
     if stage is not None:
         parts = {stage_name(part): part for part in stages(config)}
@@ -60,7 +60,7 @@ def show(session: Session, words: tuple[str, ...], stage: str | None, as_card: b
     if as_json:
         click.echo(json.dumps(config.model_dump(mode="json"), indent=1, sort_keys=True, default=str))
         return
-    if as_card or any(word.name.rpartition(".")[2] == "advantage_estimator" for word in asked.overrides):
+    if as_card or any(word.name.rpartition(".")[2] == "advantage_estimator" for word in selection.overrides):
         click.echo(card_comments(config), nl=False)
         config = config if config.stage else stages(config)[0]
     click.echo(to_toml(config), nl=False)
@@ -75,8 +75,8 @@ def card_comments(config: Config) -> str:
     parts = stages(config)
     for part in [one for one in parts if one.train.loss_type != SFT] or parts:
         name = "sft" if part.train.loss_type == SFT else part.train.advantage_estimator
-        found = card(name)
-        text = card_text(found, part) if found else f"{name}: of a plugin, which has no card here\n"
+        card_of = card(name)
+        text = card_text(card_of, part) if card_of else f"{name}: of a plugin, which has no card here\n"
         lines += [f"stage {stage_name(part)}", ""] if len(config.stage) > 1 else []
         lines += [*text.splitlines(), ""]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
@@ -246,6 +246,6 @@ def with_options(name: str) -> Backend:
 
 
 def _matches(key: str, prefix: str) -> bool:
-    wanted = prefix.strip("-").replace("-", "_")
+    word = prefix.strip("-").replace("-", "_")
     section, _, name = key.rpartition(".")
-    return not wanted or wanted in (section, section.rpartition(".")[2], key) or wanted in name
+    return not word or word in (section, section.rpartition(".")[2], key) or word in name

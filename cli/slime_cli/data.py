@@ -57,14 +57,14 @@ def check(session: Session, file: str, words: tuple[str, ...], run_dir: Path | N
         check_columns(rows, keys)
         if run_dir is not None:
             check_run(run_dir, rows, config)
-        found = survey(rows, keys, encoder(config), progress(len(rows)))
-        facts = facts_of(found, rows, config)
+        result = survey(rows, keys, encoder(config), progress(len(rows)))
+        facts = facts_of(result, rows, config)
     finally:
         rows.close()
-    problem = found.problem(config.data.prompt_data, config.data.max_bad_rows)
+    problem = result.problem(config.data.prompt_data, config.data.max_bad_rows)
     if as_json:
-        told = {**problem.as_dict(), "exit_code": problem.exit_code} if problem else None
-        click.echo(json.dumps({**facts, "problem": told}, indent=1, sort_keys=True))
+        error_fields = {**problem.as_dict(), "exit_code": problem.exit_code} if problem else None
+        click.echo(json.dumps({**facts, "problem": error_fields}, indent=1, sort_keys=True))
         return problem.exit_code if problem else 0
     print_facts(facts)
     if problem is not None:
@@ -99,12 +99,12 @@ def encoder(config: Config) -> Encoder | None:
 
 def progress(total: int) -> Callable[[int], None]:
     """A line on stderr every ten seconds."""
-    told = time.monotonic()
+    last = time.monotonic()
 
     def tell(done: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= EVERY:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
             say(f"read {done} of {total} rows")
 
     return tell
@@ -125,10 +125,10 @@ def check_run(run_dir: Path, rows: Rows, config: Config) -> None:
         raise DataError(
             "the run has noted no data", code="DAT17", where=str(run_dir / KEPT), fix=f"slime show {run_dir}"
         )
-    here = rows.fingerprint()
-    if all(state["fingerprint"] not in (here, _as_far(state, config)) for _, state in tasks):
+    fingerprint = rows.fingerprint()
+    if all(state["fingerprint"] not in (fingerprint, _as_far(state, config)) for _, state in tasks):
         name, state = tasks[-1]
-        raise changed(name, f"saved {state['fingerprint']}, found {here}")
+        raise changed(name, f"saved {state['fingerprint']}, found {fingerprint}")
 
 
 def _as_far(state: Mapping[str, Any], config: Config) -> str:
@@ -141,52 +141,52 @@ def _as_far(state: Mapping[str, Any], config: Config) -> str:
         return ""
     rows = open_rows(config.data.prompt_data, max_line_bytes=config.data.max_line_bytes, mark=mark)
     try:
-        found = rows.fingerprint()
-        if found == state["fingerprint"]:
+        fingerprint = rows.fingerprint()
+        if fingerprint == state["fingerprint"]:
             more = path.stat().st_size - mark["bytes"]
             say(f"notice: {more} bytes were appended since the run began; it uses the {mark['rows']} rows of then")
-        return found
+        return fingerprint
     finally:
         rows.close()
 
 
-def facts_of(found: Survey, rows: Rows, config: Config) -> dict[str, Any]:
+def facts_of(result: Survey, rows: Rows, config: Config) -> dict[str, Any]:
     """Everything that `slime data check` says, with stable keys."""
-    wanted = config.rollout.rollout_batch_size
+    batch_size = config.rollout.rollout_batch_size
     notes = (
-        [f"a step of {wanted} prompts goes round {wanted / found.prompts:.1f} times"]
-        if (0 < found.prompts < wanted)
+        [f"a step of {batch_size} prompts goes round {batch_size / result.prompts:.1f} times"]
+        if (0 < result.prompts < batch_size)
         else []
     )
-    if found.hashed < found.rows:
-        notes.append(f"duplicates were looked for in the first {found.hashed} rows")
+    if result.hashed < result.rows:
+        notes.append(f"duplicates were looked for in the first {result.hashed} rows")
     if rows.mark() is not None and (grown := _grown(config, rows)):
         notes.append(grown)
     return {
         "file": config.data.prompt_data,
         "fingerprint": rows.fingerprint(),
-        "rows": found.rows,
-        "prompts": found.prompts,
-        "dropped": dict(found.dropped),
-        "keys": {name: dict(types) for name, types in found.keys.items()},
+        "rows": result.rows,
+        "prompts": result.prompts,
+        "dropped": dict(result.dropped),
+        "keys": {name: dict(types) for name, types in result.keys.items()},
         "lengths": {
-            "unit": found.unit,
-            "limit": found.limit,
-            **found.quantiles(),
-            "histogram": [list(step) for step in found.histogram()],
+            "unit": result.unit,
+            "limit": result.limit,
+            **result.quantiles(),
+            "histogram": [list(step) for step in result.histogram()],
         },
         "duplicates": {
-            "same_prompt_and_label": found.repeated,
-            "same_prompt_other_label": found.contradicting,
-            "ids": len(found.repeated_ids),
-            "first": [list(pair) for pair in (*found.first_repeated, *found.first_contradicting)],
+            "same_prompt_and_label": result.repeated,
+            "same_prompt_other_label": result.contradicting,
+            "ids": len(result.repeated_ids),
+            "first": [list(pair) for pair in (*result.first_repeated, *result.first_contradicting)],
         },
-        "labels": {"flagged": dict(found.labels), "first": found.first_labels},
-        "media": dict(found.media),
+        "labels": {"flagged": dict(result.labels), "first": result.first_labels},
+        "media": dict(result.media),
         "bad_rows": {
-            "count": found.bad.total(),
-            "by_code": dict(found.bad),
-            "first": [{"code": e.code, "where": e.where, "what": e.what, "fix": e.fix} for e in found.first_bad],
+            "count": result.bad.total(),
+            "by_code": dict(result.bad),
+            "first": [{"code": e.code, "where": e.where, "what": e.what, "fix": e.fix} for e in result.first_bad],
         },
         "notes": notes,
     }

@@ -106,23 +106,23 @@ def compare_final(one: RunDir, other: RunDir) -> dict[str, Any]:
         return {"equal": None, "detail": f"not there: {', '.join(lacking)}", "tensors": 0, "differ": {}}
     from slime_cli.replaying.difference import compare_folders
 
-    found = compare_folders(one.final, other.final)
-    if found.equal:
-        detail = f"{found.tensors} tensors, every bit equal"
-    elif found.differ:
-        name, largest = next(iter(found.differ.items()))
-        detail = f"{len(found.differ)} of {found.tensors} tensors, most {name} by {largest:.3g}"
+    difference = compare_folders(one.final, other.final)
+    if difference.equal:
+        detail = f"{difference.tensors} tensors, every bit equal"
+    elif difference.differ:
+        name, largest = next(iter(difference.differ.items()))
+        detail = f"{len(difference.differ)} of {difference.tensors} tensors, most {name} by {largest:.3g}"
     else:
-        odd = [*found.shapes, *found.only[0], *found.only[1]]
+        odd = [*difference.shapes, *difference.only[0], *difference.only[1]]
         detail = f"{len(odd)} tensors are of another form or in one folder alone, such as {odd[0]}"
     return {
-        "equal": found.equal,
+        "equal": difference.equal,
         "detail": detail,
-        "tensors": found.tensors,
-        "differ": found.differ,
-        "shapes": {name: list(forms) for name, forms in found.shapes.items()},
-        "only_in_first": found.only[0],
-        "only_in_second": found.only[1],
+        "tensors": difference.tensors,
+        "differ": difference.differ,
+        "shapes": {name: list(forms) for name, forms in difference.shapes.items()},
+        "only_in_first": difference.only[0],
+        "only_in_second": difference.only[1],
     }
 
 

@@ -62,19 +62,19 @@ def plugin_checks(named: tuple[str, ...]) -> Iterator[Check]:
             loaded = load_plugin(name)
             declared = loaded.answers.get("slime_checks")
             checks = call_now(declared, {}, about="its checks") if declared is not None else []
-            brought = [Check(name=f"{name}: {check.name}", run=check.run) for check in checks]
+            plugin_own = [Check(name=f"{name}: {check.name}", run=check.run) for check in checks]
         except Exception as error:
             yield Check(name=f"plugin {name}", run=_broken(error, name, bool(named)))
             continue
-        found = CheckResult(status="ok", found=f"{loaded.provider.origin} loads")
-        yield Check(name=f"plugin {name}", run=lambda found=found: found)  # type: ignore[misc]
-        yield from brought
+        result = CheckResult(status="ok", found=f"{loaded.provider.origin} loads")
+        yield Check(name=f"plugin {name}", run=lambda result=result: result)  # type: ignore[misc]
+        yield from plugin_own
 
 
-def _broken(error: Exception, name: str, wanted: bool) -> _Answer:
-    what = error.what if isinstance(error, SlimeError) else f"{type(error).__name__}: {error}"
+def _broken(error: Exception, name: str, required: bool) -> _Answer:
+    message = error.what if isinstance(error, SlimeError) else f"{type(error).__name__}: {error}"
     fix = error.fix if isinstance(error, SlimeError) and error.fix else f"slime plugins check {name}"
-    return _Answer(CheckResult(status="fail" if wanted else "warn", found=what, fix=fix))
+    return _Answer(CheckResult(status="fail" if required else "warn", found=message, fix=fix))
 
 
 class _Answer:

@@ -92,8 +92,8 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
         Preempted: it was asked to stop before it went on.
     """
     info = run_dir.read_info()
-    begun = any((start.get("epoch") or 0) > letter.epoch for start in starts_of(run_dir))
-    if not (begun and run_dir.config.is_file()):
+    started = any((start.get("epoch") or 0) > letter.epoch for start in starts_of(run_dir))
+    if not (started and run_dir.config.is_file()):
         wait_for_the_lock(run_dir)  # which the command holds until it has seen this process
         stop_after = [] if letter.left is None else ["--stop-after", str(letter.left)]
         return [letter.words[0], *stop_after, *letter.words[1:]]

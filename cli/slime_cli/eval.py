@@ -98,10 +98,10 @@ def evaluate(
 
     quiet_libraries()
     folder, own_config = find_model(model)
-    given = split_words([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
-    if given.recipe is None and own_config is not None:
-        given.recipe = str(own_config)
-    loaded = load_words(given, session, own=OWN_SETS)
+    arguments = split_words([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
+    if arguments.recipe is None and own_config is not None:
+        arguments.recipe = str(own_config)
+    loaded = load_words(arguments, session, data_keys=OWN_SETS)
     config = resolve_machine(stages(loaded.config)[-1])
     if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
         raise ConfigError(

@@ -55,10 +55,10 @@ class Difference:
     def sentence(self) -> str:
         """The verdict in words."""
         moved = self.second - self.first
-        what = "B is better" if moved > 0 else "A is better" if moved < 0 else "no difference"
-        told = what if self.p < LEVEL or moved == 0 else "no difference can be told"
+        better = "B is better" if moved > 0 else "A is better" if moved < 0 else "no difference"
+        claim = better if self.p < LEVEL or moved == 0 else "no difference can be told"
         return (
-            f"{self.name}: {told}: {moved:+.3f} [{self.low:+.3f}, {self.high:+.3f}], p = {self.p:.3g} ({self.test}, "
+            f"{self.name}: {claim}: {moved:+.3f} [{self.low:+.3f}, {self.high:+.3f}], p = {self.p:.3g} ({self.test}, "
             f"A alone better on {self.first_only} and B alone on {self.second_only} of {self.questions} questions)"
         )
 
@@ -132,7 +132,7 @@ def _difference(one: Evaluation, two: Evaluation) -> Difference:
     down, up = sum(d < 0 for d in moved), sum(d > 0 for d in moved)
     low, high = bootstrap_interval(moved)
     rewards = [_reward(b) - _reward(a) for a, b in pairs]
-    asked = {q.id for record in (one, two) for q in record.questions}
+    ids = {q.id for record in (one, two) for q in record.questions}
     return Difference(
         name=one.name,
         questions=len(pairs),
@@ -144,7 +144,7 @@ def _difference(one: Evaluation, two: Evaluation) -> Difference:
         test="McNemar" if binary else "sign flip",
         first_only=down,
         second_only=up,
-        left_out=len(asked) - len(pairs),
+        left_out=len(ids) - len(pairs),
         reward=dict(zip(("difference", "low", "high"), (_mean(rewards), *bootstrap_interval(rewards)), strict=True)),
         categories=_categories(pairs, scores),
     )
@@ -152,8 +152,8 @@ def _difference(one: Evaluation, two: Evaluation) -> Difference:
 
 def _pairs(one: Evaluation, two: Evaluation) -> list[tuple[Question, Question]]:
     """Questions that both were asked and judged on at least once."""
-    known = {q.id: q for q in two.questions}
-    pairs = [(q, known[q.id]) for q in one.questions if q.id in known]
+    questions = {q.id: q for q in two.questions}
+    pairs = [(q, questions[q.id]) for q in one.questions if q.id in questions]
     other = next((a.id for a, b in pairs if a.key != b.key), None)
     judged = [(a, b) for a, b in pairs if a.judged and b.judged]
     if other is None and judged and one.threshold == two.threshold:
@@ -174,13 +174,13 @@ def _pairs(one: Evaluation, two: Evaluation) -> list[tuple[Question, Question]]:
 def _categories(
     pairs: Sequence[tuple[Question, Question]], scores: Sequence[tuple[float, float]]
 ) -> dict[str, tuple[int, float, float]]:
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs_of: dict[str, list[tuple[float, float]]] = {}
     for (question, _), pair in zip(pairs, scores, strict=True):
         if question.category:
-            found.setdefault(question.category, []).append(pair)
+            pairs_of.setdefault(question.category, []).append(pair)
     return {
         name: (len(part), _mean([a for a, _ in part]), _mean([b for _, b in part]))
-        for name, part in sorted(found.items())
+        for name, part in sorted(pairs_of.items())
     }
 
 

@@ -58,15 +58,15 @@ def find_records(path: Path, version: int | None = None) -> list[Evaluation]:
             fix=f"name a run directory, or a file of its {FOLDER}/",
         )
     if not newest:
-        known = sorted({int(match["version"]) for file in _files(path) if (match := FILE.fullmatch(file.name))})
+        versions = sorted({int(match["version"]) for file in _files(path) if (match := FILE.fullmatch(file.name))})
         at = "" if version is None else f" of version {version}"
         raise DataError(
             f"{path} has no records of evaluations{at}",
             code="DAT17",
             where=str(path.absolute() / FOLDER),
             why=f"it has {_listed(path)}",
-            fix=f"name a version that it has: {', '.join(map(str, known[-10:]))}"
-            if known
+            fix=f"name a version that it has: {', '.join(map(str, versions[-10:]))}"
+            if versions
             else f"slime eval {path} --run-dir NEW   writes them; then name NEW",
         )
     return [read_record(file) for _, file in newest.values()]

@@ -34,7 +34,7 @@ def figure_tables(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
     return [Table(title="evaluation", columns=["figure", *results], rows=rows), *_categories(results)]
 
 
-def difference_tables(found: Sequence[Difference]) -> list[Table]:
+def difference_tables(differences: Sequence[Difference]) -> list[Table]:
     """A row a set, then a table of categories for each set that has some."""
     columns = ["set", "questions", "A", "B", "B - A", "95 % interval", "p", "test", "only A", "only B", "left out"]
     rows = [
@@ -43,10 +43,10 @@ def difference_tables(found: Sequence[Difference]) -> list[Table]:
             *(f"[{d.low:+.4g}, {d.high:+.4g}]", f"{d.p:.3g}", d.test),
             *(str(d.first_only), str(d.second_only), str(d.left_out)),
         ]
-        for d in found
+        for d in differences
     ]
     tables = [Table(title="comparison (pass@1)", columns=columns, rows=rows)]
-    for d in found:
+    for d in differences:
         parts = [[n, str(c), _short(a), _short(b), f"{b - a:+.4g}"] for n, (c, a, b) in d.categories.items()]
         if parts:
             names = ["category", "questions", "A", "B", "B - A"]
@@ -62,7 +62,7 @@ def to_markdown(table: Table) -> str:
 
 
 def _categories(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
-    found = []
+    tables = []
     for name, figures in results.items():
         parts: dict[str, dict[str, float]] = {}
         for key, value in figures.items():
@@ -73,8 +73,8 @@ def _categories(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
         keys = [key for key in keys if not _is_end(key, keys)]
         rows = [[category, *(_figure(part, key) for key in keys)] for category, part in parts.items()]
         if rows:
-            found.append(Table(title=f"categories of {name}", columns=["category", *keys], rows=rows))
-    return found
+            tables.append(Table(title=f"categories of {name}", columns=["category", *keys], rows=rows))
+    return tables
 
 
 def _split(key: str) -> tuple[str, str]:

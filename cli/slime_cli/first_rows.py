@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 SMALL = 64 << 20  # bytes of a file that is read whole: a second at most
 
 
-def first_rows(config: Config, brought: frozenset[str]) -> dict[str, Parsed | None]:
+def first_rows(config: Config, tasks_with_prompts: frozenset[str]) -> dict[str, Parsed | None]:
     """By training task its first row, None where that is not known yet; evaluation sets are looked at too.
 
     Small files are checked as at the start of the stage, hub sets are fetched, folders and large files are left for
-    then. ``brought`` are tasks whose prompts come from a plugin.
+    then. ``tasks_with_prompts`` are tasks whose prompts come from a plugin.
 
     Raises:
         ConfigError: CFG04 no data at all, CFG03 a malformed slice, CFG05 no such file.
         DataError: DAT17 no rows, DAT18 a missing column, or what else the rows are refused for.
     """
-    found: dict[str, Parsed | None] = {}
-    given = config.rollout.load_debug_rollout_data or config.rollout.data_source_path
-    for task, key in () if given else train_tasks(config):
-        if not task.prompt_data and task.name not in brought:
+    rows_by_task: dict[str, Parsed | None] = {}
+    dumped = config.rollout.load_debug_rollout_data or config.rollout.data_source_path
+    for task, key in () if dumped else train_tasks(config):
+        if not task.prompt_data and task.name not in tasks_with_prompts:
             raise no_data(task.name, key)
-        found[task.name] = _first_row(config, task, key) if task.prompt_data else None
+        rows_by_task[task.name] = _first_row(config, task, key) if task.prompt_data else None
     for _, task, key in () if config.rollout.debug_train_only else eval_tasks(config):
         if task.prompt_data:
             _first_row(config, task, key)
-    return found
+    return rows_by_task
 
 
 def _first_row(config: Config, task: Task, key: str) -> Parsed | None:

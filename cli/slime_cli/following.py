@@ -80,15 +80,17 @@ def named(word: str, address: str) -> Target:
     try:
         with reached(address) as drivers:
             names = drivers.names()
-            found = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
-            driver = drivers.find(found[0]) if len(found) == 1 else None
+            matches = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
+            driver = drivers.find(matches[0]) if len(matches) == 1 else None
     except ConfigError as error:
         error.why = f"'{word}' is no folder here ({Path.cwd()}), so a cluster is asked for it; {error.why}"
         error.fix = f"name the run directory, such as runs/NAME-0\n{error.fix}"
         raise
     if driver is None or not driver.about:
         raise ConfigError(
-            f"{len(found)} detached runs are named '{word}'" if len(found) != 1 else f"{found[0]} does not answer now",
+            f"{len(matches)} detached runs are named '{word}'"
+            if len(matches) != 1
+            else f"{matches[0]} does not answer now",
             code="CFG05",
             where=word,
             why=f"it is no folder here ({Path.cwd()}), and the cluster has: {', '.join(names) or 'no detached run'}",
@@ -109,9 +111,9 @@ def reached(address: str) -> Iterator[Drivers]:
     Raises:
         ConfigError: CFG04 Ray is not installed here, CFG17 there is none.
     """
-    asked = address or os.environ.get("RAY_ADDRESS", "") or "auto"
+    address_used = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     try:
-        with detaching().drivers(asked) as (drivers, _):
+        with detaching().drivers(address_used) as (drivers, _):
             yield drivers
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -119,7 +121,7 @@ def reached(address: str) -> Iterator[Drivers]:
         raise ConfigError(
             "detached runs live on a Ray cluster, and ray is not installed here",
             code="CFG04",
-            where=f"Ray cluster {asked}",
+            where=f"Ray cluster {address_used}",
             why="a run that was not detached is named by its folder, and needs no Ray",
             fix=install_line("ray"),
         ) from error
@@ -188,7 +190,7 @@ def follow_detached(target: Target, address: str, show: Callable[[str], None]) -
     """Its driver's output; its actor is asked now and then, its record is looked at always."""
     lines, name = Lines(target.path / LOG), actor_name(target.path)
     with reached_of(target, address) as drivers:
-        asked = -ASK
+        last_asked = -ASK
         while True:
             now = target_of(target.path)
             for line in lines.new():
@@ -197,10 +199,10 @@ def follow_detached(target: Target, address: str, show: Callable[[str], None]) -
                 for line in lines.new():
                     show(line)
                 return now.code
-            if time.monotonic() - asked >= ASK:
+            if time.monotonic() - last_asked >= ASK:
                 if drivers.find(name) is None and target_of(target.path).detached:
                     raise lost(target)
-                asked = time.monotonic()
+                last_asked = time.monotonic()
             time.sleep(POLL)
 
 

@@ -39,8 +39,8 @@ class Pace:
     @property
     def eta(self) -> float:
         """Seconds to the end."""
-        left = max(0, self.steps - self.done)
-        return left * sum(self._recent) / len(self._recent) if self._recent else 0.0
+        remaining = max(0, self.steps - self.done)
+        return remaining * sum(self._recent) / len(self._recent) if self._recent else 0.0
 
 
 class Trend:

@@ -105,7 +105,7 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
             "prompt": _excerpt(first.prompt),
             "label": _excerpt(first.label),
         },
-        "eval_sets": [{"name": found.name, "prompts": len(found.prompts)} for found in evaluated],
+        "eval_sets": [{"name": eval_set.name, "prompts": len(eval_set.prompts)} for eval_set in evaluated],
     }
 
 

@@ -40,7 +40,7 @@ def plugin_command(name: str) -> click.Command | None:
     return command
 
 
-def no_command(name: str, known: list[str]) -> SlimeError:
+def no_command(name: str, commands: list[str]) -> SlimeError:
     """The error for a word that is neither a command nor a plugin."""
     from slime_core.plugins import available
     from slime_core.plugins.backends import PACKAGES, install
@@ -54,12 +54,12 @@ def no_command(name: str, known: list[str]) -> SlimeError:
             fix=install(name),
         )
     plugins = [info.name for info in available()]
-    near = nearest(name, [*known, *plugins])
+    near = nearest(name, [*commands, *plugins])
     guess = f"   slime {near.split(chr(39))[1]}" if near else ""
     return ConfigError(
         f"slime has no command '{name}'",
         code="CFG01",
         where=f"command line: {name}",
-        why=f"commands: {', '.join(known)}" + (f"; plugins: {', '.join(sorted(set(plugins)))}" if plugins else ""),
+        why=f"commands: {', '.join(commands)}" + (f"; plugins: {', '.join(sorted(set(plugins)))}" if plugins else ""),
         fix="\n".join(filter(None, [near + guess, "all commands: slime --help"])),
     )

@@ -21,8 +21,8 @@ LINES = 5
 
 def probe(name: str) -> dict[str, Any]:
     """``hooks``, ``options`` and ``recipes`` of a plugin, or ``error``."""
-    found: dict[str, Any] = in_process("slime_cli.plugin_probe", name)
-    return found
+    result: dict[str, Any] = in_process("slime_cli.plugin_probe", name)
+    return result
 
 
 def in_process(module: str, name: str, timeout: float = SECONDS) -> Any:

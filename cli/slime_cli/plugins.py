@@ -48,8 +48,8 @@ def list_(hooks: bool, as_json: bool) -> None:
 def _looked_at(info: PluginInfo) -> dict[str, Any]:
     from slime_cli.plugin_probe import probe
 
-    found = probe(info.name)
-    return {key: found[key] for key in ("hooks", "error") if key in found}
+    result = probe(info.name)
+    return {key: result[key] for key in ("hooks", "error") if key in result}
 
 
 def _cells(info: PluginInfo, more: dict[str, Any]) -> list[object]:
@@ -94,8 +94,8 @@ def check(name: str, as_json: bool) -> None:
     from slime_cli.plugin_probe import in_process
 
     info = find(name)
-    found = in_process("slime_core.testing.plugins", name, timeout=600)
-    findings = [_finding(found["error"])] if isinstance(found, dict) else found
+    result = in_process("slime_core.testing.plugins", name, timeout=600)
+    findings = [_finding(result["error"])] if isinstance(result, dict) else result
     broken = [finding for finding in findings if finding["status"] == "fail"]
     if as_json:
         answer = {"plugin": info.as_dict(), "ok": not broken, "findings": findings}
@@ -111,8 +111,8 @@ def check(name: str, as_json: bool) -> None:
 
 
 def _finding(error: dict[str, str]) -> dict[str, str]:
-    found = f"{error['code']} {error['what']}" + (f"\n{error['why']}" if error["why"] else "")
-    return {"name": "import", "status": "fail", "found": found, "where": error["where"], "fix": error["fix"]}
+    text = f"{error['code']} {error['what']}" + (f"\n{error['why']}" if error["why"] else "")
+    return {"name": "import", "status": "fail", "found": text, "where": error["where"], "fix": error["fix"]}
 
 
 def _told(finding: dict[str, str]) -> str:
@@ -176,8 +176,8 @@ def _hook_section(row: dict[str, Any]) -> str:
     sentence, _, example = row["text"].partition("\n\n")
     kind = ", ".join([row["kind"], *(["may be async"] if row["may_await"] else [])])
     replaces = f" In place of slime's `{'`, `'.join(row['replaces'])}`." if row["replaces"] else ""
-    told = " ".join(sentence.split())
-    return f"### `{row['signature']}`\n\n*{kind}.* {told}{replaces}\n\n```python\n{example.rstrip()}\n```"
+    description = " ".join(sentence.split())
+    return f"### `{row['signature']}`\n\n*{kind}.* {description}{replaces}\n\n```python\n{example.rstrip()}\n```"
 
 
 def _hook_cells(row: dict[str, Any]) -> list[object]:

@@ -74,9 +74,9 @@ def check_inputs(settings: Settings, config: Config) -> None:
     read_config(resolve(rollout.hf_checkpoint), trust_remote_code=rollout.trust_remote_code)
     routing = settings.plugins.routing()
     answered = {(row["hook"], row["task"]) for row in routing if row["provider"] != CORE}
-    brought = frozenset(task for hook, task in answered if hook == "slime_prompts")
+    provided = frozenset(task for hook, task in answered if hook == "slime_prompts")
     for stage in stages(config):
-        for name, row in first_rows(stage, brought).items():
+        for name, row in first_rows(stage, provided).items():
             judged = any((hook, name) in answered for hook in ("slime_reward", "slime_generate", "slime_rollout"))
             if judged or stage.train.loss_type == SFT or ("slime_sample_done", "*") in answered or row is None:
                 continue
@@ -129,10 +129,10 @@ def check_files(needed: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < WANTED_FILES:
-        wanted = WANTED_FILES if hard == unlimited else min(WANTED_FILES, hard)
-        if wanted > soft:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+        limit = WANTED_FILES if hard == unlimited else min(WANTED_FILES, hard)
+        if limit > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
     if soft != unlimited and soft < needed:
         raise StorageError(
             f"this process may open {soft} files, a run needs {needed}",

@@ -77,8 +77,8 @@ def here(config: Config) -> Config:
 
 def verdict(answer: Replayed) -> bool | None:
     """Whether the slow recomputation agrees; None where it was not asked for."""
-    found = answer.verified
-    return None if found is None else max(found["gradient_error"], found["loss_error"]) <= found["limit"]
+    errors = answer.verified
+    return None if errors is None else max(errors["gradient_error"], errors["loss_error"]) <= errors["limit"]
 
 
 def print_answer(answer: Replayed, verified: bool | None) -> None:
@@ -121,9 +121,9 @@ def sentence(answer: Replayed) -> str:
         return f"{name} has {answer.compared} identical metrics; no fingerprint of its weights was recorded"
     if answer.parted and answer.parted[0] < answer.step:
         return f"{name} differs: already step {answer.parted[0]} made other weights than were recorded"
-    what = [f"{len(answer.metrics)} metrics"] if answer.metrics else []
-    what += ["the weights"] if answer.parted else []
-    return f"{name} DIFFERS from what was recorded: {' and '.join(what)}"
+    compared = [f"{len(answer.metrics)} metrics"] if answer.metrics else []
+    compared += ["the weights"] if answer.parted else []
+    return f"{name} DIFFERS from what was recorded: {' and '.join(compared)}"
 
 
 def machine_text(answer: Replayed) -> str:

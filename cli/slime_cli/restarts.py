@@ -261,8 +261,8 @@ class Command:
 
 def _program(argv: Sequence[str]) -> list[str]:
     """This interpreter with its options and script, as they were given; or with the command's module."""
-    given: list[Any] = list(sys.orig_argv)
-    head = given[: len(given) - len(argv)]
-    if argv and len(head) > 1 and given[len(head) :] == list(argv):
+    argv_full: list[Any] = list(sys.orig_argv)
+    head = argv_full[: len(argv_full) - len(argv)]
+    if argv and len(head) > 1 and argv_full[len(head) :] == list(argv):
         return [sys.executable, *head[1:]]
     return [sys.executable, "-P", "-m", "slime_cli.main"]

@@ -87,8 +87,8 @@ def newest(name: str, at: Path | None = None) -> Path | None:
         path = at.expanduser().absolute()
         return path if (path / "config.toml").is_file() else None
     numbered = re.compile(re.escape(name) + r"-(\d+)")
-    found = [(int(match[1]), path) for path in Path.cwd().glob("runs/*") if (match := numbered.fullmatch(path.name))]
-    for _, path in sorted(found, reverse=True):
+    runs = [(int(match[1]), path) for path in Path.cwd().glob("runs/*") if (match := numbered.fullmatch(path.name))]
+    for _, path in sorted(runs, reverse=True):
         if (path / "config.toml").is_file() and RunDir(path).read_info().get("status") != "finished":
             return path
     return None
@@ -102,15 +102,17 @@ def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
     """
     from slime_cli.settings import load_words, split_words, with_plugins
 
-    given = split_words(words)
-    brought: dict[str, str] = {}
-    if given.recipe is None:
-        given.recipe = str(path / "config.toml")
-        brought = _of_servers(path) | _from_environment(RunDir(path).read_info().get("references"))
-        brought |= session.past.secrets if session.past else {}  # of the process that this one was
-    given.overrides[:0] = [Word(key, (_plain(key, value),), f"{key} of run.json") for key, value in brought.items()]
-    loaded = load_words(given, session, quiet=brought)
-    loaded = replace(loaded, secrets=loaded.secrets | set(brought.values()))
+    arguments = split_words(words)
+    sources: dict[str, str] = {}
+    if arguments.recipe is None:
+        arguments.recipe = str(path / "config.toml")
+        sources = _of_servers(path) | _from_environment(RunDir(path).read_info().get("references"))
+        sources |= session.past.secrets if session.past else {}  # of the process that this one was
+    arguments.overrides[:0] = [
+        Word(key, (_plain(key, value),), f"{key} of run.json") for key, value in sources.items()
+    ]
+    loaded = load_words(arguments, session, quiet=sources)
+    loaded = replace(loaded, secrets=loaded.secrets | set(sources.values()))
     session.secrets = loaded.secrets
     loaded.require_complete()
     _refuse_redacted(loaded.config.model_dump(mode="json"), path)
@@ -130,12 +132,12 @@ def references(recipe: Path | None, saved: Mapping[str, Any]) -> dict[str, str]:
 
 def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
     """What `slime run` answers where the run has made all its steps and says so; None where it has not."""
-    run_dir, wanted = RunDir(path), total_steps(settings.config)
+    run_dir, total = RunDir(path), total_steps(settings.config)
     info = run_dir.read_info()
     version = info.get("version", 0)
-    if info.get("status") != "finished" or version < wanted or run_dir.holder() is not None:
+    if info.get("status") != "finished" or version < total or run_dir.holder() is not None:
         return None
-    say(f"already finished: {version} steps are done, {wanted} are asked for")
+    say(f"already finished: {version} steps are done, {total} are asked for")
     say("to go on with it: --num-rollout N counts the steps of the last stage")
     final = run_dir.final if run_dir.final.exists() else None
     return {
@@ -164,27 +166,27 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
     check_forced(forced)
     run_dir = RunDir.reopen(path)
     try:
-        found = Checkpoints(run_dir.checkpoints, keep=config.report.save_keep, note=say).latest()
-        if found is not None and found.epoch >= run_dir.epoch:
-            run_dir.raise_epoch(found.epoch)
-        changes = check_config(run_dir, found, config, settings, forced)
-        check_plugins(run_dir, found, settings.plugins, forced)
-        if found is not None:
-            check_dtype(found, config.train.dtype, forced)
-        recover_ledger(run_dir, found, config)
-        if found is None:
+        checkpoint = Checkpoints(run_dir.checkpoints, keep=config.report.save_keep, note=say).latest()
+        if checkpoint is not None and checkpoint.epoch >= run_dir.epoch:
+            run_dir.raise_epoch(checkpoint.epoch)
+        changes = check_config(run_dir, checkpoint, config, settings, forced)
+        check_plugins(run_dir, checkpoint, settings.plugins, forced)
+        if checkpoint is not None:
+            check_dtype(checkpoint, config.train.dtype, forced)
+        recover_ledger(run_dir, checkpoint, config)
+        if checkpoint is None:
             say_no_checkpoint(run_dir)
         else:
-            say(f"resume {path} from checkpoint {found.version}, epoch {run_dir.epoch}")
+            say(f"resume {path} from checkpoint {checkpoint.version}, epoch {run_dir.epoch}")
         same = kind_of(config, settings.plugins)
         kinds = {start.get("kind") or same for start in starts_of(run_dir)}
         exact = kinds <= {same} and all(change.verdict == "safe" for change in changes)
-        say_machine(run_dir, found, config)
-        trim_figures(run_dir, found.version if found else 0, evaluations=evaluations_kept(found))
+        say_machine(run_dir, checkpoint, config)
+        trim_figures(run_dir, checkpoint.version if checkpoint else 0, evaluations=evaluations_kept(checkpoint))
     except BaseException:
         run_dir.close()
         raise
-    return Going(run_dir=run_dir, found=found, exact=exact, changes=changes)
+    return Going(run_dir=run_dir, found=checkpoint, exact=exact, changes=changes)
 
 
 def say_no_checkpoint(run_dir: RunDir) -> None:
@@ -202,8 +204,8 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
             f"{issued} samples are known, {steps} recorded steps are made again from them"
         )
         return
-    made = any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
-    if not made and (states or not any(run_dir.segments.glob("*.seg"))):
+    trained = any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
+    if not trained and (states or not any(run_dir.segments.glob("*.seg"))):
         say(f"resume {run_dir.path}: it ended before its first sample; a fresh start at version 0")
         return
     raise ConfigError(
@@ -215,7 +217,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     )
 
 
-def recover_ledger(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> None:
+def recover_ledger(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config) -> None:
     """Put the checkpoint's copy in the place of a damaged ledger, and forget samples that cannot be read; say so.
 
     Raises:
@@ -224,25 +226,25 @@ def recover_ledger(run_dir: RunDir, found: LoadedCheckpoint | None, config: Conf
     from slime_core.ledger.repair import recover
 
     thorough = run_dir.read_info().get("error") == "STO117"
-    where = standing(found, len(stages(config)))
+    where = standing(checkpoint, len(stages(config)))
     for line in recover(run_dir.path, where, config.report.ledger_dir, thorough=thorough):
         say(line)
 
 
-def standing(found: LoadedCheckpoint | None, stages: int) -> Standing:
-    """What the ledger must still hold for a run of so many stages that goes on from ``found``."""
+def standing(checkpoint: LoadedCheckpoint | None, stages: int) -> Standing:
+    """What the ledger must still hold for a run of so many stages that goes on from ``checkpoint``."""
     from slime_core.ledger.repair import Standing
 
-    if found is None:
+    if checkpoint is None:
         return Standing()
-    collector, issued = found.state["collector"], found.ledger.get("issued", 0)
-    in_last = collector is not None and found.state["stage"] == stages - 1
+    collector, issued = checkpoint.state["collector"], checkpoint.ledger.get("issued", 0)
+    in_last = collector is not None and checkpoint.state["stage"] == stages - 1
     first = min(collector.get("open", ()), default=collector.get("issued", 0)) if collector and in_last else 0
-    return Standing(version=found.version, copy=found.ledger_copy, issued=issued, first=first)
+    return Standing(version=checkpoint.version, copy=checkpoint.ledger_copy, issued=issued, first=first)
 
 
 def check_config(
-    run_dir: RunDir, found: LoadedCheckpoint | None, config: Config, settings: Settings, forced: Collection[str]
+    run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config, settings: Settings, forced: Collection[str]
 ) -> list[Change]:
     """The keys that are not as they were saved, after unsafe ones were refused; the others are told.
 
@@ -253,17 +255,19 @@ def check_config(
     from slime_core.config.dump import redacted
     from slime_core.config.load import read
 
-    was = found.config if found else read(run_dir.config, check=False).config.model_dump(mode="json")
-    plain, scrubbed = (redacted(config, known).model_dump(mode="json") for known in ((), settings.loaded.secrets))
-    known = {change.key for change in compare(was, scrubbed)}  # a secret that is redacted on one side has not changed
-    changes = [change for change in compare(was, plain) if change.key in known]
-    check(changes, forced, str(found.path if found else run_dir.config))
+    was = checkpoint.config if checkpoint else read(run_dir.config, check=False).config.model_dump(mode="json")
+    plain, scrubbed = (redacted(config, keys).model_dump(mode="json") for keys in ((), settings.loaded.secrets))
+    keys = {change.key for change in compare(was, scrubbed)}  # a secret that is redacted on one side has not changed
+    changes = [change for change in compare(was, plain) if change.key in keys]
+    check(changes, forced, str(checkpoint.path if checkpoint else run_dir.config))
     if changes:
         say("changed since it was saved:\n  " + table(changes).replace("\n", "\n  "))
     return changes
 
 
-def check_plugins(run_dir: RunDir, found: LoadedCheckpoint | None, plugins: Plugins, forced: Collection[str]) -> None:
+def check_plugins(
+    run_dir: RunDir, checkpoint: LoadedCheckpoint | None, plugins: Plugins, forced: Collection[str]
+) -> None:
     """Refuse plugins of other versions or with other sources than the run had.
 
     A plugin or function that the config no longer names, or names for the first time, is a changed key and no matter
@@ -273,7 +277,7 @@ def check_plugins(run_dir: RunDir, found: LoadedCheckpoint | None, plugins: Plug
         PluginError: PLG65 with both versions of each, unless ``plugins`` is forced.
     """
     info = run_dir.read_info()
-    saved = found.plugins if found else info.get("plugins_fingerprint")
+    saved = checkpoint.plugins if checkpoint else info.get("plugins_fingerprint")
     if saved == plugins.fingerprint():
         return
     lines = list(_plugin_lines(info, plugins))
@@ -294,15 +298,15 @@ def check_plugins(run_dir: RunDir, found: LoadedCheckpoint | None, plugins: Plug
 
 def _plugin_lines(info: Mapping[str, Any], plugins: Plugins) -> Iterator[str]:
     versions, sources = info.get("plugins") or {}, info.get("sources") or {}
-    now, here = plugin_versions(plugins), plugins.sources()
+    now, sources_now = plugin_versions(plugins), plugins.sources()
     for name in dict.fromkeys((*versions, *now)):
         if name in versions and name in now and versions[name] != now[name]:
             yield f"plugin {name}: {versions[name]} was saved, {now[name]} is installed"
-    for name in dict.fromkeys((*sources, *here)):
+    for name in dict.fromkeys((*sources, *sources_now)):
         plain = name.removeprefix("plugin ")
-        edited = name in sources and name in here and sources[name] != here[name]
+        edited = name in sources and name in sources_now and sources[name] != sources_now[name]
         if edited and versions.get(plain) == now.get(plain):
-            yield f"{name}: its source files changed ({sources[name]} was saved, now {here[name]})"
+            yield f"{name}: its source files changed ({sources[name]} was saved, now {sources_now[name]})"
 
 
 def plugin_versions(plugins: Plugins) -> dict[str, str]:
@@ -320,13 +324,13 @@ def kind_of(config: Config, plugins: Plugins) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def say_machine(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> None:
+def say_machine(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config) -> None:
     """Name what of the machine and of slime itself is not as it was: bits may differ, nothing else does."""
     from slime_core import __version__
     from slime_core.clusters.machine import machine_facts
 
     info, now = run_dir.read_info(), machine_facts(config)
-    was = found.machine if found else info.get("machine") or now
+    was = checkpoint.machine if checkpoint else info.get("machine") or now
     lines = [f"{key} {was.get(key)} -> {now.get(key)}" for key in {**was, **now} if was.get(key) != now.get(key)]
     if info.get("slime", __version__) != __version__:
         lines.append(f"slime {info['slime']} -> {__version__}")
@@ -339,12 +343,12 @@ def _from_environment(saved: Any) -> dict[str, str]:
     from slime_core.config.problems import Origins
     from slime_core.config.recipe import resolve_env
 
-    found = {}
+    values = {}
     for key, text in (saved if isinstance(saved, dict) else {}).items():
         data, problems, _ = resolve_env({"x": text}, Origins())
         if not problems and data["x"]:
-            found[key] = data["x"]
-    return found
+            values[key] = data["x"]
+    return values
 
 
 def _of_servers(path: Path) -> dict[str, str]:

@@ -192,13 +192,13 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 def signature(data: Mapping[str, Any]) -> str:
     """16 hex digits over every key, of every stage, that is not safe to change: equal where the same bits come out."""
-    kept = {
+    values = {
         f"{index}.{path}": value
         for index, stage in enumerate(stages(_config(data)))
         for path, value in _flat(stage.model_dump(mode="json"))
         if _is_table(path) or rule_of(_core(path)).verdict != "safe"
     }
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def refused(changes: Sequence[Change], forced: Collection[str] = ()) -> list[Change]:
@@ -210,7 +210,7 @@ def table(changes: Sequence[Change]) -> str:
     """Lines ``key  was -> now  verdict: reason``, aligned."""
     rows = [(c.key, f"{shown(c.was)} -> {shown(c.now)}", f"{c.verdict}: {c.reason}") for c in changes]
     widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
-    return "\n".join(f"{key.ljust(widths[0])}  {values.ljust(widths[1])}  {why}" for key, values, why in rows)
+    return "\n".join(f"{key.ljust(widths[0])}  {values.ljust(widths[1])}  {reason}" for key, values, reason in rows)
 
 
 def shown(value: Any) -> str:
@@ -245,16 +245,16 @@ def check_forced(forced: Collection[str], changes: Sequence[Change] = ()) -> Non
         ConfigError: CFG01.
     """
     keys = core_keys()
-    known = {key.path for key in keys.values()} | set(keys) | {PLUGINS, STAGE}
+    names = {key.path for key in keys.values()} | set(keys) | {PLUGINS, STAGE}
     for force in forced:
         plain = force.replace("-", "_")
-        if plain in known or _is_table(plain) or any(c.named_by(force) for c in changes):
+        if plain in names or _is_table(plain) or any(c.named_by(force) for c in changes):
             continue
         raise ConfigError(
             f"--force-key {force} names no key",
             code="CFG01",
             where=f"command line: --force-key {force}",
-            fix="\n".join(filter(None, [nearest(plain, known), "all keys: slime config keys"])),
+            fix="\n".join(filter(None, [nearest(plain, names), "all keys: slime config keys"])),
         )
 
 
@@ -269,10 +269,10 @@ _ABSENT = _Absent()
 
 
 def _config(data: Mapping[str, Any]) -> Config:
-    found = check_model(Config, data)
-    if isinstance(found, list):
-        raise error_of(found)
-    return found
+    config = check_model(Config, data)
+    if isinstance(config, list):
+        raise error_of(config)
+    return config
 
 
 def _of_stage(
@@ -343,12 +343,12 @@ def _flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, list(data) if isinstance(data, tuple) else data
 
 
-def _merged(found: list[tuple[str, Change]], count: int) -> list[Change]:
+def _merged(changes: list[tuple[str, Change]], count: int) -> list[Change]:
     """One row where all stages changed alike, else a row a stage."""
-    same = len(found) == count and len({(shown(c.was), shown(c.now), c.verdict) for _, c in found}) == 1
+    same = len(changes) == count and len({(shown(c.was), shown(c.now), c.verdict) for _, c in changes}) == 1
     if count == 1 or same:
-        return [found[-1][1]]
+        return [changes[-1][1]]
     return [
         Change(key=f"{STAGE}.{name}.{c.key}", was=c.was, now=c.now, verdict=c.verdict, reason=c.reason)
-        for name, c in found
+        for name, c in changes
     ]

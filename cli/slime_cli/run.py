@@ -223,8 +223,8 @@ class Run:
         try:
             going = reopen(path, self.settings, self.config, forced)
         except Terminated:
-            what = "stopped before it went on (SIGTERM)"
-            raise Preempted(what, why="nothing is lost", fix=f"slime run --resume {path}") from None
+            message = "stopped before it went on (SIGTERM)"
+            raise Preempted(message, why="nothing is lost", fix=f"slime run --resume {path}") from None
         with going.run_dir:
             check_step(self.settings, self.verify_step, done=going.version)
             return self.train(going.run_dir, going)
@@ -244,7 +244,7 @@ class Run:
         with (
             self.signals.asking(stop, lambda status: end(run_dir, status, {})),
             watched(run_dir.path, self.config.cluster.hang_timeout),
-            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, seen),
+            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, first_rewards),
         ):
             check_machine(self.config, report.note)
             started = time.monotonic()
@@ -253,7 +253,7 @@ class Run:
                 self.settings.plugins,
                 report,
                 verify_step=self.verify_step,
-                found=going.found if going else None,
+                checkpoint=going.found if going else None,
                 stop=stop,
                 exact=going.exact if going else True,
             )
@@ -268,12 +268,12 @@ class Run:
             seconds = time.monotonic() - started
         end(run_dir, "finished", {"version": version, "seconds": round(seconds, 3)})
         final = run_dir.final if run_dir.final.exists() else None
-        say_end(run_dir, version, seconds, seen, final)
+        say_end(run_dir, version, seconds, first_rewards, final)
         return {
             "run_dir": str(run_dir.path),
             "version": version,
             "final": str(final) if final else None,
-            "metrics": seen.last.metrics if seen.last else {},
+            "metrics": first_rewards.last.metrics if first_rewards.last else {},
             "seconds": round(seconds, 3),
         }
 
@@ -290,11 +290,11 @@ def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
     from slime_core.checkpoint.manifest import names_in
     from slime_core.errors import Preempted
 
-    what = getattr(error, "what", str(error))
+    message = getattr(error, "what", str(error))
     saved = next((version for version, _ in names_in(run_dir.checkpoints)), None)
     begin = f"it goes on from checkpoint {saved}" if saved is not None else "it goes on from the ledger"
-    why = f"{'the time is up; ' if stop.reason == REASON else ''}nothing is lost, {begin}"
-    return Preempted(what, where=str(run_dir.path), why=why, fix=f"slime run --resume {run_dir.path}")
+    reason = f"{'the time is up; ' if stop.reason == REASON else ''}nothing is lost, {begin}"
+    return Preempted(message, where=str(run_dir.path), why=reason, fix=f"slime run --resume {run_dir.path}")
 
 
 @contextmanager
@@ -313,8 +313,8 @@ def reporting(
     from slime_core.context import Context
     from slime_core.report import Report
 
-    seen = Seen()
-    sinks: list[Any] = [seen, *([clock] if clock else [])]
+    summary = Seen()
+    sinks: list[Any] = [summary, *([clock] if clock else [])]
     if config.report.use_wandb:
         sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
     sinks += settings.plugins.sinks(Context(config=config, run_dir=run_dir.path))
@@ -327,9 +327,9 @@ def reporting(
         if session.past is not None:
             session.past.tell(report, going.version if going else 0)
         with warnings_noted(report):
-            yield report, seen
+            yield report, summary
     except BaseException as error:
-        reached = seen.last.version if seen.last else going.version if going else 0
+        reached = summary.last.version if summary.last else going.version if going else 0
         code = getattr(error, "exit_code", 1)
         facts = {"error": getattr(error, "code", type(error).__name__), "exit_code": code, "version": reached}
         with contextlib.suppress(OSError):  # a full disk: the error itself says so
@@ -363,7 +363,7 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
     from slime_core.config.dump import fingerprint, redact, redacted
 
     recipe, plugins, secrets = settings.loaded.recipe, settings.plugins, settings.loaded.secrets
-    known = references(recipe, redacted(config, secrets).model_dump(mode="json"))
+    config_references = references(recipe, redacted(config, secrets).model_dump(mode="json"))
     return {
         "error": None,
         "exit_code": None,
@@ -378,7 +378,7 @@ def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
         "sources": plugins.sources(),
         "routing": plugins.routing(),
         "machine": machine_facts(config),
-        **({"references": known} if known else {}),
+        **({"references": config_references} if config_references else {}),
         "slime": __version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),

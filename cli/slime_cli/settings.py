@@ -84,13 +84,13 @@ def split_words(words: Sequence[str]) -> Words:
 
 
 def load_words(
-    words: Words, session: Session, *, quiet: Collection[str] = (), own: Collection[str] = OWN_DATA
+    words: Words, session: Session, *, quiet: Collection[str] = (), data_keys: Collection[str] = OWN_DATA
 ) -> Loaded:
     """The config of a split command line; notices go to stderr, but for those about the keys in ``quiet``.
 
-    ``own`` as :func:`find_recipe` has it.
+    ``data_keys`` as :func:`find_recipe` has it.
     """
-    loaded = read(find_recipe(words, own), words, models=option_models)
+    loaded = read(find_recipe(words, data_keys), words, models=option_models)
     session.secrets = loaded.secrets
     for notice in loaded.notices:
         if not any(key in notice for key in quiet):
@@ -98,16 +98,16 @@ def load_words(
     return loaded
 
 
-def find_recipe(words: Words, own: Collection[str] = OWN_DATA) -> Path | None:
+def find_recipe(words: Words, data_keys: Collection[str] = OWN_DATA) -> Path | None:
     """The recipe's file: a path, ``PLUGIN/NAME``, ``NAME`` of a named plugin, or a named plugin's default recipe.
 
-    With a flag for one of the keys in ``own``, data of the user's own, no default recipe is taken: it has other data.
+    With a flag for one of ``data_keys``, data of the user's own, no default recipe is taken: it has other data.
 
     Raises:
         ConfigError: CFG05 there is no such recipe.
         PluginError: a named plugin does not load.
     """
-    if words.recipe is None and any(word.name.rpartition(".")[2] in own for word in words.overrides):
+    if words.recipe is None and any(word.name.rpartition(".")[2] in data_keys for word in words.overrides):
         return None
     if words.recipe is None:
         return next((path for name in words.plugins if (path := default_recipe(name)) is not None), None)
@@ -145,13 +145,13 @@ def plans(settings: Settings, config: Config | None = None, folder: ModelFolder 
     from slime_core.clusters.machine import resolve_machine
     from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 
-    own = settings.config
-    backends = {"trainer": trainer_of(own), "cluster": cluster_of(own), "servers": engine_of(own)}
+    stage = settings.config
+    backends = {"trainer": trainer_of(stage), "cluster": cluster_of(stage), "servers": engine_of(stage)}
     planned = {kind: backend.plan for kind, backend in backends.items() if backend.plan is not None}
     if not planned:
         return {}
     planning = Planning(
-        config=config or resolve_machine(own),
+        config=config or resolve_machine(stage),
         origins=settings.loaded.origins,
         plugins=settings.plugins,
         folder=folder,

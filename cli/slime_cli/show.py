@@ -85,20 +85,20 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
     parts = []
     for stage in stages(config):
         name = stage_name(stage)
-        mine = [step for step in steps if step.get("stage") == name]
+        stage_steps = [step for step in steps if step.get("stage") == name]
         parts.append(
             {
                 "name": name,
-                "steps": len(mine),
+                "steps": len(stage_steps),
                 "of": stage.rollout.num_rollout,
                 "prompts_per_step": stage.rollout.rollout_batch_size,
                 "samples_per_prompt": stage.rollout.n_samples_per_prompt,
                 "loss_type": stage.train.loss_type,
                 "advantage_estimator": stage.train.advantage_estimator,
                 "lr": stage.train.lr,
-                "metrics": history.summary(mine),
-                "seconds": history.times(mine),
-                "tokens_per_second": history.tokens_per_second(mine),
+                "metrics": history.summary(stage_steps),
+                "seconds": history.times(stage_steps),
+                "tokens_per_second": history.tokens_per_second(stage_steps),
             }
         )
     return {
@@ -135,7 +135,7 @@ def checkpoints(run_dir: RunDir) -> list[dict[str, Any]]:
     from slime_core.checkpoint import manifest
     from slime_core.errors import StorageError
 
-    found = []
+    rows = []
     for version, path in manifest.names_in(run_dir.checkpoints):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         row = {"version": version, "path": str(path), "bytes": size, "damage": None}
@@ -143,8 +143,8 @@ def checkpoints(run_dir: RunDir) -> list[dict[str, Any]]:
             manifest.read(path, version, full=False)
         except StorageError as error:
             row["damage"] = error.what
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def where_to_resume(

@@ -129,11 +129,11 @@ def descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, at = [pid], 0
-    while at < len(found):
-        found += parents.get(found[at], [])
+    processes, at = [pid], 0
+    while at < len(processes):
+        processes += parents.get(processes[at], [])
         at += 1
-    return found[1:]
+    return processes[1:]
 
 
 def kill_descendants() -> None:

@@ -32,13 +32,13 @@ def command(run: str, now: bool, address: str, as_json: bool) -> int:
     Ctrl-C does not take the request back.
     """
     target = named(run, address)
-    said: list[str] = []
+    lines: list[str] = []
     try:
-        code = stop_detached(target, now, address, said) if target.detached else stop_process(target, now, said)
+        code = stop_detached(target, now, address, lines) if target.detached else stop_process(target, now, lines)
     except KeyboardInterrupt:
         say(f"\nit was asked to end and has not ended yet; slime attach {target.path} follows it")
         return INTERRUPTED
-    for line in said[-3:]:
+    for line in lines[-3:]:
         say(line)
     if as_json:
         click.echo(json.dumps({"run_dir": str(target.path), "exit_code": code}, indent=1, sort_keys=True))
@@ -47,15 +47,15 @@ def command(run: str, now: bool, address: str, as_json: bool) -> int:
     return 0
 
 
-def stop_detached(target: Target, now: bool, address: str, said: list[str]) -> int:
+def stop_detached(target: Target, now: bool, address: str, lines: list[str]) -> int:
     """Ask its actor, and follow it to its end."""
     with reached_of(target, address) as drivers:
         while target_of(target.path).detached and not drivers.stop(actor_name(target.path), now=now):
             time.sleep(POLL)
-    return follow(target_of(target.path), address, said.append)
+    return follow(target_of(target.path), address, lines.append)
 
 
-def stop_process(target: Target, now: bool, said: list[str]) -> int:
+def stop_process(target: Target, now: bool, lines: list[str]) -> int:
     """Signal the process that holds the run, which must be on this machine.
 
     Raises:
@@ -80,7 +80,7 @@ def stop_process(target: Target, now: bool, said: list[str]) -> int:
             fix=f"on {host}: slime stop {target.path}   or kill -TERM {pid}",
         )
     end_process(target, pid, now=now)
-    return follow(target_of(target.path), "", said.append)
+    return follow(target_of(target.path), "", lines.append)
 
 
 def end_process(target: Target, pid: int, *, now: bool) -> None:

@@ -44,10 +44,10 @@ class Seconds(click.ParamType):
 
 def parse_seconds(text: str) -> float | None:
     """Seconds of ``1h30m``, ``90s``, ``2400``; None where it is no time above 0."""
-    found = _TIME.fullmatch(text.strip().lower())
-    if found is None or not any(found.groups()):
+    match = _TIME.fullmatch(text.strip().lower())
+    if match is None or not any(match.groups()):
         return None
-    hours, minutes, seconds = (float(group or 0) for group in found.groups())
+    hours, minutes, seconds = (float(group or 0) for group in match.groups())
     total = hours * 3600 + minutes * 60 + seconds
     return total if total > 0 else None
 
@@ -88,8 +88,8 @@ class StopAfter:
         """Set the timer; called inside the event loop, and again after each step."""
         if self._timer is not None:
             self._timer.cancel()
-        left = self._end - self.reserve - self._clock()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._stop.ask, REASON)
+        remaining = self._end - self.reserve - self._clock()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, remaining), self._stop.ask, REASON)
 
     def write(self, report: StepReport) -> None:
         """See how long a step takes; ask where another one does not fit."""

@@ -72,7 +72,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
     config = resolve_machine(settings.config)
     for text in cluster.notes(config, settings.plugins):
         say(text)
-    with cluster.drivers(address, config) as (drivers, there):
+    with cluster.drivers(address, config) as (drivers, cluster_address):
         cluster.check_room(config)
         with claimed(detach, settings) as run_dir:
             name, letter = actor_name(run_dir.path), letter_of(detach, settings, run_dir)
@@ -83,15 +83,23 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
                 program=PROGRAM,
                 folder=str(Path.cwd()),
                 letter=json.dumps(asdict(letter)),
-                environment={**environment, **cluster.environment(there)},
+                environment={**environment, **cluster.environment(cluster_address)},
                 restarts=letter.allowed,
             )
-            Record(actor=name, address=there, epoch=letter.epoch, submitted=time_of_day()).write(run_dir.path)
+            Record(actor=name, address=cluster_address, epoch=letter.epoch, submitted=time_of_day()).write(
+                run_dir.path
+            )
             about = drivers.submit(name, order)
     say(f"the driver is process {about['pid']} on {about['host']}; its output: {run_dir.path / LOG}")
     say(f"follow  slime attach {run_dir.path}")
     say(f"stop    slime stop {run_dir.path}")
-    return {"run_dir": str(run_dir.path), "actor": name, "address": there, "host": about["host"], "pid": about["pid"]}
+    return {
+        "run_dir": str(run_dir.path),
+        "actor": name,
+        "address": cluster_address,
+        "host": about["host"],
+        "pid": about["pid"],
+    }
 
 
 def letter_of(detach: Detach, settings: Settings, run_dir: RunDir) -> Letter:
@@ -172,6 +180,6 @@ def forget(path: Path) -> None:
     for file in (path / LOG, path / "run.json", path / "lock"):
         with suppress(OSError):
             file.unlink(missing_ok=True)
-    for folder in (*(each for each in path.iterdir() if each.is_dir()), path):
+    for folder in (*(child for child in path.iterdir() if child.is_dir()), path):
         with suppress(OSError):  # it holds something
             folder.rmdir()

@@ -37,15 +37,15 @@ class Seen:
         """Nothing to close."""
 
 
-def say_end(run_dir: RunDir, version: int, seconds: float, seen: Seen, final: Path | None) -> None:
+def say_end(run_dir: RunDir, version: int, seconds: float, summary: Seen, final: Path | None) -> None:
     """Steps, time, and how the reward went."""
     from slime_cli.live import duration
 
     line = f"done: {version} steps in {duration(seconds)}"
-    if seen.first is not None and seen.last is not None and "reward/mean" in seen.last.metrics:
-        first = seen.first.metrics.get("reward/mean")
-        if first is not None and seen.last.step > 0:
-            line += f", {seen.last.stage} reward {first:.3f} -> {seen.last.metrics['reward/mean']:.3f}"
+    if summary.first is not None and summary.last is not None and "reward/mean" in summary.last.metrics:
+        first = summary.first.metrics.get("reward/mean")
+        if first is not None and summary.last.step > 0:
+            line += f", {summary.last.stage} reward {first:.3f} -> {summary.last.metrics['reward/mean']:.3f}"
     say(line)
     if final is not None:
         say(f"model {final}")

@@ -93,8 +93,8 @@ class Survey:
         values = np.array(sorted(self.lengths), dtype=np.int64)
         ends = np.cumsum([self.lengths[int(value)] for value in values])
         ranks = [max(0, int(np.ceil(q * int(ends[-1]))) - 1) for q in QUANTILES]
-        found = [int(values[int(np.searchsorted(ends, rank, side="right"))]) for rank in ranks]
-        return dict(zip(("min", "p50", "p90", "p99", "max"), found, strict=True))
+        values_at = [int(values[int(np.searchsorted(ends, rank, side="right"))]) for rank in ranks]
+        return dict(zip(("min", "p50", "p90", "p99", "max"), values_at, strict=True))
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """Lengths in powers of two: first, last, rows; empty steps between them included."""
@@ -120,52 +120,52 @@ def survey(
     Raises:
         DataError: DAT37 the file changed meanwhile; DAT26 a prompt that is too long where that is an error.
     """
-    found = Survey(rows=len(rows), unit="tokens" if encoder else "characters", encoder=encoder)
-    found.hashed = min(len(rows), MAX_HASHED)
-    hashes: dict[str, Hashes] = {name: np.zeros(found.hashed, dtype=np.uint64) for name in ("prompt", "row", "id")}
+    result = Survey(rows=len(rows), unit="tokens" if encoder else "characters", encoder=encoder)
+    result.hashed = min(len(rows), MAX_HASHED)
+    hashes: dict[str, Hashes] = {name: np.zeros(result.hashed, dtype=np.uint64) for name in ("prompt", "row", "id")}
     for index in range(len(rows)):
         where = rows.where(index)
-        parsed = _look(rows, index, where, keys, found, encoder)
-        if index < found.hashed:
+        parsed = _look(rows, index, where, keys, result, encoder)
+        if index < result.hashed:
             _hash(hashes, index, parsed, where)
         if progress is not None and index % 1000 == 0:
             progress(index)
-    _duplicates(found, hashes, rows, with_ids=bool(keys.id))
-    return found
+    _duplicates(result, hashes, rows, with_ids=bool(keys.id))
+    return result
 
 
-def _look(rows: Rows, index: int, where: str, keys: Keys, found: Survey, encoder: Encoder | None) -> Parsed | None:
+def _look(rows: Rows, index: int, where: str, keys: Keys, result: Survey, encoder: Encoder | None) -> Parsed | None:
     try:
         row = rows[index]
-        _count_keys(row, found)
+        _count_keys(row, result)
         parsed = parse_of(rows, index, keys, row)
-        made = _length(parsed, found, encoder)
+        fits = _length(parsed, result, encoder)
     except DataError as error:
         if error.code in ("DAT26", "DAT37"):
             raise
-        found.bad[error.code] += 1
-        if len(found.first_bad) < FIRST:
-            found.first_bad.append(error)
+        result.bad[error.code] += 1
+        if len(result.first_bad) < FIRST:
+            result.first_bad.append(error)
         return None
-    found.prompts += made
+    result.prompts += fits
     for kind, items in parsed.metadata.get(MEDIA, {}).items():
-        found.media[kind] += len(items)
-    _look_at_label(parsed, found)
+        result.media[kind] += len(items)
+    _look_at_label(parsed, result)
     return parsed
 
 
-def _length(parsed: Parsed, found: Survey, encoder: Encoder | None) -> bool:
+def _length(parsed: Parsed, result: Survey, encoder: Encoder | None) -> bool:
     """Count a prompt's length; whether it can be used."""
     if encoder is None:
         if parsed.prompt == "":
             raise empty(parsed.where)
-        found.lengths[_characters(parsed.prompt)] += 1
+        result.lengths[_characters(parsed.prompt)] += 1
         return True
     tokens = encoder.tokens(parsed)
     fitted = encoder.fit(tokens, parsed.where, {})
-    found.lengths[len(tokens)] += 1
+    result.lengths[len(tokens)] += 1
     if fitted is None:
-        found.dropped[OVERLONG] += 1
+        result.dropped[OVERLONG] += 1
     return fitted is not None
 
 
@@ -178,10 +178,10 @@ def _characters(prompt: str | list[Message]) -> int:
     return sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
 
 
-def _count_keys(row: Mapping[str, Any], found: Survey) -> None:
+def _count_keys(row: Mapping[str, Any], result: Survey) -> None:
     for name, value in row.items():
-        if name in found.keys or len(found.keys) < MAX_KEYS:
-            found.keys.setdefault(name, Counter())[_type(value)] += 1
+        if name in result.keys or len(result.keys) < MAX_KEYS:
+            result.keys.setdefault(name, Counter())[_type(value)] += 1
 
 
 def _type(value: Any) -> str:
@@ -191,14 +191,14 @@ def _type(value: Any) -> str:
     return next((name for kind, name in names.items() if isinstance(value, kind)), type(value).__name__)
 
 
-def _look_at_label(parsed: Parsed, found: Survey) -> None:
+def _look_at_label(parsed: Parsed, result: Survey) -> None:
     """Note labels whose number no grader should work out: they are compared as text, and may cost time."""
     if isinstance(parsed.label, str) and len(parsed.label) > 4:
-        for what, pattern in NUMBERS_TOLD.items():
+        for kind, pattern in NUMBERS_TOLD.items():
             if pattern.search(parsed.label):
-                found.labels[what] += 1
-                if len(found.first_labels) < SHOWN:
-                    found.first_labels.append(f"{parsed.where}: {what}")
+                result.labels[kind] += 1
+                if len(result.first_labels) < SHOWN:
+                    result.first_labels.append(f"{parsed.where}: {kind}")
                 return
 
 
@@ -209,16 +209,16 @@ def _hash(hashes: Mapping[str, Hashes], index: int, parsed: Parsed | None, where
     hashes["id"][index] = hash_of(prompt if parsed is None else parsed.row_id)
 
 
-def _duplicates(found: Survey, hashes: Mapping[str, Hashes], rows: Rows, *, with_ids: bool) -> None:
+def _duplicates(result: Survey, hashes: Mapping[str, Hashes], rows: Rows, *, with_ids: bool) -> None:
     equal = equal_pairs(hashes["row"])
     same = {second for _, second in equal}
     other = [pair for pair in equal_pairs(hashes["prompt"]) if pair[1] not in same]
-    found.repeated, found.contradicting = len(equal), len(other)
-    found.first_repeated = [(rows.where(one), rows.where(two)) for one, two in equal[:SHOWN]]
-    found.first_contradicting = [(rows.where(one), rows.where(two)) for one, two in other[:SHOWN]]
+    result.repeated, result.contradicting = len(equal), len(other)
+    result.first_repeated = [(rows.where(one), rows.where(two)) for one, two in equal[:SHOWN]]
+    result.first_contradicting = [(rows.where(one), rows.where(two)) for one, two in other[:SHOWN]]
     if with_ids:
         pairs = equal_pairs(hashes["id"])
-        found.repeated_ids = [f"{rows.where(one)} and {rows.where(two)}" for one, two in pairs]
+        result.repeated_ids = [f"{rows.where(one)} and {rows.where(two)}" for one, two in pairs]
 
 
 def _none(where: str, rows: int, bad: Counter[str]) -> DataError:

@@ -26,14 +26,14 @@ def trim_figures(run_dir: RunDir, version: int, *, evaluations: int = 1) -> int:
     Raises:
         StorageError: STO109, STO110 or STO121; each file is then as it was, or trimmed.
     """
-    gone = 0
+    dropped = 0
     for path in (run_dir.metrics, run_dir.samples):
         try:
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = list(_kept(lines, version, evaluations))
-            gone += len(lines) - len(kept)
-            if len(kept) != len(lines):
-                replace_file(path, b"".join(kept))
+            remaining = list(_kept(lines, version, evaluations))
+            dropped += len(lines) - len(remaining)
+            if len(remaining) != len(lines):
+                replace_file(path, b"".join(remaining))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -43,32 +43,32 @@ def trim_figures(run_dir: RunDir, version: int, *, evaluations: int = 1) -> int:
     except OSError as error:
         raise storage_error(error, run_dir.path, "records of later evaluations cannot be removed") from error
     failpoint("rundir.metrics.trimmed")
-    return gone
+    return dropped
 
 
 def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]:
     """Whole lines of ``version`` and before."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in lines:
         try:
             row = json.loads(line if line.endswith(b"\n") else b"torn")
-            made = int(row["version"])
+            version_of = int(row["version"])
         except (ValueError, KeyError, TypeError):
             continue
-        if made == version and row.get("kind") == "eval":
-            seen[str(row.get("name"))] += 1
-            if seen[str(row.get("name"))] > evaluations:
+        if version_of == version and row.get("kind") == "eval":
+            counts[str(row.get("name"))] += 1
+            if counts[str(row.get("name"))] > evaluations:
                 continue
-        if made <= version:
+        if version_of <= version:
             yield line
 
 
-def evaluations_kept(found: LoadedCheckpoint | None) -> int:
+def evaluations_kept(checkpoint: LoadedCheckpoint | None) -> int:
     """How many evaluations of each set at the checkpoint's own version will not be made again.
 
     A stage that follows another begins with one at the version where the other ended with one.
     """
-    if found is None:
+    if checkpoint is None:
         return 0
-    between = int(found.state["step"] == 0 and found.state["stage"] > 0)
-    return between + (0 if found.state["eval_due"] else 1)
+    between = int(checkpoint.state["step"] == 0 and checkpoint.state["stage"] > 0)
+    return between + (0 if checkpoint.state["eval_due"] else 1)

@@ -21,14 +21,14 @@ class WandbSink:
         """Open a W&B run that is named after the run directory."""
         import wandb
 
-        known = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
+        has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
         self._run = wandb.init(
             project=self._project,
             group=self._group or None,
             name=run_dir.name,
             dir=str(run_dir),
             config=dict(config),
-            mode=None if "WANDB_MODE" in os.environ or known else "offline",
+            mode=None if "WANDB_MODE" in os.environ or has_key else "offline",
             settings=wandb.Settings(silent=True, console="off", x_disable_meta=True),  # no argv: it may hold secrets
         )
 

@@ -64,12 +64,12 @@ class Watchdog:
             passed = min(time.monotonic() - before, 2 * TICK)
             if _stat(f"/proc/{self.pid}/stat")[0] in "Tt":
                 continue
-            beats, turns, heard = self.block.beats, self.block.turns, self.block.heard >= self.count
+            beats, turns, answered = self.block.beats, self.block.turns, self.block.heard >= self.count
             self.silent = 0.0 if beats != self.beats else self.silent + passed
             self.held = 0.0 if turns != self.turns else self.held + passed
             self.look = self.look if self.held else QUIET
-            self.unheard = 0.0 if heard else self.unheard + passed
-            self.beats, self.turns, self.told = beats, turns, self.told and not heard
+            self.unheard = 0.0 if answered else self.unheard + passed
+            self.beats, self.turns, self.told = beats, turns, self.told and not answered
             if self._unheard() or self._holds() or (self.silent >= QUIET and self._late()):
                 return
 
@@ -123,7 +123,7 @@ class Watchdog:
         if work is None or self.block.turns != self.turns:
             return False
         if self.held >= work.limit + GRACE:
-            self._end("failed", self._error(work, stack, self.held, held="the event loop"))
+            self._end("failed", self._error(work, stack, self.held, lock="the event loop"))
             return True
         place = innermost(stack, work.home)
         if self.held >= LAG and place not in self.named:
@@ -167,20 +167,20 @@ class Watchdog:
             text += os.read(self.stacks, 65536)
         return text.decode(errors="replace").strip()
 
-    def _error(self, work: Work | None, stack: str, silent: float | None = None, held: str = "") -> SlimeError:
+    def _error(self, work: Work | None, stack: str, silent: float | None = None, lock: str = "") -> SlimeError:
         from slime_core.errors import Hung, PluginError
 
         place = innermost(stack, work.home if work else None)
         since = "no signal was heard" if silent is None else f"nothing else ran for {silent:.0f} s"
-        where = f"it holds {held}" if held else "it is in C code"
-        why = f"{where}, where Python can end nothing: {since}\n{stack}"
+        where = f"it holds {lock}" if lock else "it is in C code"
+        reason = f"{where}, where Python can end nothing: {since}\n{stack}"
         ledger = (self.run_dir / "ledger.sqlite").exists()  # an evaluation has none
         go_on = f"\nwhat was finished is in the ledger: slime run --resume {self.run_dir}" if ledger else ""
         if work is None:
             return Hung(
                 f"the driver's interpreter stands still at {place}",
                 where=str(self.run_dir),
-                why=why,
+                why=reason,
                 fix=f"work that takes longer than that: --hang-timeout SECONDS{go_on}",
             )
         late = "does not return" if silent is None else f"did not answer in {work.limit:g} s"
@@ -188,7 +188,7 @@ class Watchdog:
             f"{work.hook} {late} for {work.about}",
             code="PLG60",
             where=f"{work.provider}, stood at {place}, {work.about}",
-            why=why,
+            why=reason,
             fix="bound what it calls (a regular expression, a loop in C), or give it a process, which can be ended: "
             f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}{go_on}",
         )
@@ -218,18 +218,18 @@ class Watchdog:
 
 def owner(works: list[Work], stack: str) -> Work | None:
     """The hook call whose code is on the stack; of several of one hook, which await their turn, any may be it."""
-    own = [work for work in works if work.home and f'  File "{work.home}' in stack]
-    same = [work for work in own if work.hook == own[0].hook]
+    matching = [work for work in works if work.home and f'  File "{work.home}' in stack]
+    same = [work for work in matching if work.hook == matching[0].hook]
     return replace(same[0], about=f"one of {len(same)} calls") if len(same) > 1 else next(iter(same), None)
 
 
 def innermost(stack: str, home: str | None) -> str:
     """``function (file:line)`` of the innermost frame below ``home``, else of the innermost that is not Python's."""
     frames = [(m["file"], f"{m['name']} ({m['file']}:{m['line']})") for m in FRAME.finditer(stack)]
-    own = [shown for file, shown in frames if home and file.startswith(home)]
+    inside = [shown for file, shown in frames if home and file.startswith(home)]
     library = str(Path(os.__file__).parent)
     outside = [shown for file, shown in frames if not file.startswith(library) or "site-packages" in file]
-    return (own or outside or [shown for _, shown in frames] or ["an unknown place"])[0]
+    return (inside or outside or [shown for _, shown in frames] or ["an unknown place"])[0]
 
 
 def say(text: str) -> None:

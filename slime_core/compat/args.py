@@ -32,24 +32,24 @@ _FOLLOWS = {  # evaluation keys that fall back on training's where they are 0
 def flat(config: Config) -> dict[str, Any]:
     """Every core key by its own name, which is unique over sections; what is empty is None, as in slime."""
     config = config.model_copy(update={"train": settle(config.train)})
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section in SECTIONS:
         model = getattr(config, section)
-        found.update({name: getattr(model, name) for name in type(model).model_fields})
-    for name, value in found.items():
+        values.update({name: getattr(model, name) for name in type(model).model_fields})
+    for name, value in values.items():
         if value == "" or (name in _NONE_FOR_ZERO and value == 0):
-            found[name] = None
+            values[name] = None
         elif isinstance(value, tuple):
-            found[name] = list(value) or None
+            values[name] = list(value) or None
     for name, source in _FOLLOWS.items():
-        found[name] = found[name] or found[source]
+        values[name] = values[name] or values[source]
     for name in ("rollout_top_k", "eval_top_k"):
-        found[name] = found[name] or -1
-    found |= _derived(config, found)
-    return {**found, **_more(config.rollout.custom_config_path, found)}
+        values[name] = values[name] or -1
+    values |= _derived(config, values)
+    return {**values, **_more(config.rollout.custom_config_path, values)}
 
 
-def _more(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def _more(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``custom_config_path``.
 
     Raises:
@@ -71,7 +71,7 @@ def _more(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}", code="CFG06", where=where, fix="mend the file") from error
     if not isinstance(more, dict):
         raise ConfigError(f"{file} holds no table of keys", code="CFG06", where=where, fix="write key = value lines")
-    twice = sorted(set(more) & set(found))
+    twice = sorted(set(more) & set(values))
     if twice:
         raise ConfigError(
             f"{file} sets {', '.join(twice)}, which slime has already",
@@ -99,7 +99,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
+def _derived(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Keys that slime has and a config of ours answers in other words."""
     return {
         "seed": config.seed,
@@ -108,7 +108,7 @@ def _derived(config: Config, found: Mapping[str, Any]) -> dict[str, Any]:
         "rollout_skip_special_tokens": False,
         **_megatron(config),
         "rm_url": None,
-        "eval_reward_key": found["reward_key"],
+        "eval_reward_key": values["reward_key"],
         "calculate_per_token_loss": config.train.loss_aggregation == "token_mean",
         "grpo_std_normalization": not config.train.disable_grpo_std_normalization,
         "rewards_normalization": True,

@@ -28,7 +28,7 @@ def estimator(
     inner: Estimator,
     config: Config,
     session: Session,
-    known: Mapping[str, Sample],
+    samples_by_id: Mapping[str, Sample],
     *,
     convert: Function | None,
     post_process: Function | None,
@@ -40,13 +40,13 @@ def estimator(
         args = session.args(config)
         rewards: NDArray[np.float64] | None = None
         if convert is not None:
-            data = convert(args, samples_of(batch, known))
+            data = convert(args, samples_of(batch, samples_by_id))
             write_back(data, batch)
             rewards = numbers("rewards", data["rewards"], batch) if "rewards" in data else None
         if post_process is not None:
-            raw, given = post_process(args, samples_of(batch, known))
+            raw, processed = post_process(args, samples_of(batch, samples_by_id))
             numbers("raw_rewards", raw, batch)
-            rewards = numbers("rewards", given, batch)
+            rewards = numbers("rewards", processed, batch)
         if advantage is not None:
             return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
         if rewards is None:

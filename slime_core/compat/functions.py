@@ -133,15 +133,15 @@ class FunctionsByPath(Functions):
             return inner
         from slime_core.compat.estimation import estimator
 
-        found = {name: self._guarded(ESTIMATION[name], path) if path else None for name, path in paths.items()}
+        functions = {name: self._guarded(ESTIMATION[name], path) if path else None for name, path in paths.items()}
         return estimator(
             inner,
             config,
             self._session,
             self._alive,
-            convert=found["convert"],
-            post_process=found["post_process"],
-            advantage=found["advantage"],
+            convert=functions["convert"],
+            post_process=functions["post_process"],
+            advantage=functions["advantage"],
         )
 
     def loss(self, inner: Loss) -> Loss:
@@ -180,7 +180,7 @@ class FunctionsByPath(Functions):
             self._modules = None
 
     def _note(self, config: Config) -> None:
-        if not any(known is config for known in self._configs):
+        if not any(config_noted is config for config_noted in self._configs):
             self._configs.append(config)
             self._session.args(config)  # an unreadable custom_config_path shows at the start
 
@@ -215,13 +215,13 @@ class FunctionsByPath(Functions):
         """A function of the training side, whose exceptions are told with its own place."""
         if (key, path) not in self._guards:
             fn = self._locate(key, path)
-            told = Answer(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)
+            call = Answer(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)
 
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 try:
                     return fn(*args, **kwargs)
                 except (Exception, SystemExit) as error:
-                    raise failure(told, error, "a step") from error
+                    raise failure(call, error, "a step") from error
 
             self._guards[key, path] = guarded
         return self._guards[key, path]
@@ -243,10 +243,10 @@ class FunctionsByPath(Functions):
         if (hook, path) not in self._answers:
             fn = self._locate(key, path, hook)
             native = shapes.is_native(fn, hook)
-            made = fn if native else ADAPTERS[hook][key](fn, self._session)
+            function = fn if native else ADAPTERS[hook][key](fn, self._session)
             if getattr(fn, OWN_PROCESS, False):
-                setattr(made, OWN_PROCESS, True)
-            self._answers[hook, path] = answer(self._provider(key, path), hook, made)
+                setattr(function, OWN_PROCESS, True)
+            self._answers[hook, path] = answer(self._provider(key, path), hook, function)
         return self._answers[hook, path]
 
 

@@ -33,11 +33,11 @@ def dynamic_filter(fn: Function, session: Session) -> Function:
 
 
 def _drop(verdict: Any) -> Drop | None:
-    found = getattr(verdict, "keep", verdict)
-    keep = found.item() if hasattr(found, "item") else found  # a numpy or torch bool
+    decision = getattr(verdict, "keep", verdict)
+    keep = decision.item() if hasattr(decision, "item") else decision  # a numpy or torch bool
     if not isinstance(keep, (bool, int)):
-        name = "a DynamicFilterOutput whose keep is " if found is not verdict else ""
-        raise TypeError(f"returned {name}a {type(found).__name__}; return a bool or a DynamicFilterOutput")
+        name = "a DynamicFilterOutput whose keep is " if decision is not verdict else ""
+        raise TypeError(f"returned {name}a {type(decision).__name__}; return a bool or a DynamicFilterOutput")
     return None if keep else Drop(reason=str(getattr(verdict, "reason", None) or "dynamic_filter"))
 
 
@@ -54,8 +54,8 @@ def buffer_filter(fn: Function, session: Session) -> Function:
     """`slime_filter` by ``filter(args, rollout_id, buffer, num_samples)``: its buffer holds this group."""
 
     def slime_filter(group: Group, ctx: Context) -> Drop | None:
-        taken = fn(session.args(ctx.config, ctx), None, [views(group, ctx)], 1)
-        return None if taken else Drop(reason="buffer_filter")
+        filtered = fn(session.args(ctx.config, ctx), None, [views(group, ctx)], 1)
+        return None if filtered else Drop(reason="buffer_filter")
 
     return slime_filter
 
@@ -64,21 +64,21 @@ def sample_hook(fn: Function, session: Session) -> Function:
     """`slime_sample_done` by ``hook(args, sample, *, rollout_id=None, evaluation=False) -> Sample | None``."""
 
     def slime_sample_done(sample: CoreSample, ctx: Context) -> Any:
-        lent = Sample.of(sample)
+        view = Sample.of(sample)
         offered = shapes.accepted(fn, {"rollout_id": ctx.version, "evaluation": ctx.evaluation})
-        made = fn(session.args(ctx.config, ctx), lent, **offered)
-        return _later(sample, lent, made) if inspect.isawaitable(made) else _take(sample, lent, made)
+        result = fn(session.args(ctx.config, ctx), view, **offered)
+        return _later(sample, view, result) if inspect.isawaitable(result) else _take(sample, view, result)
 
-    async def _later(sample: CoreSample, lent: Sample, made: Any) -> None:
-        _take(sample, lent, await made)
+    async def _later(sample: CoreSample, view: Sample, result: Any) -> None:
+        _take(sample, view, await result)
 
     return slime_sample_done
 
 
-def _take(sample: CoreSample, lent: Sample, made: Any) -> None:
-    if made is not None and not isinstance(made, CoreSample):
-        raise TypeError(f"returned {type(made).__name__}; return the sample or None")
-    copy_fields(lent if made is None else made, sample)
+def _take(sample: CoreSample, view: Sample, result: Any) -> None:
+    if result is not None and not isinstance(result, CoreSample):
+        raise TypeError(f"returned {type(result).__name__}; return the sample or None")
+    copy_fields(view if result is None else result, sample)
 
 
 def postprocess(fn: Function, session: Session) -> Function:

@@ -37,11 +37,11 @@ def extra_columns(batch: Batch, config: Config) -> None:
     weight = np.zeros(len(batch.loss_mask), dtype=np.float32)
     denominator = np.ones(len(batch.loss_mask), dtype=np.float32)
     for rollouts in split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size):
-        mine = np.isin(batch.rollout, rollouts)[sample]
-        mask = batch.loss_mask[mine]
-        weight[mine] = token_weights(mask, batch.rollout[sample[mine]], len(rollouts), train.loss_aggregation, divisor)
+        rows = np.isin(batch.rollout, rollouts)[sample]
+        mask = batch.loss_mask[rows]
+        weight[rows] = token_weights(mask, batch.rollout[sample[rows]], len(rollouts), train.loss_aggregation, divisor)
         per_token = train.loss_aggregation == "token_mean"
-        denominator[mine] = max(float(mask.sum()), 1.0) if per_token else len(rollouts)
+        denominator[rows] = max(float(mask.sum()), 1.0) if per_token else len(rollouts)
     batch.columns[SAMPLE] = sample.astype(np.float32)
     batch.columns[LENGTH] = batch.lengths[sample].astype(np.float32)
     batch.columns[MASK] = batch.loss_mask.copy()
@@ -75,22 +75,22 @@ def wrap(
     """
 
     def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-        found, config = functions(train), config_of(train)
-        if found["loss"] is not None:
-            return _by_function(found["loss"], session.args(config), log_probs, entropy, columns)
-        if found["tis"] is None and found["reducer"] is None:
+        functions_by_name, config = functions(train), config_of(train)
+        if functions_by_name["loss"] is not None:
+            return _by_function(functions_by_name["loss"], session.args(config), log_probs, entropy, columns)
+        if functions_by_name["tis"] is None and functions_by_name["reducer"] is None:
             return inner.fn(log_probs, entropy, columns, train)
-        if found["tis"] is not None:  # it is called in place of the correction of use_tis, as in slime
+        if functions_by_name["tis"] is not None:  # it is called in place of the correction of use_tis, as in slime
             train = train.model_copy(update={"use_tis": False})
         plain = train.model_copy(update={"kl_loss_coef": 0.0, "entropy_coef": 0.0})
         whole, metrics = inner.fn(log_probs, entropy, columns, train)
         pg, _ = inner.fn(log_probs, entropy, columns, plain)
         rest = whole - pg
-        if found["tis"] is not None:
-            pg, more = _corrected(found["tis"], session.args(config), pg, log_probs, columns)
+        if functions_by_name["tis"] is not None:
+            pg, more = _corrected(functions_by_name["tis"], session.args(config), pg, log_probs, columns)
             metrics = {**metrics, **more}
-        if found["reducer"] is not None:
-            pg = _reduced(found["reducer"], pg, columns, train)
+        if functions_by_name["reducer"] is not None:
+            pg = _reduced(functions_by_name["reducer"], pg, columns, train)
         return pg + rest, metrics
 
     def needs_when(train: Any) -> frozenset[Role]:
@@ -121,7 +121,7 @@ def _corrected(
 
     responses, totals = _lengths(columns)
     old = columns["policy"] if "policy" in columns else log_probs.detach()
-    made, masks, metrics = fn(
+    loss, masks, metrics = fn(
         args,
         pg_loss=pg,
         train_log_probs=list(old.split(responses)),
@@ -130,9 +130,9 @@ def _corrected(
         total_lengths=totals,
         response_lengths=responses,
     )
-    made = made * torch.cat(list(masks))
+    loss = loss * torch.cat(list(masks))
     named = {f"tis/{name}": value.detach() for name, value in metrics.items() if value.shape == pg.shape}
-    return made, named
+    return loss, named
 
 
 def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> Any:

@@ -139,28 +139,28 @@ def generate(fn: Function, session: Session) -> Function:
             offered = shapes.accepted(fn, {"evaluation": ctx.evaluation}) if shapes.takes(fn, "evaluation") else {}
             arguments = (session.args(ctx.config, ctx), sample, sampling_params(ctx.sampling, call.seed))
             if inspect.iscoroutinefunction(fn):
-                made = await fn(*arguments, **offered)
+                output = await fn(*arguments, **offered)
             else:
-                made = await session.threads.run(lambda: fn(*arguments, **offered))
-                made = await made if inspect.isawaitable(made) else made
-        found = list(made) if isinstance(made, (list, tuple)) else [made]
-        for item in found:
+                output = await session.threads.run(lambda: fn(*arguments, **offered))
+                output = await output if inspect.isawaitable(output) else output
+        items = list(output) if isinstance(output, (list, tuple)) else [output]
+        for item in items:
             if not isinstance(item, CoreSample):
                 raise TypeError(f"returned {type(item).__name__}; return the sample, or a list of samples")
-            if isinstance(made, (list, tuple)) and isinstance(item, Sample):
+            if isinstance(output, (list, tuple)) and isinstance(item, Sample):
                 setattr(item, FANNED, True)
         version = served if call.version is None else call.version
-        return [await _with_log_probs(plain(item, version), ctx) for item in found]
+        return [await _with_log_probs(plain(item, version), ctx) for item in items]
 
     async def slime_generate(group: Group, ctx: Context) -> Group:
         samples = views(group, ctx)
         pending = [i for i, s in enumerate(samples) if s.status in (Status.PENDING, Status.ABORTED)]
-        made = dict(zip(pending, await together(one(samples[i], ctx) for i in pending), strict=True))
+        output = dict(zip(pending, await together(one(samples[i], ctx) for i in pending), strict=True))
         done = Group(prompt=group.prompt, samples=[], rollouts={})
         for rollout, indices in group.rollouts.items():
-            mine = [item for i in indices for item in made.get(i, [samples[i]])]
-            done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(mine)))
-            done.samples += mine
+            parts = [item for i in indices for item in output.get(i, [samples[i]])]
+            done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(parts)))
+            done.samples += parts
         return done
 
     return slime_generate

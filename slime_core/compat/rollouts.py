@@ -36,8 +36,8 @@ class DataBuffer:
                 f"get_samples({num_samples}), but {len(self._waiting)} of this step's {self._issued} groups are left; "
                 "ask for args.rollout_batch_size in all, or raise it"
             )
-        taken, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
-        return taken
+        groups, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
+        return groups
 
     def add_samples(self, samples: Iterable[list[Sample]]) -> None:
         """Put groups back, to be taken again in this step."""
@@ -55,51 +55,51 @@ def rollout(fn: Function, session: Session) -> Function:
     """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``."""
 
     async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
-        lent = [views(group, ctx) for group in groups]
-        buffer = DataBuffer([list(samples) for samples in lent])
+        sample_views = [views(group, ctx) for group in groups]
+        buffer = DataBuffer([list(samples) for samples in sample_views])
         arguments = (session.args(ctx.config, ctx), ctx.version, buffer)
         if inspect.iscoroutinefunction(fn):
-            made = await fn(*arguments, evaluation=ctx.evaluation)
+            output = await fn(*arguments, evaluation=ctx.evaluation)
         else:
-            made = await session.threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
-            made = await made if inspect.isawaitable(made) else made
-        return _sorted_in(groups, list(_leaves(made)), ctx)
+            output = await session.threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
+            output = await output if inspect.isawaitable(output) else output
+        return _sorted_in(groups, list(_leaves(output)), ctx)
 
     return slime_rollout
 
 
-def _leaves(made: Any) -> Iterable[CoreSample]:
+def _leaves(output: Any) -> Iterable[CoreSample]:
     """Every sample of whatever nesting slime allows: RolloutFnTrainOutput, RolloutFnEvalOutput, dicts, lists."""
     for name in ("samples", "data"):
-        made = getattr(made, name) if hasattr(made, name) and not isinstance(made, CoreSample) else made
-    if isinstance(made, CoreSample):
-        yield made
-    elif isinstance(made, dict):
-        for part in made.values():
+        output = getattr(output, name) if hasattr(output, name) and not isinstance(output, CoreSample) else output
+    if isinstance(output, CoreSample):
+        yield output
+    elif isinstance(output, dict):
+        for part in output.values():
             yield from _leaves(part["samples"] if isinstance(part, dict) and "samples" in part else part)
-    elif isinstance(made, (list, tuple)):
-        for part in made:
+    elif isinstance(output, (list, tuple)):
+        for part in output:
             yield from _leaves(part)
     else:
-        raise TypeError(f"returned {type(made).__name__}; return a list of groups of samples")
+        raise TypeError(f"returned {type(output).__name__}; return a list of groups of samples")
 
 
 def _sorted_in(groups: list[Group], samples: list[CoreSample], ctx: Context) -> list[Group]:
     """The samples back in their groups, by group index and rollout id; a group that did not come back stays away."""
     version = ctx.engine.version if ctx.engine is not None else ctx.version
-    found: list[Group] = []
+    placed: list[Group] = []
     for group in groups:
-        mine = [s for s in samples if s.group_index == group.prompt.position]
-        if not mine:
+        group_samples = [s for s in samples if s.group_index == group.prompt.position]
+        if not group_samples:
             continue
         done = Group(prompt=group.prompt, samples=[], rollouts={})
         for rollout_id, indices in group.rollouts.items():
             issued = group.samples[indices[0]]
-            members = [s for s in mine if rollout_id in (s.rollout_id, s.index) or s is issued]
+            members = [s for s in group_samples if rollout_id in (s.rollout_id, s.index) or s is issued]
             done.rollouts[rollout_id] = list(range(len(done.samples), len(done.samples) + len(members)))
             done.samples += [_trainable(plain(s, version), ctx) for s in members]
-        found.append(done)
-    return found
+        placed.append(done)
+    return placed
 
 
 def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
@@ -166,14 +166,14 @@ def _prompt(group: Any, position: int) -> Prompt:
 
 def prompts(source_class: Function, session: Session) -> Function:
     """`slime_prompts` by a class ``C(args)`` with ``get_samples(n)``; one instance a task."""
-    made: dict[str, PromptSource] = {}
+    sources: dict[str, PromptSource] = {}
 
     def slime_prompts(task: str, ctx: Context) -> PromptSource:
-        if task not in made:
+        if task not in sources:
             source = source_class(session.args(ctx.config, ctx))
             if not callable(getattr(source, "get_samples", None)):
                 raise TypeError(f"{type(source).__name__} has no get_samples(num_samples)")
-            made[task] = Rows(source)
-        return made[task]
+            sources[task] = Rows(source)
+        return sources[task]
 
     return slime_prompts

@@ -33,8 +33,8 @@ class Call:
 
     def note(self, versions: Sequence[int]) -> None:
         """Remember the oldest weights of a completion."""
-        known = [v for v in versions if v >= 0] + ([] if self.version is None else [self.version])
-        self.version = min(known, default=None)
+        numbers = [v for v in versions if v >= 0] + ([] if self.version is None else [self.version])
+        self.version = min(numbers, default=None)
 
 
 class Session:

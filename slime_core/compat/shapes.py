@@ -51,11 +51,11 @@ SHAPES = {  # config key -> slime's signature, positional part and keywords apar
 
 def is_native(fn: Callable[..., Any], hook: str) -> bool:
     """Whether ``fn`` is written like the hook itself, ``reward(group, ctx)``."""
-    wanted = signature_of(hook).partition("(")[2].rstrip(")").split(", ")
+    parameters = signature_of(hook).partition("(")[2].rstrip(")").split(", ")
     names = list(inspect.signature(fn).parameters)
     if names == ["args"]:  # slime's own, where a hook has an argument of that name too
         return False
-    return bool(names) and names[0] == wanted[0] and set(names) <= set(wanted)
+    return bool(names) and names[0] == parameters[0] and set(names) <= set(parameters)
 
 
 def is_plain(fn: Callable[..., Any]) -> bool:

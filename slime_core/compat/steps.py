@@ -22,9 +22,9 @@ COLUMNS = {  # slime's key -> our column
 }
 
 
-def samples_of(batch: Batch, known: Mapping[str, Sample]) -> list[Sample]:
+def samples_of(batch: Batch, samples_by_id: Mapping[str, Sample]) -> list[Sample]:
     """The step's samples, in batch order: those that are still alive, others rebuilt from the columns."""
-    return [known.get(name) or _rebuilt(batch, index) for index, name in enumerate(batch.sample_ids)]
+    return [samples_by_id.get(name) or _rebuilt(batch, index) for index, name in enumerate(batch.sample_ids)]
 
 
 def _rebuilt(batch: Batch, index: int) -> Sample:
@@ -71,15 +71,15 @@ def rollout_data(batch: Batch, rewards: NDArray[np.float64]) -> dict[str, Any]:
     return data
 
 
-def flat_of(name: str, given: Any, batch: Batch) -> NDArray[np.float32]:
+def flat_of(name: str, value: Any, batch: Batch) -> NDArray[np.float32]:
     """A list of per-sample values as one column of R entries.
 
     Raises:
         ValueError: another number of samples, or of tokens of one.
     """
-    if not isinstance(given, (list, tuple)) or len(given) != len(batch):
+    if not isinstance(value, (list, tuple)) or len(value) != len(batch):
         raise ValueError(f"'{name}' needs a list with one entry for each of the step's {len(batch)} samples")
-    rows = [np.asarray(row, dtype=np.float32).reshape(-1) for row in map(_detached, given)]
+    rows = [np.asarray(row, dtype=np.float32).reshape(-1) for row in map(_detached, value)]
     for row, length, sample in zip(rows, batch.response_lengths, batch.sample_ids, strict=True):
         if len(row) != length:
             raise ValueError(
@@ -109,13 +109,13 @@ def write_back(data: Mapping[str, Any], batch: Batch) -> None:
             batch.columns[column] = flat_of(key, data[key], batch)
 
 
-def numbers(name: str, given: Sequence[Any], batch: Batch) -> NDArray[np.float64]:
+def numbers(name: str, items: Sequence[Any], batch: Batch) -> NDArray[np.float64]:
     """One number a sample.
 
     Raises:
         ValueError: another count.
     """
-    values = np.asarray([float(value) for value in given], dtype=np.float64)
+    values = np.asarray([float(value) for value in items], dtype=np.float64)
     if len(values) != len(batch):
         raise ValueError(f"'{name}' has {len(values)} entries for the step's {len(batch)} samples")
     return values

@@ -99,8 +99,8 @@ def backend_problems(config: Config) -> Iterator[Problem]:
         library, name = backend.library, key.rpartition(".")[2]
         if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
             mend = install_line(backend.name) if backend.name in BROUGHT_BY else f"pip install what brings {library}"
-            what = f"{name} = {backend.name}, but {library} is not installed here"
-            yield conflict(what, [key], fix=f"{mend}   or leave {name} out")
+            message = f"{name} = {backend.name}, but {library} is not installed here"
+            yield conflict(message, [key], fix=f"{mend}   or leave {name} out")
 
 
 def implied(config: Config) -> tuple[str, ...]:
@@ -121,18 +121,18 @@ def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:
     core = {backend.name: backend for backend in getattr(import_module(CORE), hook)()}
     if name in core:  # a plugin that brings it too is refused where plugins are loaded: `check_names`
         return core[name]  # type: ignore[no-any-return]
-    brought: dict[str, B] = {}
+    by_name: dict[str, B] = {}
     for entry in dict.fromkeys([*plugins, *([name] if is_installed(name) else [])]):
         try:
             origin, backends = offered(hook, entry)
         except PluginError as error:
             raise _unusable(error, f"{KEYS[hook]} = {name}", KEYS[hook]) from error
         if backend := next((backend for backend in backends if backend.name == name), None):
-            brought[origin] = backend
-    if len(brought) > 1:
-        raise twice(hook, name, list(brought))
-    if brought:
-        return next(iter(brought.values()))
+            by_name[origin] = backend
+    if len(by_name) > 1:
+        raise twice(hook, name, list(by_name))
+    if by_name:
+        return next(iter(by_name.values()))
     raise missing(hook, name, sorted(core))
 
 
@@ -160,27 +160,27 @@ def check_names(loaded: Iterable[Loaded]) -> None:
         PluginError: PLG52; PLG56, PLG57 a hook fails or returns something else.
     """
     core = import_module(CORE)
-    brought = {(hook, backend.name): "slime-rl" for hook in KEYS for backend in getattr(core, hook)()}
+    owners = {(hook, backend.name): "slime-rl" for hook in KEYS for backend in getattr(core, hook)()}
     for plugin in loaded:
         for hook, kind in KINDS.items():
             for backend in offers(plugin, hook, kind):
-                origin = brought.setdefault((hook, backend.name), plugin.provider.origin)
+                origin = owners.setdefault((hook, backend.name), plugin.provider.origin)
                 if origin != plugin.provider.origin:
                     raise twice(hook, backend.name, [origin, plugin.provider.origin])
 
 
-def missing(hook: str, name: str, own: Sequence[str]) -> ConfigError:
+def missing(hook: str, name: str, packages: Sequence[str]) -> ConfigError:
     """That nothing brings a backend; which package would, or the nearest name."""
     key = KEYS[hook]
     if name in BROUGHT_BY:
         return absent(f"{key} = {name}", name, key)
-    names = [*own, *(other for other in BROUGHT_BY if is_installed(other))]
+    names = [*packages, *(other for other in BROUGHT_BY if is_installed(other))]
     return ConfigError(
         f"{key} = {name}: no package that is installed brings it",
         code="CFG04",
         where=key,
-        why=f"there are: {', '.join(own)}, and those of installed plugins",
-        fix=nearest(name, names) or f"set {key} to {' or '.join(own)}, or {BRINGS}",
+        why=f"there are: {', '.join(packages)}, and those of installed plugins",
+        fix=nearest(name, names) or f"set {key} to {' or '.join(packages)}, or {BRINGS}",
     )
 
 

@@ -409,7 +409,7 @@ def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) 
     """PLG60, with the place and the stack where the hook stood."""
     at = _place(late.frames, answer.provider.home)
     stack = "".join(traceback.format_list(list(late.frames)[-DEEPEST:])).rstrip()
-    why = "it still runs and cannot be ended, so the run ends\n" if late.stuck else ""
+    reason = "it still runs and cannot be ended, so the run ends\n" if late.stuck else ""
     fix = f"raise the limit: {key}={2 * deadline:g}"
     if late.stuck:
         fix += (
@@ -420,7 +420,7 @@ def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) 
         f"{answer.provider.name}.{answer.hook} did not answer in {deadline:g} s for {about}",
         code="PLG60",
         where=_where(answer.provider, f"stood at {at}" if at else "", about),
-        why=f"{why}{stack}",
+        why=f"{reason}{stack}",
         fix=fix,
     )
 
@@ -433,9 +433,9 @@ def _place(frames: Frames, home: Path | None) -> str:
     """``file:line`` of the deepest frame in the provider's own code, else the deepest outside of the core."""
     inside = [f for f in frames if home is not None and Path(f.filename).is_relative_to(home)]
     outside = [f for f in frames if not f.filename.startswith(CORE_FOLDER)]
-    for found in (inside, outside, frames):
-        if found:
-            return f"{found[-1].filename}:{found[-1].lineno}"
+    for stack_frames in (inside, outside, frames):
+        if stack_frames:
+            return f"{stack_frames[-1].filename}:{stack_frames[-1].lineno}"
     return ""
 
 

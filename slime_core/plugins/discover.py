@@ -59,16 +59,16 @@ def paths() -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=1)
 def _available(_: object) -> list[PluginInfo]:
-    found = set(_entries())
+    entry_points = set(_entries())
     return [
         PluginInfo(
             name=name,
             version=version,
             distribution=dist,
             target=target,
-            conflicts=tuple(sorted({d for n, _, d, _ in found if n == name and d != dist})),
+            conflicts=tuple(sorted({d for n, _, d, _ in entry_points if n == name and d != dist})),
         )
-        for name, target, dist, version in sorted(found)
+        for name, target, dist, version in sorted(entry_points)
     ]
 
 
@@ -130,14 +130,14 @@ def find(name: str) -> PluginInfo:
         names = sorted({info.name for info in installed})
         hint = nearest(name, names)
         folders = " ".join(f"-e plugins/{folder}" for folder in OURS.get(name, ()))
-        ours = f"pip install {folders}   in a clone of slime" if folders else ""
+        install = f"pip install {folders}   in a clone of slime" if folders else ""
         others = f"install the package that brings it (then: slime plugins list), or name a file: --plugin ./{name}.py"
         raise PluginError(
             f"no plugin named '{name}' is installed",
             code="PLG51",
             where=f"plugin '{name}'",
             why=f"installed: {', '.join(names) or 'none'}",
-            fix="\n".join([*([hint] if hint else []), ours or others]),
+            fix="\n".join([*([hint] if hint else []), install or others]),
         )
     if len(named) > 1:
         both = " and ".join(f"{info.requirement} ({info.target})" for info in named)
@@ -154,15 +154,18 @@ def find(name: str) -> PluginInfo:
 def _in_file(path: Path) -> PluginInfo:
     if path.is_file() and path.suffix == ".py" and path.stem.isidentifier():
         return PluginInfo(name=path.stem, version="", distribution=str(path), target=str(path))
-    here = sorted(file.name for file in path.parent.glob("*.py"))
+    files = sorted(file.name for file in path.parent.glob("*.py"))
     if path.is_dir():
-        what, fix = f"{path} is a folder", f"pip install -e {path}   (then: slime plugins list)"
+        message, fix = f"{path} is a folder", f"pip install -e {path}   (then: slime plugins list)"
     elif path.is_file():
-        what, fix = f"{path.name} is no name of a Python module", "give the file a name of a to z, 0 to 9 and _, .py"
+        message, fix = (
+            f"{path.name} is no name of a Python module",
+            "give the file a name of a to z, 0 to 9 and _, .py",
+        )
     else:
-        what, fix = f"there is no file {path}", nearest(path.name, here) or "correct the path"
+        message, fix = f"there is no file {path}", nearest(path.name, files) or "correct the path"
     raise PluginError(
-        f"no plugin is at this path: {what}",
+        f"no plugin is at this path: {message}",
         code="PLG51",
         where=f"plugin '{path}'",
         why="a plugin is a Python file, or the name of an installed one",

@@ -104,13 +104,13 @@ class Plugins:
         """
         rest = [i for i, sample in enumerate(group.samples) if sample.reward is None and INFRA not in sample.metadata]
         rewards = await self._judge(answer, group.part(rest), ctx) if rest else []
-        own = dict(zip(rest, rewards, strict=True))
+        judged = dict(zip(rest, rewards, strict=True))
         for i, sample in enumerate(group.samples):
-            if why := sample.metadata.get(INFRA):
-                own[i] = Reward(value=0.0, kind="infra_error", reason=str(why))
-            elif i not in own:
-                own[i] = to_reward(answer, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
-        return [own[i] for i in range(len(group.samples))]
+            if reason := sample.metadata.get(INFRA):
+                judged[i] = Reward(value=0.0, kind="infra_error", reason=str(reason))
+            elif i not in judged:
+                judged[i] = to_reward(answer, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
+        return [judged[i] for i in range(len(group.samples))]
 
     def pop_metrics(self) -> dict[str, float]:
         """Figures about hooks since the last call: ``reward/judged_twice`` groups, ``reward/unstable`` samples."""
@@ -178,18 +178,18 @@ class Plugins:
 
     async def rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
         """Make the groups of a step whole (`slime_rollout`), each by the provider of its task, in the given order."""
-        made: dict[str, Group] = {}
+        results: dict[str, Group] = {}
         by_answer: dict[int, tuple[Answer, list[Group]]] = {}
         for group in groups:
             answer = self._owner("slime_rollout", group.prompt.task, ctx)
             by_answer.setdefault(id(answer), (answer, []))[1].append(group)
         about, timeout = f"the rollout of version {ctx.version}", ctx.config.rollout.generate_timeout
-        for answer, mine in by_answer.values():
-            done = await self._call(answer, ctx, about, timeout, GENERATE, groups=mine)
-            made.update(same_groups(answer, done, mine, about))
-        for group in made.values():
+        for answer, members in by_answer.values():
+            done = await self._call(answer, ctx, about, timeout, GENERATE, groups=members)
+            results.update(same_groups(answer, done, members, about))
+        for group in results.values():
             self._functions.seen(group, ctx.config)
-        return [made[group.id] for group in groups]
+        return [results[group.id] for group in groups]
 
     def loss(self, name: str) -> Loss:
         """The loss of that name, with the run's functions by path (loss, correction, reducer) applied.
@@ -206,8 +206,8 @@ class Plugins:
             return loss
 
         def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-            told = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
-            return call_now(told, {}, about="a micro-batch", limit=limit)  # type: ignore[no-any-return]
+            target = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
+            return call_now(target, {}, about="a micro-batch", limit=limit)  # type: ignore[no-any-return]
 
         return replace(loss, fn=fn)
 
@@ -232,10 +232,10 @@ class Plugins:
         answer = replace(registered, fn=estimator.fn, takes=None)
         arguments, about = {"batch": scored, "train": train}, f"step {batch.version}"
         with self._watched(answer, arguments, about, self._router.check_hooks):
-            found = call_now(answer, arguments, about=about, limit=self._router.limit)
-        own = checked_columns(answer, found, scored)
-        own["advantages"] = self._terms.add_terms(estimator, found["advantages"], scored, train)
-        return replace(scored, columns={**scored.columns, **own})
+            columns_returned = call_now(answer, arguments, about=about, limit=self._router.limit)
+        columns_checked = checked_columns(answer, columns_returned, scored)
+        columns_checked["advantages"] = self._terms.add_terms(estimator, columns_returned["advantages"], scored, train)
+        return replace(scored, columns={**scored.columns, **columns_checked})
 
     def seen(self, group: Group, config: Config) -> None:
         """Show functions by path a finished group that this process did not generate."""
@@ -246,18 +246,18 @@ class Plugins:
         self.tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
 
-    def tell(self, hook: str, about: str, ctx: Context, **given: Any) -> None:
+    def tell(self, hook: str, about: str, ctx: Context, **arguments_given: Any) -> None:
         """Tell every implementation of a hook: `slime_batch`, `slime_step_done`, and those that a trainer calls."""
         for answer in self._router.listeners(hook, ctx.config):
-            self._call_now(answer, ctx, about, **given)
+            self._call_now(answer, ctx, about, **arguments_given)
 
     def sinks(self, ctx: Context) -> list[Sink]:
         """Every tracker of every plugin (`slime_sinks`)."""
-        found: list[Sink] = []
+        sinks: list[Sink] = []
         for plugin in self._declaring("slime_sinks"):
             answer = plugin.answers["slime_sinks"]
-            found += expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
-        return found
+            sinks += expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
+        return sinks
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
         """Tell every `slime_step_done` of a finished step."""
@@ -284,14 +284,14 @@ class Plugins:
             PluginError: PLG64 with the plugin, where it has no ``state`` and ``load``, ``state()`` raises, or what it
                 gives is no dict.
         """
-        found = {}
+        states = {}
         for name, answer, holder in self._states():
-            told = replace(answer, fn=holder.state, takes=None)
-            state = self._call_holder(told, "its state()")
+            target = replace(answer, fn=holder.state, takes=None)
+            state = self._call_holder(target, "its state()")
             if not isinstance(state, dict):
-                raise wrong(told, f"gave a {type(state).__name__}", "its state()", code="PLG64", fix="return a dict")
-            found[name] = state
-        return found
+                raise wrong(target, f"gave a {type(state).__name__}", "its state()", code="PLG64", fix="return a dict")
+            states[name] = state
+        return states
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Hand :meth:`state` back.
@@ -301,12 +301,12 @@ class Plugins:
         """
         for name, answer, holder in self._states():
             if name in state:
-                told = replace(answer, fn=lambda holder=holder, name=name: holder.load(state[name]), takes=None)
-                self._call_holder(told, "load(state)")
+                target = replace(answer, fn=lambda holder=holder, name=name: holder.load(state[name]), takes=None)
+                self._call_holder(target, "load(state)")
 
-    def _call_holder(self, told: Answer, about: str) -> Any:
+    def _call_holder(self, target: Answer, about: str) -> Any:
         try:
-            return call_now(told, {}, about=about, limit=self._router.limit)
+            return call_now(target, {}, about=about, limit=self._router.limit)
         except PluginError as error:
             error.code = "PLG64" if error.code == "PLG56" else error.code
             raise
@@ -356,7 +356,7 @@ class Plugins:
         return [plugin for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
 
     def _states(self) -> list[tuple[str, Answer, Any]]:
-        found = []
+        states = []
         for plugin in self._declaring("slime_state"):
             answer = plugin.answers["slime_state"]
             holder = call_now(answer, {}, about="its state")
@@ -364,11 +364,11 @@ class Plugins:
                 continue
             missing = [name for name in ("state", "load") if not callable(getattr(holder, name, None))]
             if missing:
-                what = f"returned a {type(holder).__name__} without {' and '.join(missing)}()"
+                message = f"returned a {type(holder).__name__} without {' and '.join(missing)}()"
                 fix = "return an object with state() -> dict and load(dict)"
-                raise wrong(answer, what, "its state", code="PLG64", fix=fix)
-            found.append((plugin.provider.name, answer, holder))
-        return found
+                raise wrong(answer, message, "its state", code="PLG64", fix=fix)
+            states.append((plugin.provider.name, answer, holder))
+        return states
 
     def _ctx_of(self, answer: Answer, ctx: Context) -> Context:
         owner = answer.provider

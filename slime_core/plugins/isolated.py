@@ -42,12 +42,12 @@ class Worker:
     """One process and the socket to it. It is to be made on a thread that lasts: the process ends with it."""
 
     def __init__(self, config: Config) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "slime_core.plugins.worker", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._file = ours.makefile("rwb")
-        ours.close()
+        parent_end, child_end = socket.socketpair()
+        command = [sys.executable, "-m", "slime_core.plugins.worker", str(child_end.fileno()), str(os.getpid())]
+        with child_end:
+            self.process = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL)
+        self._file = parent_end.makefile("rwb")
+        parent_end.close()
         self.config = config
 
     def load(self) -> None:
@@ -111,12 +111,12 @@ class Processes:
         loop, deadline = asyncio.get_running_loop(), ctx.config.reward.reward_timeout
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._most)
-        asked = {**question, "version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
-        asked["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
+        request = {**question, "version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
+        request["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
         async with self._slots[1]:
             worker, lives = await self._take(answer, ctx.config, about), False
             try:
-                rewards = await self._threads.run(lambda: worker.ask(asked), deadline)
+                rewards = await self._threads.run(lambda: worker.ask(request), deadline)
                 lives = True
                 return [Reward(**reward) for reward in rewards]
             except SlimeError:
@@ -125,8 +125,8 @@ class Processes:
             except (TypeError, ValueError) as error:
                 lives = True
                 fix = "keep JSON in metadata and labels: the sample travels as JSON"
-                what = "cannot be asked in a process"
-                raise wrong(answer, what, about, code="PLG57", why=str(error), fix=fix) from error
+                message = "cannot be asked in a process"
+                raise wrong(answer, message, about, code="PLG57", why=str(error), fix=fix) from error
             except Late:
                 raise too_late(answer, about, deadline, key, Late()) from None
             except Gone:
@@ -159,8 +159,8 @@ class Processes:
         except BaseException as error:
             self._kill(worker)
             if isinstance(error, (Late, Gone)):
-                why = f"it did not start: {error!r}"
-                raise wrong(answer, "has no process", about, code="PLG60", why=why) from error
+                reason = f"it did not start: {error!r}"
+                raise wrong(answer, "has no process", about, code="PLG60", why=reason) from error
             raise
         return worker
 

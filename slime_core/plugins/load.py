@@ -87,10 +87,10 @@ def _home(target: Any) -> Path | None:
 
 
 def _check_api(target: Any, provider: Provider) -> None:
-    wanted = getattr(target, "slime_api", API_VERSION)
-    if wanted != API_VERSION:
+    version = getattr(target, "slime_api", API_VERSION)
+    if version != API_VERSION:
         raise PluginError(
-            f"plugin '{provider.name}' was written for hook API {wanted!r}, this slime has {API_VERSION}",
+            f"plugin '{provider.name}' was written for hook API {version!r}, this slime has {API_VERSION}",
             code="PLG55",
             where=str(provider),
             why="`slime_api` in the plugin's module names the API that it was written for",
@@ -105,7 +105,7 @@ def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
         PluginError: PLG53, PLG54 or PLG66.
     """
     _check_names(provider, target)
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     for name, fn in _marked(target):
         marks = getattr(inspect.unwrap(fn), MARK)
         if marks.get("wrapper") or marks.get("hookwrapper"):
@@ -117,8 +117,8 @@ def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
                 fix="remove wrapper=True",
             )
         hook = marks.get("specname") or name
-        found[hook] = answer(provider, hook, fn)
-    return found
+        answers[hook] = answer(provider, hook, fn)
+    return answers
 
 
 def _marked(target: Any) -> list[tuple[str, Any]]:

@@ -26,10 +26,10 @@ def locate(path: str, key: str) -> Any:
     Raises:
         PluginError: PLG51 no such file, module or name (with what is there), PLG50 its import failed.
     """
-    if found := FILE.fullmatch(path):
-        module = _from_file(found["file"], path, key)
-    elif found := MODULE.fullmatch(path):
-        module = _from_module(found["module"], path, key)
+    if match := FILE.fullmatch(path):
+        module = _from_file(match["file"], path, key)
+    elif match := MODULE.fullmatch(path):
+        module = _from_module(match["module"], path, key)
     else:
         raise PluginError(
             f"{key} = '{path}' is no path of a function",
@@ -37,15 +37,15 @@ def locate(path: str, key: str) -> Any:
             where=key,
             fix="write pkg.mod:function, pkg.mod.function or file.py:function",
         )
-    value = getattr(module, found["name"], None)
+    value = getattr(module, match["name"], None)
     if not callable(value):
         names = functions_of(module)
         raise PluginError(
-            f"{key} = '{path}': there is no function '{found['name']}'",
+            f"{key} = '{path}': there is no function '{match['name']}'",
             code="PLG51",
             where=str(getattr(module, "__file__", None) or module.__name__),
             why=f"it defines: {', '.join(names) or 'no function'}",
-            fix=nearest(found["name"], tuple(names)) or f"define {found['name']} there, or set {key}",
+            fix=nearest(match["name"], tuple(names)) or f"define {match['name']} there, or set {key}",
         )
     return value
 
@@ -64,13 +64,13 @@ def functions_of(module: ModuleType) -> list[str]:
 def _from_file(text: str, path: str, key: str) -> ModuleType:
     file = Path(text).expanduser().resolve()
     if not file.is_file():
-        here = sorted(p.name for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        files = sorted(p.name for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
         raise PluginError(
             f"{key} = '{path}': there is no file {file}",
             code="PLG51",
             where=key,
-            why=f"Python files in that folder: {', '.join(here) or 'none'}; the current folder is {Path.cwd()}",
-            fix=nearest(file.name, tuple(here)) or f"set {key}",
+            why=f"Python files in that folder: {', '.join(files) or 'none'}; the current folder is {Path.cwd()}",
+            fix=nearest(file.name, tuple(files)) or f"set {key}",
         )
     try:
         return import_file(file)

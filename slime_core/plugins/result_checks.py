@@ -24,8 +24,8 @@ def expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T
         PluginError: PLG57.
     """
     if not isinstance(value, kind):
-        found = "None" if value is None else f"a {type(value).__name__}"
-        raise wrong(answer, f"returned {found}, not a {kind.__name__},", about, code="PLG57", fix=fix)
+        returned = "None" if value is None else f"a {type(value).__name__}"
+        raise wrong(answer, f"returned {returned}, not a {kind.__name__},", about, code="PLG57", fix=fix)
     return value
 
 
@@ -36,9 +36,9 @@ def same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> d
         PluginError: PLG57 no list of groups, PLG59 a group that is missing, twice or new.
     """
     groups = expect(answer, done, list, about, "return the groups")
-    made = {expect(answer, group, Group, about, "return the groups").id: group for group in groups}
-    missing = [group.id for group in issued if group.id not in made]
-    if missing or len(made) != len(groups) or len(made) != len(issued):
+    by_id = {expect(answer, group, Group, about, "return the groups").id: group for group in groups}
+    missing = [group.id for group in issued if group.id not in by_id]
+    if missing or len(by_id) != len(groups) or len(by_id) != len(issued):
         raise wrong(
             answer,
             f"returned {len(groups)} groups, not the {len(issued)} it was given,",
@@ -47,7 +47,7 @@ def same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> d
             why=f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued",
             fix="return every group, with the prompt it came with",
         )
-    return made
+    return by_id
 
 
 MAY_GIVE = ("advantages", "returns")
@@ -58,25 +58,25 @@ def role_columns(scores: Mapping[str, Columns]) -> Columns:
 
     Example: {"policy": {"log_probs": lp, "entropy": h}} gives {"policy": lp, "policy_entropy": h}
     """
-    found: Columns = {}
+    result: Columns = {}
     for role, columns in scores.items():
         for name, values in columns.items():
-            found[role if name in ("log_probs", "values") else f"{role}_{name}"] = values
-    return found
+            result[role if name in ("log_probs", "values") else f"{role}_{name}"] = values
+    return result
 
 
-def checked_columns(answer: Answer, found: Any, batch: Batch) -> Columns:
+def checked_columns(answer: Answer, returned: Any, batch: Batch) -> Columns:
     """``advantages`` and perhaps ``returns`` as float32 of R entries.
 
     Raises:
         PluginError: PLG57 no ``advantages`` or not numbers, PLG58 not finite (named by sample), PLG59 another length.
     """
     about = f"step {batch.version}"
-    if not isinstance(found, Mapping) or "advantages" not in found:
-        have = list(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+    if not isinstance(returned, Mapping) or "advantages" not in returned:
+        have = list(returned) if isinstance(returned, Mapping) else f"a {type(returned).__name__}"
         raise wrong(answer, f"returned {have}", about, code="PLG57", fix='return {"advantages": an array of R floats}')
     columns: Columns = {}
-    for name, values in found.items():
+    for name, values in returned.items():
         column = np.asarray(values) if not isinstance(values, (str, bytes)) else np.asarray(None)
         if name not in MAY_GIVE or column.dtype.kind not in "fiub":
             raise wrong(
@@ -153,8 +153,8 @@ def to_reward(answer: Answer, value: Any, about: str, reward_key: str) -> Reward
     Raises:
         PluginError: PLG57 any other type, PLG58 a value that is not finite or above 1e30.
     """
-    given = value if isinstance(value, Reward) else _coerced(answer, value, about, reward_key)
-    numbers = {name: _float(answer, number, about) for name, number in (("", given.value), *given.terms.items())}
+    reward = value if isinstance(value, Reward) else _coerced(answer, value, about, reward_key)
+    numbers = {name: _float(answer, number, about) for name, number in (("", reward.value), *reward.terms.items())}
     for name, number in numbers.items():
         if not math.isfinite(number) or abs(number) > LARGEST:
             term = f"'{name}' = " if name else ""
@@ -166,7 +166,7 @@ def to_reward(answer: Answer, value: Any, about: str, reward_key: str) -> Reward
                 why=f"a reward is finite and at most {LARGEST:g} in size; nothing is replaced by 0",
                 fix='answer Reward(value=0.0, kind="infra_error", reason=...) where nothing could be judged',
             )
-    return Reward(value=numbers.pop(""), kind=given.kind, terms=numbers, reason=given.reason)
+    return Reward(value=numbers.pop(""), kind=reward.kind, terms=numbers, reason=reward.reason)
 
 
 def _float(answer: Answer, value: Any, about: str) -> float:

@@ -115,13 +115,13 @@ class Registry:
             ConfigError: CFG04 nobody did.
         """
         if name not in self.entries:
-            known = tuple(sorted(self.entries))
+            names = tuple(sorted(self.entries))
             raise ConfigError(
                 f"unknown {self.kind} '{name}'",
                 code="CFG04",
                 where=key or self.key,
-                why=f"registered: {', '.join(known) or 'none'}",
-                fix=nearest(name, known)
+                why=f"registered: {', '.join(names) or 'none'}",
+                fix=nearest(name, names)
                 or f"set {key or self.key} to one of these, or load the plugin that brings it: --plugin NAME "
                 "(installed: slime plugins list)",
             )
@@ -164,9 +164,9 @@ class Router:
         self.hold(config)
         key = (id(config), hook)
         if key not in self._listeners:
-            asked = [*self._loaded.values(), *([self._core] if core_has_work(hook, config) else [])]
-            mine = [plugin.answers[hook] for plugin in asked if hook in plugin.answers]
-            self._listeners[key] = [*self._functions.listeners(hook, config), *mine]
+            plugins = [*self._loaded.values(), *([self._core] if core_has_work(hook, config) else [])]
+            answers = [plugin.answers[hook] for plugin in plugins if hook in plugin.answers]
+            self._listeners[key] = [*self._functions.listeners(hook, config), *answers]
         return self._listeners[key]
 
     def replaces_rollout(self, task: str, config: Config, evaluation: bool) -> bool:
@@ -217,9 +217,9 @@ class Router:
             if info.kind in ("vote", "tell"):
                 self.listeners(hook, config)
         self._functions.evaluation_listeners(config)
-        wanted = [(config.reward.rm_type, "reward.rm_type")]
-        wanted += [(t.reward, f"reward of the task '{t.name}'") for t in declared_tasks(config) if is_name(t.reward)]
-        for name, key in wanted:
+        names = [(config.reward.rm_type, "reward.rm_type")]
+        names += [(t.reward, f"reward of the task '{t.name}'") for t in declared_tasks(config) if is_name(t.reward)]
+        for name, key in names:
             if name:
                 self.named["slime_reward_types"].answer(name, key)
         self.estimator(config.train)
@@ -251,7 +251,7 @@ class Router:
         owner = (declared.plugin if declared else "") or owners.get(task, inherited)
         from_buffer = hook == "slime_generate" and made_elsewhere(config, evaluation)
         buffer = self._loaded[BUFFER].answers[hook] if from_buffer else None
-        found = {
+        candidates = {
             name: plugin.answers[hook]
             for name, plugin in self._loaded.items()
             if hook in plugin.answers and name != BUFFER
@@ -259,8 +259,8 @@ class Router:
         ranks = (
             [buffer or self._functions.owner(hook, config, evaluation)],
             [self._own_choice(hook, declared, config)],
-            [found.get(owner)],
-            [answer for name, answer in found.items() if name != owner and name not in owners.values()],
+            [candidates.get(owner)],
+            [answer for name, answer in candidates.items() if name != owner and name not in owners.values()],
             [self._core.answers.get(hook)],
         )
         best = next((answers for rank in ranks if (answers := [answer for answer in rank if answer])), [])
@@ -291,7 +291,7 @@ def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
         ConfigError: CFG04 a task names a plugin that the run does not load.
         PluginError: PLG52 several plugins could own the only task.
     """
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for task in declared_tasks(config):
         if task.plugin:
             if task.plugin not in loaded:
@@ -302,7 +302,7 @@ def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
                     why=f"loaded: {', '.join(loaded) or 'none'}",
                     fix="\n".join(filter(None, [nearest(task.plugin, tuple(loaded)), f"--plugin {task.plugin}"])),
                 )
-            found[task.name] = task.plugin
+            owners[task.name] = task.plugin
     if not config.data.tasks and not config.data.prompt_data and not config.rollout.data_source_path:
         sources = [name for name, plugin in loaded.items() if "slime_prompts" in plugin.answers]
         if len(sources) > 1:
@@ -313,8 +313,8 @@ def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
                 fix="\n".join(f'[[data.tasks]] name = "{name}", plugin = "{name}"' for name in sources),
             )
         if sources:
-            found[DEFAULT_TASK] = sources[0]
-    return found
+            owners[DEFAULT_TASK] = sources[0]
+    return owners
 
 
 def declared_tasks(config: Config) -> list[Task]:
@@ -371,13 +371,13 @@ def collect(hook: str, plugins: Sequence[Loaded]) -> Registry:
     return Registry(kind=kind, key=key, entries=entries)
 
 
-def _entries(source: Answer, found: Any) -> dict[str, Any]:
+def _entries(source: Answer, entries: Any) -> dict[str, Any]:
     if source.hook == "slime_reward_types":
-        if isinstance(found, Mapping) and all(isinstance(n, str) and callable(f) for n, f in found.items()):
-            return dict(found)
-        raise wrong(source, f"returned {found!r}", "the run", code="PLG57", fix="return names and functions")
+        if isinstance(entries, Mapping) and all(isinstance(n, str) and callable(f) for n, f in entries.items()):
+            return dict(entries)
+        raise wrong(source, f"returned {entries!r}", "the run", code="PLG57", fix="return names and functions")
     kind: type[Estimator | Loss] = Estimator if source.hook == "slime_advantage" else Loss
-    return {item.name: item for item in listed(source, found, kind, "the run", f"slime_core.{kind.__name__}")}
+    return {item.name: item for item in listed(source, entries, kind, "the run", f"slime_core.{kind.__name__}")}
 
 
 def _as_answer(source: Answer, fn: Callable[..., Any]) -> Answer:
@@ -389,7 +389,7 @@ def _as_answer(source: Answer, fn: Callable[..., Any]) -> Answer:
     async def asked(sample: Any, ctx: Any) -> Any:
         return await fn(sample, ctx)
 
-    found = asked if inspect.iscoroutinefunction(fn) else given
+    function = asked if inspect.iscoroutinefunction(fn) else given
     if getattr(fn, OWN_PROCESS, False):
-        setattr(found, OWN_PROCESS, True)
-    return replace(source, fn=found, takes=None)
+        setattr(function, OWN_PROCESS, True)
+    return replace(source, fn=function, takes=None)

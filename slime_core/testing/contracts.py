@@ -52,8 +52,8 @@ class EngineCase:
 
     def request(self, name: str, **changes: object) -> GenerateRequest:
         """A request for the case's prompt; the seed follows from the name."""
-        made = GenerateRequest(id=name, tokens=list(self.prompt), params=self.params(), seed=sum(name.encode()))
-        return replace(made, **changes)  # type: ignore[arg-type]
+        request = GenerateRequest(id=name, tokens=list(self.prompt), params=self.params(), seed=sum(name.encode()))
+        return replace(request, **changes)  # type: ignore[arg-type]
 
     def params(self, count: int = 0) -> SamplingParams:
         """For ``count`` tokens (0: the case's), greedy where the engine's draws do not follow the seed."""
@@ -130,13 +130,13 @@ async def engine_stamps_the_version_it_serves(case: EngineCase) -> None:
 async def engine_ends_at_a_stop_token_that_is_the_last_allowed(case: EngineCase) -> None:
     """A response that has its end is whole, also where there was no room for one more token."""
     await case.engine.load(case.update(1))
-    drawn = (await case.engine.generate(case.request("a"))).tokens
-    for count in range(1, len(drawn) + 1):
-        if drawn[count - 1] in drawn[: count - 1]:
+    tokens = (await case.engine.generate(case.request("a"))).tokens
+    for count in range(1, len(tokens) + 1):
+        if tokens[count - 1] in tokens[: count - 1]:
             continue
-        params = replace(case.params(count), stop_token_ids=(drawn[count - 1],), ignore_eos=count % 2 == 0)
+        params = replace(case.params(count), stop_token_ids=(tokens[count - 1],), ignore_eos=count % 2 == 0)
         done = await case.engine.generate(case.request("a", params=params))
-        assert done.tokens == drawn[: len(done.tokens)], "a stop token changed what was drawn before it"
+        assert done.tokens == tokens[: len(done.tokens)], "a stop token changed what was drawn before it"
         if len(done.tokens) == count:  # without ignore_eos it may end sooner
             assert done.finish == "stop", f"ended by {done.finish} at stop token {count} of {count} allowed"
 
@@ -171,9 +171,9 @@ async def engine_keeps_partial_tokens_of_an_abort(case: EngineCase) -> None:
     assert part.tokens == whole.tokens[: len(part.tokens)], "an abort changed tokens already drawn"
     if part.finish != "abort":
         return
-    left = case.max_new_tokens - len(part.tokens)
+    remaining = case.max_new_tokens - len(part.tokens)
     rest = await case.engine.generate(
-        case.request("a", tokens=[*case.prompt, *part.tokens], params=case.params(left), kept=len(part.tokens))
+        case.request("a", tokens=[*case.prompt, *part.tokens], params=case.params(remaining), kept=len(part.tokens))
     )
     assert part.tokens + rest.tokens == whole.tokens, "continuing after an abort drew other tokens"
 
@@ -262,8 +262,8 @@ async def trainer_scores_in_both_dtypes(case: TrainerCase) -> None:
     await case.trainer.begin(case.stage)
     roles: frozenset[Role] = frozenset({"policy", "float32", "bfloat16"})
     scores = {role: columns["log_probs"] for role, columns in (await case.trainer.score(case.batch, roles)).items()}
-    own = scores.pop("policy")
-    apart = {role: float(np.abs(own - values).max()) for role, values in scores.items()}
+    policy = scores.pop("policy")
+    apart = {role: float(np.abs(policy - values).max()) for role, values in scores.items()}
     assert not apart or min(apart.values()) == 0, apart
     assert max(apart.values(), default=0.0) < ROUNDING, apart
 
@@ -283,11 +283,11 @@ async def trainer_verifies_a_step_and_changes_nothing(case: TrainerCase) -> None
     """The gradient agrees with the slow way, and the weights stay as they are."""
     await case.trainer.begin(case.stage)
     before = await _published(case, 0)
-    found = await case.trainer.verify(case.batch)
+    report = await case.trainer.verify(case.batch)
     after = await _published(case, 0)
-    assert found["gradient_error"] <= found["limit"], found
-    assert found["loss_error"] <= found["limit"], found
-    assert any(name.startswith("gradient_error/") for name in found), found
+    assert report["gradient_error"] <= report["limit"], report
+    assert report["loss_error"] <= report["limit"], report
+    assert any(name.startswith("gradient_error/") for name in report), report
     assert all((before[name] == after[name]).all() for name in before), "verifying moved a weight"
 
 
@@ -304,9 +304,9 @@ async def trainer_restores_what_it_saved(case: TrainerCase) -> None:
     await case.trainer.restore(case.folder)
     assert await case.trainer.fingerprint() == before, "what was restored is not what was saved"
     again = await case.trainer.step(case.batch)
-    got = await _published(case, 2)
+    published = await _published(case, 2)
     assert first["loss"] == again["loss"], (first["loss"], again["loss"])
-    assert all((want[name] == got[name]).all() for name in want), "weights differ after restore"
+    assert all((want[name] == published[name]).all() for name in want), "weights differ after restore"
     assert await case.trainer.fingerprint() == after != before, "the fingerprint does not follow the weights"
     present = {file.relative_to(case.folder).as_posix() for file in case.folder.rglob("*") if file.is_file()}
     assert marks.keys() == present, (sorted(marks), sorted(present))
@@ -354,7 +354,7 @@ async def cluster_takes_everything_down_and_starts_again(case: ClusterCase) -> N
             raise ArithmeticError("of the block")
     except ArithmeticError:
         pass
-    assert not (left := case.alive()), f"processes {left} are left"
+    assert not (remaining := case.alive()), f"processes {remaining} are left"
     async with case.start() as parts:
         await parts.ledger.counts()
 
@@ -370,7 +370,7 @@ async def cluster_says_that_a_process_is_gone(case: ClusterCase) -> None:
             (answer,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), PATIENCE)
             assert isinstance(answer, SlimeError), f"a call of a killed process ended with {answer!r}"
             assert answer.lost, f"{answer} does not say that it was lost"
-    assert not (left := case.alive()), f"processes {left} are left"
+    assert not (remaining := case.alive()), f"processes {remaining} are left"
 
 
 ENGINE_CHECKS: tuple[EngineCheck, ...] = (

@@ -96,12 +96,12 @@ class FakeEngine:
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """See `protocols.Engine`."""
-        found = [self._running[name] for name in ids if name in self._running]
-        self._aborted |= {out.id for out in found}
+        completions = [self._running[name] for name in ids if name in self._running]
+        self._aborted |= {out.id for out in completions}
         self._stirred.set()
-        while any(out.id in self._running for out in found):
+        while any(out.id in self._running for out in completions):
             await asyncio.sleep(0)
-        return found
+        return completions
 
     async def load(self, update: WeightUpdate) -> None:
         """See `protocols.Engine`."""

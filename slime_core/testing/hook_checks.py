@@ -73,17 +73,20 @@ class HookChecks:
         yield
         now = dict(_fields(answer, arguments))
         if changed := next((field for field in {**fields, **now} if fields.get(field) != now.get(field)), None):
-            why = "what was sampled and what others have found is not a hook's to change"
+            reason = "what was sampled and what others have found is not a hook's to change"
             fix = "work on a copy; annotations belong in sample.metadata"
-            raise wrong(answer, f"changed {changed}", about, code="PLG61", why=why, fix=fix)
-        who = f"{answer.provider.name}.{answer.hook}"
+            raise wrong(answer, f"changed {changed}", about, code="PLG61", why=reason, fix=fix)
+        hook_name = f"{answer.provider.name}.{answer.hook}"
         for name, value in process_state().items():
             if value != process[name]:
-                what = f"{who} changed {name} from {process[name]} to {value}"
-                notice((who, name), f"{what} ({about}); it is the run's: use absolute paths, or a process of your own")
+                message = f"{hook_name} changed {name} from {process[name]} to {value}"
+                notice(
+                    (hook_name, name),
+                    f"{message} ({about}); it is the run's: use absolute paths, or a process of your own",
+                )
         for name, state in generators().items():
             if draws.get(name, state) != state:
-                notice((who, name), f"{who} drew from {name}, or seeded it ({about}); {DRAWS}")
+                notice((hook_name, name), f"{hook_name} drew from {name}, or seeded it ({about}); {DRAWS}")
 
     def copy(self, group: Group, ctx: Context) -> Group | None:
         """The group to judge again, before the first reward can change it; None for most, by seed and position.
@@ -134,20 +137,20 @@ def generators() -> dict[str, Any]:
 
 def _fields(answer: Answer, arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Names and checksums of what a hook may only read."""
-    own = OF_SAMPLES.get(answer.hook, ()) if answer.provider.name not in OWN_SAMPLES else ()
+    fields = OF_SAMPLES.get(answer.hook, ()) if answer.provider.name not in OWN_SAMPLES else ()
     for value in arguments.values():
         if isinstance(value, Prompt):
             yield from _of(value, f"prompt '{value.id}'", PROMPT)
-        elif isinstance(value, Group) and (own or answer.hook == "slime_generate"):
+        elif isinstance(value, Group) and (fields or answer.hook == "slime_generate"):
             name = f"group '{value.id}'"
             yield from _of(value.prompt, f"prompt '{value.id}'", PROMPT)
-            if own:
+            if fields:
                 yield f"rollouts of {name}", _checksum(value.rollouts)
                 yield f"samples of {name}", len(value.samples)
-            for number, sample in enumerate(value.samples if own else ()):
-                yield from _of(sample, f"sample {number} of {name}", own)
-        elif isinstance(value, Sample) and own:
-            yield from _of(value, "the sample", own)
+            for number, sample in enumerate(value.samples if fields else ()):
+                yield from _of(sample, f"sample {number} of {name}", fields)
+        elif isinstance(value, Sample) and fields:
+            yield from _of(value, "the sample", fields)
         elif isinstance(value, Batch):
             yield from _of(value, "the batch", BATCH if answer.hook == "slime_batch" else SCORED)
             if answer.hook != "slime_batch":

@@ -97,12 +97,12 @@ def piece_tokenizer(pieces: Sequence[str]) -> Any:
     special = ["<pad>", "<eos>", "<unk>"]
     characters = ["\n", *map(chr, range(32, 127))]
     vocabulary = {token: number for number, token in enumerate([*special, *pieces, *characters])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     escaped = "|".join("".join(c if c.isalnum() else f"\\{c}" for c in piece) for piece in pieces)
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"{escaped}|.|\\n"), behavior="isolated")
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    made.decoder = decoders.Fuse()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{escaped}|.|\\n"), behavior="isolated")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def char_tokenizer(vocab: str = VOCAB, chat_template: str = "") -> Any:

@@ -62,9 +62,9 @@ class Finding:
 class Broken(Exception):
     """A promise that is not kept."""
 
-    def __init__(self, found: str, fix: str = "", *, warn: bool = False) -> None:
-        super().__init__(found)
-        self.found, self.fix, self.warn = found, fix, warn
+    def __init__(self, message: str, fix: str = "", *, warn: bool = False) -> None:
+        super().__init__(message)
+        self.found, self.fix, self.warn = message, fix, warn
 
 
 def check_plugin(name: str) -> list[Finding]:
@@ -96,8 +96,8 @@ def check_plugin(name: str) -> list[Finding]:
 
 def _tried(promise: str, fn: Callable[[], str | None]) -> Finding:
     try:
-        found = fn()
-        return Finding(name=promise, status="skip" if found is None else "ok", found=found or "not implemented")
+        text = fn()
+        return Finding(name=promise, status="skip" if text is None else "ok", found=text or "not implemented")
     except Broken as broken:
         return Finding(name=promise, status="warn" if broken.warn else "fail", found=broken.found, fix=broken.fix)
     except SlimeError as error:
@@ -107,8 +107,8 @@ def _tried(promise: str, fn: Callable[[], str | None]) -> Finding:
 
 
 def _failed(promise: str, error: SlimeError) -> Finding:
-    found = f"{error.code} {error.what}" + (f" ({error.why})" if error.why else "")
-    return Finding(name=promise, status="fail", found=found, where=error.where, fix=error.fix)
+    message = f"{error.code} {error.what}" + (f" ({error.why})" if error.why else "")
+    return Finding(name=promise, status="fail", found=message, where=error.where, fix=error.fix)
 
 
 class _Suite:
@@ -179,7 +179,7 @@ class _Suite:
         if "slime_prompts" not in self.loaded.answers:
             return None
         plugins, config = self._run()
-        told = []
+        problems = []
         for task, evaluation in self._tasks(config):
             source: Any = plugins.prompts(task, self._ctx(config, evaluation=evaluation))
             if source is None:
@@ -192,8 +192,8 @@ class _Suite:
                     f"row 0 of task '{task.name}' differs when asked for twice", "rows are a function of position"
                 )
             check_state({self.name: source.state()}, f"the source of task '{task.name}'")
-            told.append(f"{task.name}: {_count(source)}")
-        return "; ".join(told) or None
+            problems.append(f"{task.name}: {_count(source)}")
+        return "; ".join(problems) or None
 
     def generation(self) -> str | None:
         """A generated group keeps its rollouts, and every token has a log-prob or mask 0."""
@@ -220,7 +220,7 @@ class _Suite:
             return None
         plugins, config = self._run()
         ctx = self._ctx(config)
-        told = []
+        problems = []
         for text in ("", "\n<>{}", "ü 9e999", None):
             values = []
             for _ in range(2):
@@ -234,8 +234,8 @@ class _Suite:
                 raise Broken(
                     f"{values[0]} and {values[1]} for the same answers", "derive draws from the sample's id", warn=True
                 )
-            told.append(f"{'label' if text is None else repr(text)} {values[0][0]:g}")
-        return ", ".join(told)
+            problems.append(f"{'label' if text is None else repr(text)} {values[0][0]:g}")
+        return ", ".join(problems)
 
     async def _rewards(self, plugins: Plugins, group: Group, ctx: Context) -> list[Any]:
         if "slime_reward" in self.loaded.answers:

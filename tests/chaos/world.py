@@ -268,7 +268,7 @@ class World:
             report = Report(run_dir, config, self.sinks)
             report.start()
             try:
-                version = await loop.run(config, plugins, report, cluster=self.cluster, found=found)
+                version = await loop.run(config, plugins, report, cluster=self.cluster, checkpoint=found)
             finally:
                 report.finish()
                 plugins.close()

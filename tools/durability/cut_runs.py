@@ -91,7 +91,7 @@ class CutRun:
             trim_figures(run_dir, found.version if found else 0, evaluations=evaluations_kept(found))
             report.start()
             self.prepare(plugins, report)
-            work = loop.run(self.config, plugins, report, cluster=self._cluster, found=found, stop=stop)
+            work = loop.run(self.config, plugins, report, cluster=self._cluster, checkpoint=found, stop=stop)
             task = asyncio.ensure_future(work)
             if cut:
                 asyncio.get_running_loop().call_later(cut / 1000, task.cancel)

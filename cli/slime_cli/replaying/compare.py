@@ -124,14 +124,14 @@ def compare_steps(
     """
     journals = ledgers[0].steps(), ledgers[1].steps()
     metrics = tuple({row["version"]: row["metrics"] for row in history.steps_of(run)} for run in (one, other))
-    made = tuple({*journal, *figures} for journal, figures in zip(journals, metrics))
-    found = Comparison(only=(sorted(made[0] - made[1]), sorted(made[1] - made[0])))
-    for version in sorted(made[0] & made[1]):
+    keys = tuple({*journal, *figures} for journal, figures in zip(journals, metrics))
+    comparison = Comparison(only=(sorted(keys[0] - keys[1]), sorted(keys[1] - keys[0])))
+    for version in sorted(keys[0] & keys[1]):
         figures = metrics[0].get(version), metrics[1].get(version)
         steps = journals[0].get(version), journals[1].get(version)
-        found.steps.append(_step(version, steps, figures, ledgers, decode))
-    found.evaluations = _evaluations(one, other)
-    return found
+        comparison.steps.append(_step(version, steps, figures, ledgers, decode))
+    comparison.evaluations = _evaluations(one, other)
+    return comparison
 
 
 def _step(
@@ -169,13 +169,13 @@ def _composition(one: Sequence[Member], other: Sequence[Member]) -> Part:
     if ids[0] == ids[1]:
         return Part(verdict="same")
     place = next((i for i, (a, b) in enumerate(zip(*ids)) if a != b), min(len(one), len(other)))
-    first = [mine[place] if place < len(mine) else "nothing" for mine in ids]
+    first = [order[place] if place < len(order) else "nothing" for order in ids]
     if sorted(ids[0]) == sorted(ids[1]):
-        what = f"the same samples train in another order, from place {place} on"
+        message = f"the same samples train in another order, from place {place} on"
     else:
         apart = len(set(ids[0]) ^ set(ids[1]))
-        what = f"other samples train ({apart} are in one run alone)"
-    return Part(verdict="differs", detail=f"{what}: {first[0]} and {first[1]}; what the step took diverged")
+        message = f"other samples train ({apart} are in one run alone)"
+    return Part(verdict="differs", detail=f"{message}: {first[0]} and {first[1]}; what the step took diverged")
 
 
 def _payloads(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | None) -> dict[str, Part]:
@@ -280,9 +280,9 @@ def _metrics(pair: StepPair, one: Mapping[str, Any] | None, other: Mapping[str, 
         return Part(verdict="unknown", detail="metrics.jsonl of one run has no line for the step")
     wrong = {name: (one.get(name), other.get(name)) for name in sorted({*one, *other})}
     wrong = {name: values for name, values in wrong.items() if values[0] != values[1]}
-    told = {name for name in wrong if name.startswith(BOOKKEEPING) or name not in one or name not in other}
-    pair.bookkeeping = {name: wrong[name] for name in sorted(told)}
-    pair.metrics = {name: values for name, values in wrong.items() if name not in told}
+    names = {name for name in wrong if name.startswith(BOOKKEEPING) or name not in one or name not in other}
+    pair.bookkeeping = {name: wrong[name] for name in sorted(names)}
+    pair.metrics = {name: values for name, values in wrong.items() if name not in names}
     if not pair.metrics:
         return Part(verdict="same")
     name, cause = _cause(pair.metrics)
@@ -294,8 +294,8 @@ def _metrics(pair: StepPair, one: Mapping[str, Any] | None, other: Mapping[str, 
 
 def _cause(names: Mapping[str, Any]) -> tuple[str, str]:
     for start, cause in CAUSES:
-        if found := [name for name in names if name.startswith(start)]:
-            return found[0], cause
+        if matches := [name for name in names if name.startswith(start)]:
+            return matches[0], cause
     shown = next((name for name in SHOWN_FIRST if name in names), next(iter(names)))
     return shown, "the optimizer step diverged"
 
@@ -324,14 +324,14 @@ def _evaluations(one: RunDir, other: RunDir) -> list[str]:
     rows = tuple(
         {(row["version"], row["name"]): row["metrics"] for row in history.evaluations_of(run)} for run in (one, other)
     )
-    found = []
+    lines = []
     for version, name in sorted({*rows[0]} & {*rows[1]}):
         pair = rows[0][version, name], rows[1][version, name]
         wrong = [key for key in sorted(pair[0]) if key in pair[1] and pair[0][key] != pair[1][key]]
         if wrong:
             key = next((key for key in wrong if key == "reward/mean"), wrong[0])
-            found.append(f"evaluation {name} at step {version}: {key} is {pair[0][key]} and {pair[1][key]}")
-    return found
+            lines.append(f"evaluation {name} at step {version}: {key} is {pair[0][key]} and {pair[1][key]}")
+    return lines
 
 
 def _told(step: StepPair, name: str) -> bool:

@@ -33,34 +33,34 @@ def compare_folders(one: Path, other: Path) -> TensorDifferences:
         StorageError: STO111 a folder without safetensors, STO112 a file that cannot be read.
     """
     files = _files(one), _files(other)
-    found = TensorDifferences(
+    differences = TensorDifferences(
         only=(sorted(files[0].keys() - files[1].keys()), sorted(files[1].keys() - files[0].keys()))
     )
     for name in sorted(files[0].keys() & files[1].keys()):
-        a, b = (_tensor(mine[name], name) for mine in files)
-        found.tensors += 1
+        a, b = (_tensor(side[name], name) for side in files)
+        differences.tensors += 1
         if a.dtype != b.dtype or a.shape != b.shape:
-            found.shapes[name] = _form(a), _form(b)
+            differences.shapes[name] = _form(a), _form(b)
         elif not torch.equal(_bits(a), _bits(b)):
-            found.differ[name] = float((a.double() - b.double()).abs().max())
-    found.differ = dict(sorted(found.differ.items(), key=lambda item: -item[1]))
-    return found
+            differences.differ[name] = float((a.double() - b.double()).abs().max())
+    differences.differ = dict(sorted(differences.differ.items(), key=lambda item: -item[1]))
+    return differences
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Tensor name -> its file."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
+                files |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"{path.name} cannot be read", code="STO112", where=str(path), why=str(error)
             ) from error
-    if not found:
+    if not files:
         raise StorageError("the folder holds no weights", code="STO111", where=str(folder))
-    return found
+    return files
 
 
 def _tensor(path: Path, name: str) -> torch.Tensor:

@@ -116,10 +116,10 @@ class Recorded:
             rows = self._db.execute(MEMBERS, (version,)).fetchall()
         except sqlite3.Error as error:
             raise sqlite_error(error, self.path) from error
-        found = []
+        members = []
         for name, attempt, position, rollout, reward, length, segment, offset, size, crc in rows:
             place = None if segment is None else Place(segment=segment, offset=offset, length=size, crc32=crc)
-            found.append(
+            members.append(
                 Member(
                     id=name,
                     attempt=attempt,
@@ -130,7 +130,7 @@ class Recorded:
                     place=place,
                 )
             )
-        return found
+        return members
 
     def samples(self, members: Sequence[Member]) -> list[Sample]:
         """The samples of rows.
@@ -138,13 +138,13 @@ class Recorded:
         Raises:
             StorageError: STO111 a payload was pruned or its file is gone, STO112 it is damaged.
         """
-        gone = [member.id for member in members if member.place is None]
-        if gone or (members and not self._folder.is_dir()):
+        lost_ids = [member.id for member in members if member.place is None]
+        if lost_ids or (members and not self._folder.is_dir()):
             raise StorageError(
-                f"{len(gone) or len(members)} of the step's {len(members)} samples have no payload any more",
+                f"{len(lost_ids) or len(members)} of the step's {len(members)} samples have no payload any more",
                 code="STO111",
                 where=str(self.path),
-                why="report.ledger_keep_steps pruned them" if gone else f"{self._folder} is gone",
+                why="report.ledger_keep_steps pruned them" if lost_ids else f"{self._folder} is gone",
             )
         if self._segments is None:
             self._segments = Segments(self._folder)
@@ -175,8 +175,8 @@ def groups_of(members: Sequence[Member], samples: Sequence[Sample]) -> list[Grou
     for member, sample in zip(members, samples, strict=True):
         by_position.setdefault(member.position, []).append(sample)
     groups = []
-    for position, mine in by_position.items():
-        first = mine[0]
+    for position, own_samples in by_position.items():
+        first = own_samples[0]
         prompt = Prompt(
             id=first.id.rpartition("-")[0],
             task=first.task,
@@ -186,7 +186,7 @@ def groups_of(members: Sequence[Member], samples: Sequence[Sample]) -> list[Grou
             label=first.label,
         )
         rollouts: dict[int, list[int]] = {}
-        for place, sample in enumerate(mine):
+        for place, sample in enumerate(own_samples):
             rollouts.setdefault(sample.rollout_id if sample.rollout_id is not None else place, []).append(place)
-        groups.append(Group(prompt=prompt, samples=mine, rollouts=rollouts))
+        groups.append(Group(prompt=prompt, samples=own_samples, rollouts=rollouts))
     return groups

@@ -129,21 +129,21 @@ async def replay(
     with open_recorded(run_dir) as recorded, RunDir.create("replay", at=scratch / "run") as copy:
         steps = recorded.steps()
         _require_step(run_dir, step, steps)
-        found = nearest(run_dir.checkpoints, step - 1, note)
-        began = found.version if found else 0
+        checkpoint = nearest(run_dir.checkpoints, step - 1, note)
+        began = checkpoint.version if checkpoint else 0
         _require_payloads(recorded, steps, began, step)
         answer = Replayed(
             step=step,
             stage=steps[step].stage,
             began=began,
-            origin=str(found.path) if found else "the starting weights",
-            machine=_machine(run_dir, found, config),
+            origin=str(checkpoint.path) if checkpoint else "the starting weights",
+            machine=_machine(run_dir, checkpoint, config),
         )
         alone = config.rollout.model_copy(update={"debug_train_only": True, "save_debug_rollout_data": ""})
         local = config.report.model_copy(update={"ledger_dir": ""})
         quiet = config.model_copy(update={"rollout": alone, "report": local})
         async with build_cluster(quiet, plugins, Report(copy, quiet)) as parts:
-            await _Making(recorded, steps, quiet, plugins, parts, copy.path, note, verify).run(answer, found)
+            await _Making(recorded, steps, quiet, plugins, parts, copy.path, note, verify).run(answer, checkpoint)
         _compare_metrics(run_dir, answer)
     return answer
 
@@ -167,19 +167,19 @@ class _Making:
         self._parts = replace(parts, trainer=cast("Trainer", self._watched))
         self._folder, self._note, self._verify = folder, note, verify
 
-    async def run(self, answer: Replayed, found: LoadedCheckpoint | None) -> None:
-        """Begin where ``found`` left the run, and fill ``answer``."""
-        if found is not None:
-            self._plugins.load_state(found.state["plugins"])
-            set_generators(found.random)
+    async def run(self, answer: Replayed, checkpoint: LoadedCheckpoint | None) -> None:
+        """Begin where ``checkpoint`` left the run, and fill ``answer``."""
+        if checkpoint is not None:
+            self._plugins.load_state(checkpoint.state["plugins"])
+            set_generators(checkpoint.random)
         past = 0
         for index, stage in enumerate(stages(self._config)):
             first, past = past, past + stage.rollout.num_rollout
-            if first >= answer.step or (found is not None and index < found.state["stage"]):
+            if first >= answer.step or (checkpoint is not None and index < checkpoint.state["stage"]):
                 continue
             await self._parts.trainer.begin(stage)
-            if found is not None and index == found.state["stage"]:
-                await self._parts.trainer.restore(found.trainer)
+            if checkpoint is not None and index == checkpoint.state["stage"]:
+                await self._parts.trainer.restore(checkpoint.trainer)
             for version in range(max(first, answer.began) + 1, min(past, answer.step) + 1):
                 await self._make(version, stage, answer)
 
@@ -204,12 +204,12 @@ class _Making:
         )
         checked = self._keep(answer) if last and self._verify else None
         metrics = await train_on(groups, version - 1, self._parts, self._plugins, ctx, Clock(), checked)
-        made, known = await self._parts.trainer.fingerprint(), self._steps[version].fingerprint
-        if known and known != made:
+        computed, recorded = await self._parts.trainer.fingerprint(), self._steps[version].fingerprint
+        if recorded and recorded != computed:
             answer.parted.append(version)
         self._note(f"step {version}: " + ("other weights" if version in answer.parted else "done"))
         if last:
-            answer.fingerprint = (known, made)
+            answer.fingerprint = (recorded, computed)
             answer.metrics = {
                 name: (None, value)
                 for name, value in (
@@ -219,8 +219,8 @@ class _Making:
             self._look(groups, answer)
 
     def _keep(self, answer: Replayed) -> Callable[[dict[str, float]], dict[str, float]]:
-        def keep(found: dict[str, float]) -> dict[str, float]:
-            answer.verified = found
+        def keep(metrics: dict[str, float]) -> dict[str, float]:
+            answer.verified = metrics
             return {}
 
         return keep
@@ -237,14 +237,14 @@ class _Making:
         advantages = batch.columns.get("advantages")
         for i, name in enumerate(batch.sample_ids):
             place = slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
-            mine = trained[place]
-            parts = advantages[place][mine].astype(np.float64) if advantages is not None else np.zeros(0)
-            apart = np.abs(gap[place][mine]) if compared else np.zeros(0)
+            trained_tokens = trained[place]
+            parts = advantages[place][trained_tokens].astype(np.float64) if advantages is not None else np.zeros(0)
+            apart = np.abs(gap[place][trained_tokens]) if compared else np.zeros(0)
             answer.samples.append(
                 SampleRow(
                     id=name,
                     reward=float(batch.reward[i]),
-                    tokens=int(mine.sum()),
+                    tokens=int(trained_tokens.sum()),
                     advantage=_of(parts, np.mean),
                     advantage_min=_of(parts, np.min),
                     advantage_max=_of(parts, np.max),
@@ -264,17 +264,17 @@ def stage_draws(config: Config, stage: str) -> bool:
 
 def nearest(folder: Path, version: int, note: Note) -> LoadedCheckpoint | None:
     """The newest whole checkpoint at or before ``version``; nothing is renamed or removed."""
-    for made, path in manifest.names_in(folder):
-        if made <= version:
+    for number, path in manifest.names_in(folder):
+        if number <= version:
             try:
-                return manifest.read(path, made)
+                return manifest.read(path, number)
             except StorageError as error:
                 note(f"checkpoint {path.name} is left out: {error.what}")
     return None
 
 
 def _require_step(run_dir: RunDir, step: int, steps: Mapping[int, Step]) -> None:
-    trained = [version for version, known in steps.items() if known.trained]
+    trained = [version for version, recorded in steps.items() if recorded.trained]
     if step in trained:
         return
     have = f"it trained steps {min(trained)} to {max(trained)}" if trained else "it trained no step"
@@ -300,9 +300,9 @@ def _require_payloads(recorded: Recorded, steps: Mapping[int, Step], began: int,
             )
 
 
-def _machine(run_dir: RunDir, found: LoadedCheckpoint | None, config: Config) -> dict[str, tuple[Any, Any]]:
+def _machine(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config) -> dict[str, tuple[Any, Any]]:
     now = machine_facts(config)
-    recorded = found.machine if found else run_dir.read_info().get("machine") or now
+    recorded = checkpoint.machine if checkpoint else run_dir.read_info().get("machine") or now
     return {key: (recorded.get(key), now.get(key)) for key in {**recorded, **now} if recorded.get(key) != now.get(key)}
 
 

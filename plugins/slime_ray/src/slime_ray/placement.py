@@ -161,15 +161,17 @@ def lacking(bundles: Sequence[Resources], machines: Mapping[str, Resources]) -> 
 
 
 def oversize(bundles: Sequence[Resources], machines: Mapping[str, Resources]) -> str:
-    """Why the largest bundle would fit no machine, were it empty; nothing where it fits one.
+    """Why the need bundle would fit no machine, were it empty; nothing where it fits one.
 
     Example: oversize([{"GPU": 8}], {"node-a": {"GPU": 4}})
     """
     for kind in ("GPU", "CPU"):
-        largest = max((bundle.get(kind, 0) for bundle in bundles), default=0)
+        need = max((bundle.get(kind, 0) for bundle in bundles), default=0)
         most = max((machine.get(kind, 0) for machine in machines.values()), default=0)
-        if largest > most:
-            return f"an engine, or a machine's ranks, of {largest:g} {kind} lie within one machine: none has over {most:g}"
+        if need > most:
+            return (
+                f"an engine, or a machine's ranks, of {need:g} {kind} lie within one machine: none has over {most:g}"
+            )
     return ""
 
 
