@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from slime_core.algo.logprobs import Head, HeadGradients, linear_log_probs, linear_loss
-from slime_core.algo.losses import policy_loss
+from slime_core.algorithms.shared.logprobs import Head, HeadGradients, linear_log_probs, linear_loss
+from slime_core.algorithms.shared.losses import PolicyTerms, policy_loss
 
 MIB = 1 << 20
 SEQUENCES = 8
@@ -62,7 +62,7 @@ class Case:
     def loss(self, part: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """The sum over these rows of the clipped loss at weight 1 / R."""
         old, advantages = self.old[part], self.advantages[part]
-        values, _ = policy_loss(log_probs, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
+        values, _ = policy_loss(log_probs, old, advantages, PolicyTerms(eps_clip=0.2, eps_clip_high=0.28))
         return values.sum() / len(self.target)
 
     def route_a(self) -> torch.Tensor:

@@ -31,9 +31,9 @@ import torch
 from comparisons import COMPARISONS, SAMPLES, Comparison, direct
 from published_losses import Inputs, Side
 
-from slime_core.algo.aggregate import token_weights
+from slime_core.algorithms.shared.aggregate import token_weights
 from slime_core.builtin.losses import losses
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.config.schema import TrainSection
 
 TOLERANCE = 1e-6

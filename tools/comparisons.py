@@ -13,8 +13,9 @@ import published_losses as published
 import torch
 from published_losses import Inputs, Side, openrlhf, slime, trl, trl_correction, verl
 
-from slime_core.algo.estimators import dr_grpo, grpo
-from slime_core.algo.losses import value_loss
+from slime_core.algorithms.dr_grpo import dr_grpo
+from slime_core.algorithms.grpo import grpo
+from slime_core.algorithms.shared.losses import value_loss
 
 SAMPLES = 8
 WHOLE = ("aggregation", "ratio", "clip", "total", "gradient")

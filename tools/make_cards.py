@@ -13,12 +13,13 @@ import ast
 import sys
 from pathlib import Path
 
-from slime_cli.cards import Card, cards, option_rows
-from slime_core.config.algorithms import ALGORITHMS
+from slime_cli.cards import cards, option_rows
+from slime_core.algorithms import algorithms
+from slime_core.algorithms.shared.card import Card
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "algorithms"
-MADE = "<!-- made by tools/make_cards.py; edit cli/slime_cli/algorithm_cards.py or part_cards.py -->"
+MADE = "<!-- made by tools/make_cards.py; edit slime_core/algorithms/NAME.py or cli/slime_cli/part_cards.py -->"
 
 
 def pages() -> dict[str, str]:
@@ -39,11 +40,12 @@ def index(known: dict[str, Card]) -> str:
         "| algorithm | what it is | sets | when |",
         "| --- | --- | --- | --- |",
     ]
-    for name, presets in ALGORITHMS.items():
+    for name, algorithm in algorithms().items():
+        presets = algorithm.presets
         sets = ", ".join(f"`{key} = {value}`" for key, value in presets.items()) or "the core's defaults"
-        lines.append(f"| [{name}]({name}.md) | {known[name].title} | {sets} | {first_sentence(known[name].advice)} |")
+        lines.append(f"| [{name}]({name}.md) | {algorithm.title} | {sets} | {first_sentence(algorithm.advice)} |")
     lines += ["", "What they share:", "", "| part | what it is |", "| --- | --- |"]
-    lines += [f"| [{name}]({name}.md) | {card.title} |" for name, card in known.items() if name not in ALGORITHMS]
+    lines += [f"| [{name}]({name}.md) | {card.title} |" for name, card in known.items() if name not in algorithms()]
     lines += [
         "",
         "Notation: i is a rollout of a prompt's group, t a token of its response, r the reward, A the advantage, V",
@@ -101,8 +103,8 @@ def cell(text: str) -> str:
 
 
 def source_of(function: str) -> Path:
-    """The file of ``algo.losses.kl``."""
-    return ROOT.joinpath("slime_core", *function.split(".")[:-1]).with_suffix(".py")
+    """The file of ``shared.kl.kl``."""
+    return ROOT.joinpath("slime_core", "algorithms", *function.split(".")[:-1]).with_suffix(".py")
 
 
 def first_paragraphs(function: str) -> list[str]:

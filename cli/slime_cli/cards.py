@@ -4,7 +4,7 @@ card("gspo")              what `docs/algorithms/gspo.md` and `slime config show 
 option_rows(card, train)  (key, value, whether the algorithm set it, meaning), in the card's order
 card_text(card, train)    the card as plain text
 
-Nothing here imports numpy or torch; `tests/unit/config/test_cards.py` compares the cards with the code.
+Nothing here imports numpy or torch; `tests/unit/cli/test_cards.py` compares the cards with the code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slime_cli.algorithm_cards import ALGORITHM_CARDS
-from slime_cli.card import Card
 from slime_cli.part_cards import PART_CARDS
+from slime_core.algorithms import Algorithm, algorithms
+from slime_core.algorithms.shared.card import Card
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -32,8 +32,8 @@ class OptionRow(NamedTuple):
 
 
 def cards() -> dict[str, Card]:
-    """Every card by name: algorithms in the order of `ALGORITHMS`, then the parts that they share."""
-    return {one.name: one for one in (*ALGORITHM_CARDS, *PART_CARDS)}
+    """Every card by name: algorithms, then the parts that they share."""
+    return {**algorithms(), **{part.name: part for part in PART_CARDS}}
 
 
 def card(name: str) -> Card | None:
@@ -43,14 +43,15 @@ def card(name: str) -> Card | None:
 
 def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
     """The card's keys with the value each has in ``config``, by default in a config that names only the algorithm."""
-    from slime_core.config.algorithms import ALGORITHMS, settle
     from slime_core.config.fields import core_keys
+    from slime_core.config.presets import settle
     from slime_core.config.schema import Config, TrainSection
     from slime_core.config.values import show
 
-    presets, keys = ALGORITHMS.get(of.name, {}), core_keys()
+    presets, keys = of.presets if isinstance(of, Algorithm) else {}, core_keys()
     if config is None:
-        config = Config(train=TrainSection(advantage_estimator=of.name) if of.name in ALGORITHMS else TrainSection())
+        own = TrainSection(advantage_estimator=of.name) if isinstance(of, Algorithm) else TrainSection()
+        config = Config(train=own)
     sections: dict[str, Any] = {"train": settle(config.train)}
     rows = []
     for name in of.options:

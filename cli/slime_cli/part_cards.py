@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_cli.card import Card
+from slime_core.algorithms.shared.card import Card
 
 PART_CARDS: tuple[Card, ...] = (
     Card(
@@ -57,10 +57,10 @@ PART_CARDS: tuple[Card, ...] = (
         "here is needed. With another engine, low precision or experts start with use_tis at token level; add use_rs "
         "with a geometric bound near 1 where single sequences drift.",
         functions=(
-            "algo.corrections.importance_weights",
-            "algo.corrections.rejected",
-            "algo.corrections.vetoed",
-            "algo.corrections.off_policy",
+            "shared.corrections.importance_weights",
+            "shared.corrections.rejected",
+            "shared.corrections.vetoed",
+            "shared.corrections.off_policy",
         ),
         related=("kl", "aggregation"),
     ),
@@ -90,7 +90,7 @@ PART_CARDS: tuple[Card, ...] = (
         options=("kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "kl_coef", "kl_reward_type", "ref_load"),
         advice="None is the usual start for verifiable rewards. In the loss use k3 or k2; on stale samples add "
         "use_unbiased_kl. In the reward use k1, with estimators that take token rewards.",
-        functions=("algo.losses.kl", "algo.returns.reward_kl"),
+        functions=("shared.kl.kl", "shared.kl.reward_kl"),
         related=("corrections", "aggregation"),
     ),
     Card(
@@ -120,7 +120,7 @@ PART_CARDS: tuple[Card, ...] = (
         advice="Leave it to the algorithm. token_mean lets long responses weigh more; rollout_mean gives each "
         "response the same weight, so its tokens less the longer it is; rollout_sum and constant are the policy "
         "gradient itself.",
-        functions=("algo.aggregate.token_weights",),
+        functions=("shared.aggregate.token_weights",),
         related=("grpo", "dr_grpo"),
     ),
     Card(
@@ -164,7 +164,7 @@ PART_CARDS: tuple[Card, ...] = (
         ),
         advice="Switch dynamic_sampling on where reward/equal_groups is high, and partial_rollout where a few long "
         "responses hold a step. Watch the tokens that drops cost: rollout/issued_groups against rollout/groups.",
-        functions=("algo.shaping.soft_overlong", "algo.shaping.group_normalised"),
+        functions=("shared.shaping.soft_overlong", "shared.shaping.group_normalised"),
         related=("grpo", "aggregation"),
     ),
 )

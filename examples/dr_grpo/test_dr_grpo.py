@@ -10,8 +10,8 @@ import torch
 
 import slime_dr_grpo
 from slime_core import ConfigError
-from slime_core.algo.aggregate import token_weights
-from slime_core.algo.losses import policy_loss
+from slime_core.algorithms.shared.aggregate import token_weights
+from slime_core.algorithms.shared.losses import PolicyTerms, policy_loss
 from slime_core.testing.plugins import check_plugin
 
 pytestmark = pytest.mark.system
@@ -90,8 +90,9 @@ def test_losses_and_gradients_are_those_of_the_core():
 
     columns = {"policy": old, "advantages": advantages}
     ours = gradient(lambda lp: slime_dr_grpo.surrogate(lp, None, columns, settings())[0], "rollout_sum", 1)
+    terms = PolicyTerms(eps_clip=0.2, eps_clip_high=0.2)
     core = gradient(
-        lambda lp: policy_loss(lp, old, advantages, eps_clip=0.2, eps_clip_high=0.2, mask=torch.from_numpy(mask))[0],
+        lambda lp: policy_loss(lp, old, advantages, terms, mask=torch.from_numpy(mask))[0],
         *("constant", 4),
     )
     assert ours[0] == core[0] != 0

@@ -2,7 +2,7 @@
 
 slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
 slime_reward     by rm_type                       slime_sampling   the config's
-slime_advantage  `config.algorithms`              slime_loss       policy_loss, sft_loss
+slime_advantage  `slime_core.algorithms`          slime_loss       policy_loss, sft_loss
 slime_sample_done  the teacher's log-probs, where it is an engine
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from slime_core.builtin.advantages import estimators
+from slime_core.algorithms import Algorithm, algorithms
 from slime_core.builtin.losses import losses
 from slime_core.errors import ConfigError, DataError, EngineError
 from slime_core.hookspecs import hookimpl
@@ -74,13 +74,25 @@ class Core:
 
     @hookimpl(trylast=True)
     def slime_advantage(self) -> list[Estimator]:
-        """Every algorithm of `config.algorithms`."""
-        return estimators()
+        """Every algorithm of `slime_core.algorithms`."""
+        return [_estimator(algorithm) for algorithm in algorithms().values()]
 
     @hookimpl(trylast=True)
     def slime_loss(self) -> list[Loss]:
         """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob."""
         return losses()
+
+
+def _estimator(algorithm: Algorithm) -> Estimator:
+    return Estimator(
+        name=algorithm.name,
+        fn=algorithm.advantages,
+        needs=algorithm.needs,
+        needs_when=algorithm.needs_when,
+        terms=algorithm.terms,
+        kl_in_reward=algorithm.kl_in_reward,
+        whitens=algorithm.whitens,
+    )
 
 
 def _rm_type(sample: Sample, group: Group, ctx: Context) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.errors import TrainerError
 from slime_core.protocols import Loss, Role
 from slime_core.types import Columns
@@ -64,7 +64,7 @@ def _policy_prepare(columns: Columns, train: Any) -> Columns:
         return {}
     import torch
 
-    from slime_core.algo import corrections
+    from slime_core.algorithms.shared import corrections
 
     names = ("policy", ENGINE, "loss_mask", "sample")
     missing = [name for name in names if name not in columns]
@@ -77,7 +77,7 @@ def _policy_prepare(columns: Columns, train: Any) -> Columns:
 
 
 def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-    from slime_core.algo import losses
+    from slime_core.algorithms.shared import losses
 
     train = settle(train)
     mask, sample = columns["loss_mask"], columns["sample"]
@@ -92,21 +92,13 @@ def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train
         log_probs,
         old,
         columns["advantages"],
-        eps_clip=train.eps_clip,
-        eps_clip_high=train.eps_clip_high,
-        eps_clip_c=train.eps_clip_c,
-        objective=train.policy_objective,
-        level=train.importance_level,
+        losses.PolicyTerms.of(train),
         mask=mask,
         sample=sample,
         weights=weights,
         rejected=rejected,
         ref_log_probs=columns.get("reference"),
-        kl_coef=train.kl_loss_coef,
-        kl_type=train.kl_loss_type,
-        unbiased_kl=train.use_unbiased_kl,
         entropy=entropy,
-        entropy_coef=train.entropy_coef,
     )
     overflow = more["ratio_overflow"]
     if "ratio_overflow" in metrics:
@@ -118,7 +110,7 @@ def _correct(
     log_probs: Any, trainer: Any, old: Any, columns: Mapping[str, Any], train: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Weights of the policy term, rejected tokens (each None where nothing asks for them), and metrics."""
-    from slime_core.algo import corrections
+    from slime_core.algorithms.shared import corrections
 
     mask, sample, engine = columns["loss_mask"], columns["sample"], columns.get(ENGINE)
     weights = rejected = None
@@ -149,7 +141,7 @@ def _correct(
 
 
 def _weights(gap: Any, mask: Any, sample: Any, train: Any) -> Any:
-    from slime_core.algo import corrections
+    from slime_core.algorithms.shared import corrections
 
     return corrections.importance_weights(
         gap,
@@ -173,6 +165,6 @@ def _lacking(column: str, key: str) -> TrainerError:
 
 
 def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-    from slime_core.algo.losses import sft_loss
+    from slime_core.algorithms.shared.losses import sft_loss
 
     return sft_loss(log_probs, columns["loss_mask"])

@@ -24,7 +24,7 @@ from slime_core.clusters.channel import Child, Frame, Start, start_here
 from slime_core.clusters.embedded import open_folder
 from slime_core.clusters.hangs import Member, within
 from slime_core.clusters.proxy import RESUME, Proxy, Service, forwarded, request, run
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.errors import PluginError, SlimeError, StorageError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.plugins.backends import trainer_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.config.stages import rollout_slots
 from slime_core.errors import ConfigError, nearest

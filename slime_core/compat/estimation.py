@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.algo.estimators import grpo
+from slime_core.algorithms import algorithms
+from slime_core.algorithms.grpo import grpo
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import Session
 from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 Function = Callable[..., Any]
-SPREAD = ("grpo", "gspo", "cispo", "dr_grpo", "reinforce_plus_plus_baseline", "sft")
-"""Estimators whose advantage is the post-processed reward itself, before KL, distillation and whitening."""
 
 
 def estimator(
@@ -51,7 +50,7 @@ def estimator(
             return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
         if rewards is None:
             return inner.fn(batch, train)
-        if inner.name in SPREAD:
+        if (algorithm := algorithms().get(inner.name)) and algorithm.spreads:
             return {"advantages": rewards[batch.sample_of_token()].astype(np.float32)}
         return inner.fn(replace(batch, reward=rewards), train)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.compat.session import Session
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.errors import PluginError
 from slime_core.protocols import Loss, Role
 from slime_core.types import Batch
@@ -28,7 +28,7 @@ MASK = "slime_mask"
 
 def extra_columns(batch: Batch, config: Config) -> None:
     """Add what the functions need of every token: its sample, weight, and its optimizer step's denominator."""
-    from slime_core.algo.aggregate import token_weights
+    from slime_core.algorithms.shared.aggregate import token_weights
     from slime_core.trainers.packing import split_rollouts
 
     train = settle(config.train)

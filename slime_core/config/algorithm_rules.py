@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.algorithms import ALGORITHMS, GROUPED, settle
+from slime_core.algorithms import algorithms
 from slime_core.config.fields import changed
+from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, conflict
+from slime_core.config.schema import TrainSection
 from slime_core.config.values import show
 
 if TYPE_CHECKING:
@@ -20,17 +22,8 @@ if TYPE_CHECKING:
 SFT_LOSS, POLICY_LOSS = "sft_loss", "policy_loss"
 NARROW = 0.1  # an eps_clip that no sequence's geometric mean ratio reaches
 
-STANDARDISED = ("grpo", "gspo", "cispo")
-CREDITED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-SELECTIVE: dict[str, tuple[str, ...]] = {
-    "grpo_std_scope": STANDARDISED,
-    "credit_level": CREDITED,
-    "gae_gamma": CREDITED,
-    "pass_k": ("pass_at_k",),
-    **dict.fromkeys(("gae_lambda", "critic_load", "critic_lr", "critic_lr_warmup_iters"), ("ppo",)),
-    **dict.fromkeys(("value_clip", "num_critic_only_steps"), ("ppo",)),
-}
-"""[train] keys that some estimators read and others do not, with those that do: setting one says what is believed."""
+UNIVERSAL = ("disable_grpo_std_normalization",)
+"""[train] keys that mean the same to estimators that do not read them: those divide by nothing anyway."""
 
 SWITCHES = {
     "use_tis": ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_batch_normalize"),
@@ -61,9 +54,8 @@ def conflicts(config: Config) -> Iterator[Problem]:
     if not config.train.custom_advantage_function_path:
         yield from _groups(config)
         yield from _unread(config)
-        yield from _critic(config)
+        yield from _own(config)
     if config.train.loss_type == POLICY_LOSS and not config.train.custom_loss_function_path:
-        yield from _supervised(config)
         yield from _clip(config)
         yield from _corrections(config)
         yield from _aggregation(config)
@@ -92,36 +84,45 @@ def _kl(config: Config) -> Iterator[Problem]:
         )
 
 
+def largest_group(config: Config) -> int:
+    """Samples of a prompt, where the task of most has its own number of them."""
+    own = config.rollout.n_samples_per_prompt
+    return max((task.n_samples_per_prompt or own for task in config.data.tasks), default=own)
+
+
 def _groups(config: Config) -> Iterator[Problem]:
-    rollout, train = config.rollout, config.train
-    name, own = train.advantage_estimator, rollout.n_samples_per_prompt
-    n = max((task.n_samples_per_prompt or own for task in config.data.tasks), default=own)
-    if rollout.rollout_function_path:
+    train = config.train
+    algorithm = algorithms().get(train.advantage_estimator)
+    if config.rollout.rollout_function_path:
         return  # groups are as large as the function makes them
-    if name in GROUPED and n == 1 and train.loss_type == POLICY_LOSS:
+    if algorithm and algorithm.groups and largest_group(config) == 1 and train.loss_type == POLICY_LOSS:
         yield conflict(
-            f"advantage_estimator = {name} with n_samples_per_prompt = 1",
+            f"advantage_estimator = {algorithm.name} with n_samples_per_prompt = 1",
             ["rollout.n_samples_per_prompt", "train.advantage_estimator"],
             why="a reward is compared with the others of its group; alone, every advantage is 0 and nothing is learnt",
             fix="set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus",
         )
-    elif name == "pass_at_k" and train.pass_k >= n > 1:
-        few = "holds no set of that size" if train.pass_k > n else "is one set, so every advantage is 0"
-        yield conflict(
-            f"pass_k = {train.pass_k} with n_samples_per_prompt = {n}",
-            ["train.pass_k", "rollout.n_samples_per_prompt"],
-            why=f"the best of pass_k samples is compared over sets of the group, and a group of {n} {few}",
-            fix=f"set pass_k to at most {n - 1}, or n_samples_per_prompt to {train.pass_k + 1} or more",
-        )
+
+
+def selective() -> dict[str, tuple[str, ...]]:
+    """[train] keys that some estimators read and others do not, with those that do.
+
+    Setting one says what is believed.
+    """
+    learners = [algorithm for algorithm in algorithms().values() if algorithm.terms]
+    keys = dict.fromkeys(key for one in learners for key in one.options if key in TrainSection.model_fields)
+    readers = {key: tuple(one.name for one in learners if key in one.options) for key in keys if key not in UNIVERSAL}
+    return {key: names for key, names in readers.items() if len(names) < len(learners)}
 
 
 def _unread(config: Config) -> Iterator[Problem]:
     """Keys that the estimator does not read."""
     train = config.train
-    name = train.advantage_estimator
-    if name not in ALGORITHMS or name == "sft":
+    algorithm = algorithms().get(train.advantage_estimator)
+    if algorithm is None or not algorithm.terms:
         return
-    for key, readers in SELECTIVE.items():
+    name = algorithm.name
+    for key, readers in selective().items():
         if not changed(train, [key]) or name in readers:
             continue
         yield conflict(
@@ -130,8 +131,8 @@ def _unread(config: Config) -> Iterator[Problem]:
             why=f"{name} does not read {key}; {', '.join(readers)} {'does' if len(readers) == 1 else 'do'}",
             fix=f"leave {key} out, or set advantage_estimator = {readers[0]} (both in the same [[stage]])",
         )
-    discounts = name == "ppo" or name == "reinforce_plus_plus" or train.credit_level != "trajectory"
-    if name in SELECTIVE["gae_gamma"] and changed(train, ["gae_gamma"]) and not discounts:
+    discounts = algorithm.discounts or train.credit_level != "trajectory"
+    if "gae_gamma" in algorithm.options and changed(train, ["gae_gamma"]) and not discounts:
         yield conflict(
             f"gae_gamma = {train.gae_gamma} with advantage_estimator = {name} and credit_level = trajectory",
             ["train.gae_gamma", "train.advantage_estimator"],
@@ -140,15 +141,11 @@ def _unread(config: Config) -> Iterator[Problem]:
         )
 
 
-def _critic(config: Config) -> Iterator[Problem]:
-    train, steps = config.train, config.rollout.num_rollout
-    if train.advantage_estimator == "ppo" and 0 < steps <= train.num_critic_only_steps:
-        yield conflict(
-            f"num_critic_only_steps = {train.num_critic_only_steps} with num_rollout = {steps}",
-            ["train.num_critic_only_steps", "rollout.num_rollout"],
-            why="only the critic would learn, in every step of the stage",
-            fix=f"set num_critic_only_steps below {steps}, or raise num_rollout",
-        )
+def _own(config: Config) -> Iterator[Problem]:
+    """What the algorithm's own file refuses."""
+    algorithm = algorithms().get(config.train.advantage_estimator)
+    if algorithm and algorithm.conflicts:
+        yield from algorithm.conflicts(config)
 
 
 def _teacher(config: Config) -> Iterator[Problem]:
@@ -173,25 +170,15 @@ def _teacher(config: Config) -> Iterator[Problem]:
 
 def _distils(train: Any) -> str:
     """What asks for a teacher; empty where nothing does."""
-    if train.advantage_estimator == "on_policy_distillation" and not train.custom_advantage_function_path:
-        return "advantage_estimator = on_policy_distillation"
+    algorithm = algorithms().get(train.advantage_estimator)
+    if algorithm and algorithm.distils and not train.custom_advantage_function_path:
+        return f"advantage_estimator = {algorithm.name}"
     return f"opd_kl_coef = {train.opd_kl_coef}" if train.opd_kl_coef > 0 else ""
 
 
 def _may_bring_teacher(config: Config) -> bool:
     named = any(getattr(getattr(config, part), key) for part, keys in BRING_TEACHER.items() for key in keys)
     return named or bool(config.plugins) or any(task.generate or task.reward for task in config.data.tasks)
-
-
-def _supervised(config: Config) -> Iterator[Problem]:
-    rollout, train = config.rollout, config.train
-    if train.advantage_estimator == "sft" and not rollout.rollout_function_path:
-        yield conflict(
-            "advantage_estimator = sft with loss_type = policy_loss",
-            ["train.advantage_estimator", "train.loss_type"],
-            why="every sampled token has the advantage 1: the policy is pushed towards whatever it says",
-            fix="set loss_type = sft_loss to train on labels, or name an estimator that reads rewards",
-        )
 
 
 def _clip(config: Config) -> Iterator[Problem]:
@@ -259,28 +246,17 @@ def _distillation_notices(config: Config) -> list[str]:
         found.append("teacher_load is set and nothing reads it; set opd_kl_coef, or on_policy_distillation")
     if reader.startswith("advantage_estimator") and train.opd_kl_coef > 0:
         found.append(
-            f"opd_kl_coef = {train.opd_kl_coef} adds to on_policy_distillation's own term: the teacher counts "
+            f"opd_kl_coef = {train.opd_kl_coef} adds to {train.advantage_estimator}'s own term: the teacher counts "
             f"{1 + train.opd_kl_coef:g} times"
         )
     return found
 
 
 def _estimator_notices(config: Config) -> list[str]:
-    train, found = config.train, []
-    if train.custom_advantage_function_path:
+    algorithm = algorithms().get(config.train.advantage_estimator)
+    if config.train.custom_advantage_function_path or not algorithm or not algorithm.notices:
         return []
-    if train.advantage_estimator == "ppo":
-        if not train.num_critic_only_steps:
-            found.append(
-                "ppo with num_critic_only_steps = 0: the policy learns from the first step on from a critic that has "
-                "seen nothing; a few steps of the critic alone cost little"
-            )
-        if train.critic_lr < train.lr:
-            found.append(
-                f"ppo with critic_lr = {train.critic_lr:g} below lr = {train.lr:g}: the critic will lag behind the "
-                "policy that it judges"
-            )
-    return found
+    return list(algorithm.notices(config))
 
 
 def _loss_notices(config: Config) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from slime_core.algorithms import algorithms
+
 SCHEMA_VERSION = 1
 SLIMES_OWN = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
@@ -257,8 +259,8 @@ class TrainSection(Section):
     loss_type: str = Field("policy_loss", description="policy_loss, sft_loss, or a name from slime_loss.")
     advantage_estimator: str = Field(
         "grpo",
-        description="grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, "
-        "pass_at_k, on_policy_distillation, or a name from slime_advantage.",
+        description=", ".join(one.name for one in algorithms().values() if one.terms)
+        + ", or a name from slime_advantage.",
     )
     disable_grpo_std_normalization: bool = Field(False, description="Centre rewards in a group, do not divide by std.")
     grpo_std_scope: Literal["group", "batch"] = Field("group", description="Whose standard deviation divides.")

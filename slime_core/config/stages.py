@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from slime_core.config.algorithms import settle
 from slime_core.config.fields import section_model, sections_of_keys
+from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.validate import check_model, unknown

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 CORE = "slime_core.builtin"  # layers above this one, loaded by name like every plugin
-TERMS = "slime_core.builtin.advantages"
 FUNCTIONS = "slime_core.compat.functions"
 
 
@@ -71,8 +70,7 @@ def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
     by_path = any(map(names_functions, configs))
     functions: Functions = import_module(FUNCTIONS).FunctionsByPath() if by_path else Functions()
     core: Any = import_module(CORE).Core()
-    terms: Any = import_module(TERMS)
-    plugins = Plugins(loaded, core_plugin(core), functions, terms)
+    plugins = Plugins(loaded, core_plugin(core), functions)
     core.reward_by_type = plugins.reward_by_type
     functions.attach(plugins)
     try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slime_core.algorithms.shared.terms import add_terms, needed_roles
 from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
@@ -38,8 +39,8 @@ class Plugins:
     lets errors of the core (EngineError, DataError) through as they are.
     """
 
-    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions, terms: Any) -> None:
-        self._loaded, self._core, self._functions, self._terms = dict(loaded), core, functions, terms
+    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
+        self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
         self._checks: Any = None  # once they are asked for
@@ -216,7 +217,7 @@ class Plugins:
         estimator, loss = self._router.estimator(train), self._router.loss(train.loss_type)
         parts: tuple[Estimator | Loss, ...] = (estimator, loss)
         more = [part.needs_when(train) for part in parts if part.needs_when is not None]
-        return frozenset().union(estimator.needs, loss.needs, self._terms.needed_roles(estimator, train), *more)
+        return frozenset().union(estimator.needs, loss.needs, needed_roles(estimator, train), *more)
 
     def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:
         """The batch with one column per role, ``advantages`` and perhaps ``returns``; the estimator runs once.
@@ -234,7 +235,7 @@ class Plugins:
         with self._watched(answer, arguments, about, self._router.check_hooks):
             columns_returned = call_now(answer, arguments, about=about, limit=self._router.limit)
         columns_checked = checked_columns(answer, columns_returned, scored)
-        columns_checked["advantages"] = self._terms.add_terms(estimator, columns_returned["advantages"], scored, train)
+        columns_checked["advantages"] = add_terms(estimator, columns_returned["advantages"], scored, train)
         return replace(scored, columns={**scored.columns, **columns_checked})
 
     def seen(self, group: Group, config: Config) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.algo.shaping import soft_overlong, weighed
+from slime_core.algorithms.shared.shaping import soft_overlong, weighed
 from slime_core.errors import PluginError, TrainerError
 from slime_core.types import Drop, Group, Reward, Sample, Status
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.algo.aggregate import sample_weights
+from slime_core.algorithms.shared.aggregate import sample_weights
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.trainers.batch import check_columns, check_finite, check_shape, prepared
 from slime_core.trainers.packing import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts

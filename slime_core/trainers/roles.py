@@ -165,7 +165,7 @@ def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums
         clip: ``train.value_clip``
         sums: None where another rank counts
     """
-    from slime_core.algo.losses import value_loss
+    from slime_core.algorithms.shared.losses import value_loss
 
     weight = on(micro.weight, values.device)
     old, returns = (on(micro.columns[name], values.device) for name in READS)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime_core.algo.aggregate import token_weights
+from slime_core.algorithms.shared.aggregate import token_weights
 from slime_core.trainers.packing import split_rollouts
 
 if TYPE_CHECKING:

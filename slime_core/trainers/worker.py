@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of

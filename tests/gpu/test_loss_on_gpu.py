@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.algo.logprobs import gradient_, linear_log_probs, linear_loss, softmax
+from slime_core.algorithms.shared.logprobs import gradient_, linear_log_probs, linear_loss, softmax
 
 pytestmark = pytest.mark.gpu
 

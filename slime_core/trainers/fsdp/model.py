@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 
-from slime_core.algo.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
+from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.fingerprint import digest, sums
 from slime_core.trainers.fsdp.attention import NAME, Segments, register, take

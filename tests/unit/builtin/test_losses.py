@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from slime_core.builtin.losses import MEAN_WEIGHT, losses
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.config.schema import TrainSection
 from slime_core.errors import TrainerError
 

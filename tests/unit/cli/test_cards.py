@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from slime_cli.cards import WIDTH, card, card_text, cards, option_rows
-from slime_core.builtin.advantages import estimators
-from slime_core.config.algorithms import ALGORITHMS, settle
+from slime_core.algorithms import algorithms
+from slime_core.builtin import Core
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
+from slime_core.config.presets import settle
 
 pytestmark = pytest.mark.unit
 
@@ -28,9 +29,9 @@ def tool():
 
 
 def test_every_registered_estimator_has_a_card_and_the_shared_parts_have_theirs():
-    registered = {one.name for one in estimators()}
-    assert registered == set(ALGORITHMS)
-    assert list(cards()) == [*ALGORITHMS, "corrections", "kl", "aggregation", "sampling_control"]
+    registered = {one.name for one in Core().slime_advantage()}
+    assert registered == set(algorithms())
+    assert list(cards()) == [*algorithms(), "corrections", "kl", "aggregation", "sampling_control"]
 
 
 @pytest.mark.parametrize("one", CARDS, ids=lambda one: one.name)
@@ -42,10 +43,10 @@ def test_a_card_names_keys_cards_and_libraries_that_exist(one):
     assert all([one.title, one.advice, one.source, *one.formula.values(), *one.differs.values()])
 
 
-@pytest.mark.parametrize("one", [one for one in CARDS if one.name in ALGORITHMS], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [one for one in CARDS if one.name in algorithms()], ids=lambda one: one.name)
 def test_an_algorithms_card_has_the_parts_of_a_formula_and_lists_what_it_presets(one):
     assert {"advantage", "ratio", "objective", "aggregation"} <= set(one.formula)
-    assert set(ALGORITHMS[one.name]) <= set(one.options)
+    assert set(one.presets) <= set(one.options)
     aggregation = settle(load_config(None, ["--advantage-estimator", one.name, "--loss-type", "sft_loss"]).train)
     assert one.formula["aggregation"].startswith(aggregation.loss_aggregation)
 
@@ -84,8 +85,8 @@ def test_a_page_shows_the_docstring_of_the_code_and_stops_before_its_arguments(t
     text = tool.pages()["kl.md"]
     assert "> Estimators of KL(policy || reference)" in text
     assert "with gradient\n" not in text
-    with pytest.raises(SystemExit, match=r"algo\.losses\.nothing"):
-        tool.first_paragraphs("algo.losses.nothing")
+    with pytest.raises(SystemExit, match=r"shared\.losses\.nothing"):
+        tool.first_paragraphs("shared.losses.nothing")
 
 
 def test_cells_cannot_break_a_table(tool):

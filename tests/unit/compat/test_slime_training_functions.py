@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.config.algorithms import settle
+from slime_core.config.presets import settle
 from slime_core.errors import PluginError
 from slime_core.trainers.data_parallel import Split, pack
 from slime_core.types import Batch

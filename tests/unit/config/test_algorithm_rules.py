@@ -3,8 +3,8 @@
 import pytest
 
 from slime_cli.cards import cards
-from slime_core.config.algorithm_rules import SELECTIVE, SWITCHES
-from slime_core.config.algorithms import ALGORITHMS
+from slime_core.algorithms import algorithms
+from slime_core.config.algorithm_rules import SWITCHES, selective
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import TrainSection
@@ -12,6 +12,7 @@ from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
+SELECTIVE = selective()
 PPO = "--advantage-estimator=ppo"
 OTHER = {  # a value off the default of each key that only some estimators read
     "grpo_std_scope": "batch",
@@ -117,16 +118,18 @@ def test_groups_of_tasks_and_of_functions_are_as_large_as_those_make_them(recipe
 
 
 def test_the_selective_keys_are_keys_that_some_cards_name_and_others_do_not():
-    algorithms = [cards()[name] for name in ALGORITHMS if name != "sft"]
+    learners = [cards()[name] for name in algorithms() if name != "sft"]
     for key in SELECTIVE:
-        readers = [one.name for one in algorithms if key in one.options]
-        assert 0 < len(readers) < len(algorithms), key
+        readers = [one.name for one in learners if key in one.options]
+        assert 0 < len(readers) < len(learners), key
         assert SELECTIVE[key] == tuple(readers), "the rule and the cards agree"
     assert set(SELECTIVE) == set(OTHER)
+    assert SELECTIVE["grpo_std_scope"] == ("grpo", "cispo", "gspo")
+    assert (SELECTIVE["pass_k"], SELECTIVE["gae_lambda"]) == (("pass_at_k",), ("ppo",))
     assert {key for keys in SWITCHES.values() for key in keys} | set(SWITCHES) <= set(TrainSection.model_fields)
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "sft"])
+@pytest.mark.parametrize("name", [name for name in algorithms() if name != "sft"])
 @pytest.mark.parametrize("key", SELECTIVE)
 def test_a_key_that_the_estimator_does_not_read_is_refused_and_another_is_not(recipe, refused, key, name):
     flags = [f"--{key.replace('_', '-')}={OTHER[key]}", f"--advantage-estimator={name}", "--teacher-load=hub/t"]

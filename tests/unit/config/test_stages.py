@@ -2,9 +2,9 @@
 
 import pytest
 
-from slime_core.config.algorithms import settle
 from slime_core.config.dump import to_toml
 from slime_core.config.load import load_config, stage_name, stages
+from slime_core.config.presets import settle
 
 pytestmark = pytest.mark.unit
 

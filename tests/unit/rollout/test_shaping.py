@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slime_core.algo.shaping import group_normalised, soft_overlong, weighed
+from slime_core.algorithms.shared.shaping import group_normalised, soft_overlong, weighed
 from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.errors import PluginError

@@ -17,7 +17,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
-from slime_core.algo.logprobs import add_product
+from slime_core.algorithms.shared.logprobs import add_product
 
 
 class WeightGradients:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime_core.algo.logprobs import Head, Softmax, add_product, inverse_of, linear_log_probs
+from slime_core.algorithms.shared.logprobs import Head, Softmax, add_product, inverse_of, linear_log_probs
 
 
 @dataclass(slots=True, frozen=True)

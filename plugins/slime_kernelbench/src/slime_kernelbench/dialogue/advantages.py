@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core import Batch, Estimator
-from slime_core.algo.estimators import Comparison, compare
+from slime_core.algorithms.shared.groups import Comparison, compare
 
 KEY = "kernelbench"
 Floats = NDArray[np.float64]

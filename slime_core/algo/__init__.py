@@ -1,1 +1,0 @@
-"""Pure functions of the algorithms: numbers in, numbers out, no config objects."""
