@@ -48,13 +48,13 @@ def pass_at_k(
     rollout_of, group_of_rollout = numbered(group, rollout)
     score = means(reward, rollout_of)
     names = np.unique(group)
-    found = np.zeros_like(score)
+    advantage = np.zeros_like(score)
     for place, name in enumerate(names):
-        mine = np.flatnonzero(group_of_rollout == place)
-        if len(mine) < k:
-            raise ValueError(f"group {name} has {len(mine)} rollouts, pass_k is {k}")
-        found[mine] = _best_of_k(score[mine], k, std)
-    return np.asarray(found[rollout_of][sample_of_token], dtype=np.float32)
+        members = np.flatnonzero(group_of_rollout == place)
+        if len(members) < k:
+            raise ValueError(f"group {name} has {len(members)} rollouts, pass_k is {k}")
+        advantage[members] = _best_of_k(score[members], k, std)
+    return np.asarray(advantage[rollout_of][sample_of_token], dtype=np.float32)
 
 
 def _best_of_k(score: Floats, k: int, std: bool) -> Floats:
@@ -73,9 +73,9 @@ def _best_of_k(score: Floats, k: int, std: bool) -> Floats:
     alone = np.array([comb(i, k - 1) / comb(n - 1, k - 1) for i in range(n)])
     above = np.array([comb(q - 1, k - 2) / comb(n - 1, k - 1) if k > 1 and q else 0.0 for q in range(n)])
     tail = np.concatenate([np.cumsum((above * (ranked - mean))[::-1])[::-1][1:], [0.0]])
-    found = np.empty(n)
-    found[order] = alone * (ranked - mean) + tail
-    return found / (np.sqrt(chance @ (ranked - mean) ** 2) + STD_EPSILON) if std else found
+    advantage = np.empty(n)
+    advantage[order] = alone * (ranked - mean) + tail
+    return advantage / (np.sqrt(chance @ (ranked - mean) ** 2) + STD_EPSILON) if std else advantage
 
 
 def advantages(batch: Batch, train: Any) -> Columns:

@@ -101,5 +101,5 @@ def numbered(group: Ints, rollout: Ints) -> tuple[Any, Any]:
 
 def spread(comparison: Comparison, reward: Floats, sample_of_token: Ints) -> NDArray[np.float32]:
     """The advantage of each sample at each of its tokens, float32 [R]."""
-    found = comparison.of(np.asarray(reward, dtype=np.float64))
-    return np.asarray(found[sample_of_token], dtype=np.float32)
+    advantages = comparison.of(np.asarray(reward, dtype=np.float64))
+    return np.asarray(advantages[sample_of_token], dtype=np.float32)

@@ -109,10 +109,10 @@ def whiten(values: NDArray[np.floating], loss_mask: NDArray[np.float32]) -> NDAr
     """
     trained = np.asarray(loss_mask) > 0
     out = np.zeros(len(trained), dtype=np.float32)
-    found = np.asarray(values, dtype=np.float64)[trained]
-    if len(found) < 2:
+    trainable = np.asarray(values, dtype=np.float64)[trained]
+    if len(trainable) < 2:
         return out
-    centred = found - found.mean()
+    centred = trainable - trainable.mean()
     centred -= centred.mean()  # what the first mean rounded: values that tie become exactly 0
     out[trained] = centred / np.sqrt(centred @ centred / (len(centred) - 1) + EPSILON)
     return out
