@@ -68,8 +68,8 @@ class LoadedCheckpoint:
 
 def head(version: int, about: CheckpointMetadata, **more: Any) -> str:
     """All of a manifest but its files, as JSON."""
-    kept = {"config": about.config, "plugins": about.plugins, "machine": about.machine, "epoch": about.epoch}
-    return json.dumps({"schema": SCHEMA, "version": version, **kept, **more}, allow_nan=False)
+    fields = {"config": about.config, "plugins": about.plugins, "machine": about.machine, "epoch": about.epoch}
+    return json.dumps({"schema": SCHEMA, "version": version, **fields, **more}, allow_nan=False)
 
 
 def write_manifest(files: Mapping[str, FileMark], head: str) -> bytes:
@@ -90,8 +90,8 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 def names_in(folder: Path) -> list[tuple[int, Path]]:
     """Version and folder of what is published, newest first. Whether it is whole is another question."""
-    found = [(int(name[1]), path) for path in folder.glob(f"{PREFIX}*") if (name := NAME.fullmatch(path.name))]
-    return sorted(found, reverse=True)
+    steps = [(int(name[1]), path) for path in folder.glob(f"{PREFIX}*") if (name := NAME.fullmatch(path.name))]
+    return sorted(steps, reverse=True)
 
 
 def read(path: Path, version: int, *, full: bool = True) -> LoadedCheckpoint:
@@ -154,8 +154,8 @@ def check_file(file: Path, mark: FileMark, *, full: bool) -> None:
         size = file.stat().st_size
         if size != mark.size:
             raise _damaged(file, f"it has {size} bytes, {mark.size} were written")
-        if full and (found := sha256_of(file)) != mark:
-            raise _damaged(file, f"its sha256 is {found.sha256[:12]}.., {mark.sha256[:12]}.. was written")
+        if full and (digest := sha256_of(file)) != mark:
+            raise _damaged(file, f"its sha256 is {digest.sha256[:12]}.., {mark.sha256[:12]}.. was written")
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -217,12 +217,12 @@ def check_state(state: Mapping[str, Any], holder: str = "slime_state") -> None:
     """
     for plugin, value in state.items():
         if trouble := _trouble(value, ""):
-            key, why = trouble
+            key, reason = trouble
             raise PluginError(
                 f"the state of plugin '{plugin}' cannot be saved",
                 code="PLG64",
                 where=f"{holder} of {plugin}" + (f", key {key}" if key else ""),
-                why=why,
+                why=reason,
                 fix="return JSON: dicts with str keys, lists, str, int, finite float, bool, None",
             )
 
@@ -236,8 +236,8 @@ def _trouble(value: Any, key: str) -> tuple[str, str] | None:
     if type(value) is str:
         return None if _encodes(value) else (key, "it is text that is not valid Unicode")
     if type(value) is list:
-        found = (_trouble(item, f"{key}[{index}]") for index, item in enumerate(value))
-        return next((one for one in found if one), None)
+        troubles = (_trouble(item, f"{key}[{index}]") for index, item in enumerate(value))
+        return next((one for one in troubles if one), None)
     if type(value) is dict:
         for name, item in value.items():
             if type(name) is not str:
@@ -256,7 +256,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def check_dtype(found: LoadedCheckpoint, dtype: str, forced: Collection[str] = ()) -> None:
+def check_dtype(checkpoint: LoadedCheckpoint, dtype: str, forced: Collection[str] = ()) -> None:
     """Refuse to go on in another dtype than the run computed in: ``train.dtype = auto`` follows the machine.
 
     Parameters and moments are float32 in every checkpoint; steps would round otherwise than those before them.
@@ -264,12 +264,12 @@ def check_dtype(found: LoadedCheckpoint, dtype: str, forced: Collection[str] = (
     Raises:
         TrainerError: TRN108, unless ``train.dtype`` is forced.
     """
-    saved = found.machine.get("dtype", dtype)
+    saved = checkpoint.machine.get("dtype", dtype)
     if saved != dtype and not {"train.dtype", "dtype"} & set(forced):
         raise TrainerError(
             f"the run computed in {saved} and would go on in {dtype}",
             code="TRN108",
-            where=str(found.path),
-            why=f"train.dtype = auto is {dtype} on this machine; the checkpoint was written on {found.machine}",
+            where=str(checkpoint.path),
+            why=f"train.dtype = auto is {dtype} on this machine; the checkpoint was written on {checkpoint.machine}",
             fix=f"--dtype {saved}   or   --force-key train.dtype",
         )

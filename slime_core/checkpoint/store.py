@@ -74,13 +74,13 @@ class Checkpoints:
         aside = await asyncio.to_thread(self._make_aside, version)
         self._aside = aside
         try:
-            made = _PendingCheckpoint(version, about, dict(await ledger.counts()), generators())
+            pending = _PendingCheckpoint(version, about, dict(await ledger.counts()), generators())
             await trainer.save(aside / manifest.TRAINER)
         except Exception:
             await asyncio.to_thread(self._drop_aside)
             raise
         failpoint("checkpoint.begin")
-        self._task = asyncio.create_task(self._finish(aside, made, trainer, ledger, began))
+        self._task = asyncio.create_task(self._finish(aside, pending, trainer, ledger, began))
 
     async def settle(self) -> None:
         """Wait until the one under way is published.
@@ -104,7 +104,7 @@ class Checkpoints:
             task.result()
 
     async def _finish(
-        self, aside: Path, made: _PendingCheckpoint, trainer: Trainer, ledger: Ledger, began: float
+        self, aside: Path, pending: _PendingCheckpoint, trainer: Trainer, ledger: Ledger, began: float
     ) -> None:
         try:
             marks = {f"{manifest.TRAINER}/{name}": mark for name, mark in (await trainer.saved()).items()}
@@ -112,33 +112,33 @@ class Checkpoints:
             backup: Any = getattr(ledger, "backup", None)
             if backup is not None:
                 marks[manifest.LEDGER] = await backup(aside / manifest.LEDGER)
-            await asyncio.to_thread(self._publish, aside, made, marks)
+            await asyncio.to_thread(self._publish, aside, pending, marks)
             self.seconds = max(self.seconds, time.monotonic() - began)
         except OSError as error:
             await asyncio.to_thread(self._drop_aside)
             if isinstance(error, StorageError):
                 raise
-            raise storage_error(error, aside, f"checkpoint {made.version} cannot be written") from error
+            raise storage_error(error, aside, f"checkpoint {pending.version} cannot be written") from error
         except Exception:  # a task that is cancelled leaves the folder to the next sweep: a thread may be in it
             await asyncio.to_thread(self._drop_aside)
             raise
 
-    def _publish(self, aside: Path, made: _PendingCheckpoint, marks: dict[str, FileMark]) -> None:
+    def _publish(self, aside: Path, pending: _PendingCheckpoint, marks: dict[str, FileMark]) -> None:
         disk = durable.disk
-        marks[manifest.STATE] = durable.write_file(aside / manifest.STATE, [made.state])
+        marks[manifest.STATE] = durable.write_file(aside / manifest.STATE, [pending.state])
         failpoint("checkpoint.state")
         manifest.compare(aside, marks, full=False)
-        durable.write_file(aside / manifest.MANIFEST, [manifest.write_manifest(marks, made.head)])
+        durable.write_file(aside / manifest.MANIFEST, [manifest.write_manifest(marks, pending.head)])
         for folder in sorted({(aside / name).parent for name in marks} | {aside}):
             disk.sync_folder(folder)
         failpoint("checkpoint.manifest")
-        path = self.folder / f"{manifest.PREFIX}{made.version}"
+        path = self.folder / f"{manifest.PREFIX}{pending.version}"
         disk.rename(aside, path)
         failpoint("checkpoint.renamed")
         disk.sync_folder(self.folder)
         self._aside = None
         failpoint("checkpoint.published")
-        self._retire(made.version)
+        self._retire(pending.version)
 
     def _is_there(self, version: int) -> bool:
         """Whether this version is published and whole; one that is not is set aside."""
@@ -181,15 +181,15 @@ class Checkpoints:
     def _retire(self, newest: int) -> None:
         """Keep the newest ``keep`` that verify, ``newest`` first; what is older goes."""
         self.sweep()
-        known = manifest.names_in(self.folder)
-        if len(known) <= self.keep:
+        saved = manifest.names_in(self.folder)
+        if len(saved) <= self.keep:
             return
-        kept = 0
-        for version, path in known:
-            if kept == self.keep:
+        count = 0
+        for version, path in saved:
+            if count == self.keep:
                 self._remove(path)
             elif self._is_there(version):
-                kept += 1
+                count += 1
             elif version == newest:
                 raise StorageError(
                     f"checkpoint {version} is not what was written", code="STO112", where=str(path),
@@ -199,10 +199,10 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         """First by name, so that no half of it is ever taken for a checkpoint."""
         failpoint("checkpoint.retention")
-        gone = self.folder / f"{manifest.ASIDE}removed-{path.name}-{uuid.uuid4().hex[:12]}"
-        durable.disk.rename(path, gone)
+        aside = self.folder / f"{manifest.ASIDE}removed-{path.name}-{uuid.uuid4().hex[:12]}"
+        durable.disk.rename(path, aside)
         durable.disk.sync_folder(self.folder)
-        durable.disk.remove_tree(gone)
+        durable.disk.remove_tree(aside)
 
     def _quarantine(self, path: Path, error: StorageError) -> Path:
         """Give what is damaged another name; nothing of it is changed."""
@@ -231,7 +231,7 @@ class Checkpoints:
         lost: int | None = None
         for version, path in manifest.names_in(self.folder):
             try:
-                found = manifest.read(path, version)
+                checkpoint = manifest.read(path, version)
             except StorageError as error:
                 if strict or error.code == "STO113":
                     raise
@@ -240,7 +240,7 @@ class Checkpoints:
                 continue
             self._verified.add(version)
             self._tell(lost, version)
-            return found
+            return checkpoint
         self._tell(lost, 0)
         aside = len(list(self.folder.glob(f"{manifest.ASIDE}*")))
         if aside and lost is None:

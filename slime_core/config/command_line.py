@@ -90,8 +90,8 @@ def split(tokens: Sequence[str], tables: Tables | None = None) -> Words:
             name, equals, value = token[2:].partition("=")
             word, at = _flag(name, value if equals else None, tokens, at, keys, words.tables)
             words.overrides.append(word)
-        elif found := _DOTTED.fullmatch(token):
-            words.overrides.append(Word(_name(found[1]), (found[2],), found[1]))
+        elif match := _DOTTED.fullmatch(token):
+            words.overrides.append(Word(_name(match[1]), (match[2],), match[1]))
         elif words.recipe is None and not token.startswith("-"):
             words.recipe = token
         else:
@@ -116,12 +116,12 @@ def _flag(
     plain = _name(name)
     plain = ALIASES.get(plain, plain)
     shown = f"--{name}"
-    ours = plain in keys or "." in plain or plain.removeprefix("no_") in keys
-    option = None if ours else tables.prefixed(plain.removeprefix("no_"))
+    is_key = plain in keys or "." in plain or plain.removeprefix("no_") in keys
+    option = None if is_key else tables.prefixed(plain.removeprefix("no_"))
     if option and value is None:
         return _prefixed_flag(option, shown, tokens, at, negated=plain.startswith("no_"))
-    if not ours and (found := _bare_flag(plain, shown, value, tokens, at, tables)):
-        return found
+    if not is_key and (flag := _bare_flag(plain, shown, value, tokens, at, tables)):
+        return flag
     head, dot, last = plain.rpartition(".")
     key = keys.get(last) if not dot or head in SECTIONS else None
     if key is None and value is None and plain.startswith("no_"):
@@ -211,11 +211,11 @@ def resolve(words: Words, models: Models) -> tuple[list[Override], list[Problem]
     keys, overrides, problems = core_keys(), [], []
     for word in words.overrides:
         place = f"command line: {word.shown}"
-        found = _locate(word, keys, models, words.tables, place)
-        if isinstance(found, Problem):
-            problems.append(found)
+        location = _locate(word, keys, models, words.tables, place)
+        if isinstance(location, Problem):
+            problems.append(location)
             continue
-        path, annotation = found
+        path, annotation = location
         value = _value(word, path, annotation, place)
         if isinstance(value, Problem):
             problems.append(value)
@@ -263,7 +263,7 @@ def _bare(
         return ((key.section, name) if key.section else (name,)), key.info.annotation
     if option := tables.prefixed(name) if word.shown.startswith("--") else None:
         return option, tables.kind(*option)
-    found: list[tuple[KeyPath, Any]] = [
+    paths: list[tuple[KeyPath, Any]] = [
         (("plugin", plugin, name), model.model_fields[name].annotation)
         for plugin, model in models.items()
         if model is not None and name in model.model_fields
@@ -271,11 +271,11 @@ def _bare(
     bare = tables.bare()
     if name in bare:
         table, kind = bare[name]
-        found.append(((table, name), Any if kind is list else kind))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        full = [dotted(path) for path, _ in found]
+        paths.append(((table, name), Any if kind is list else kind))
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
+        full = [dotted(path) for path, _ in paths]
         return Problem(
             code="CFG01",
             what=f"{word.shown} can mean {' or '.join(full)}",
@@ -287,18 +287,20 @@ def _bare(
         key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
     }
     near = "" if absent(name) else nearest(name, [*keys, *options, *bare])
-    known = near.split("'")[1] if near else ""
+    nearest_name = near.split("'")[1] if near else ""
     full_name = (
-        keys[known].path if known in keys else options.get(known) or f"{bare[known][0] if near else ''}.{known}"
+        keys[nearest_name].path
+        if nearest_name in keys
+        else options.get(nearest_name) or f"{bare[nearest_name][0] if near else ''}.{nearest_name}"
     )
-    flag = f"--{known.replace('_', '-')}"
-    why, fix = tables.misspelt(name)
+    flag = f"--{nearest_name.replace('_', '-')}"
+    reason, fix = tables.misspelt(name)
     fix = f"did you mean {flag}? ({full_name})" if near else fix
     return Problem(
         code="CFG01",
         what=f"unknown key '{name}'",
         where=place,
-        why=absent(name) or why or "no core key, option of a named plugin or of a trainer has this name",
+        why=absent(name) or reason or "no core key, option of a named plugin or of a trainer has this name",
         fix="\n".join(filter(None, [fix, "all keys: slime config keys"])),
     )
 

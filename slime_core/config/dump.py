@@ -28,9 +28,9 @@ def to_toml(config: Config) -> str:
     return table_to_toml(config.model_dump())
 
 
-def redacted(config: Config, known: Collection[str] = ()) -> Config:
-    """The same config with everything that looks like a secret, and the ``known`` secrets, replaced."""
-    return config.model_validate(redact(config.model_dump(), known))
+def redacted(config: Config, secrets: Collection[str] = ()) -> Config:
+    """The same config with everything that looks like a secret, and every one of ``secrets``, replaced."""
+    return config.model_validate(redact(config.model_dump(), secrets))
 
 
 def fingerprint(config: Config) -> str:
@@ -151,20 +151,20 @@ def secrets_in(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield key, text
 
 
-def redact(data: Any, known: Collection[str] = (), key: str = "") -> Any:
-    """A copy of nested tables with every secret replaced, and every occurrence of the ``known`` ones."""
+def redact(data: Any, secrets: Collection[str] = (), key: str = "") -> Any:
+    """A copy of nested tables with every secret replaced, and every occurrence of ``secrets``."""
     if isinstance(data, Mapping):
-        return {name: redact(value, known, str(name)) for name, value in data.items()}
+        return {name: redact(value, secrets, str(name)) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return type(data)(redact(value, known, key) for value in data)
+        return type(data)(redact(value, secrets, key) for value in data)
     if not isinstance(data, str):
         return data
-    return REDACTED if data and _NAMES.search(key) else scrub(data, known)
+    return REDACTED if data and _NAMES.search(key) else scrub(data, secrets)
 
 
-def scrub(text: str, known: Collection[str] = ()) -> str:
-    """Text without anything that looks like a secret, and without the ``known`` ones."""
-    for secret in known:
+def scrub(text: str, secrets: Collection[str] = ()) -> str:
+    """Text without anything that looks like a secret, and without ``secrets``."""
+    for secret in secrets:
         if secret:
             text = text.replace(secret, REDACTED)
     return _VALUES.sub(REDACTED, text)

@@ -49,9 +49,11 @@ def read_sets(path: Path) -> list[dict[str, Any]]:
     if not isinstance(defaults, dict) or not isinstance(sets, list) or not all(isinstance(s, dict) for s in sets):
         raise _shape(path, "defaults is a table, datasets a list of tables")
     base = _renamed(defaults, path, "defaults")
-    found = [base | _renamed(one, path, f"datasets[{number}]") for number, one in enumerate(sets)]
-    made: list[dict[str, Any]] = absolute_paths({"eval": {"eval_tasks": found}}, path.parent, {})["eval"]["eval_tasks"]
-    return made
+    renamed = [base | _renamed(one, path, f"datasets[{number}]") for number, one in enumerate(sets)]
+    resolved: list[dict[str, Any]] = absolute_paths({"eval": {"eval_tasks": renamed}}, path.parent, {})["eval"][
+        "eval_tasks"
+    ]
+    return resolved
 
 
 def expand(data: dict[str, Any], origins: Origins) -> None:
@@ -74,7 +76,7 @@ def expand(data: dict[str, Any], origins: Origins) -> None:
 def _table(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
-        found = _parse(path) if size <= MAX_BYTES else None
+        table = _parse(path) if size <= MAX_BYTES else None
     except FileNotFoundError as error:
         raise _refused(path, f"there is no file {path}", code="CFG05", fix=f"mend the path in {KEY}") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -82,9 +84,9 @@ def _table(path: Path) -> dict[str, Any]:
     if size > MAX_BYTES:
         fix = f"name a file of sets in {KEY}; their rows lie in files of their own"
         raise _refused(path, f"{path.name} has more than {MAX_BYTES >> 20} MiB", code="CFG08", fix=fix)
-    if not isinstance(found, dict):
-        raise _shape(path, f"it holds a {type(found).__name__}")
-    return found
+    if not isinstance(table, dict):
+        raise _shape(path, f"it holds a {type(table).__name__}")
+    return table
 
 
 def _parse(path: Path) -> Any:
@@ -104,25 +106,25 @@ def _parse(path: Path) -> Any:
 
 
 def _renamed(table: Mapping[Any, Any], path: Path, place: str) -> dict[str, Any]:
-    known = set(EvalTask.model_fields) - {"weight"}
-    found: dict[str, Any] = {}
+    fields = set(EvalTask.model_fields) - {"weight"}
+    renamed: dict[str, Any] = {}
     for key, value in table.items():
         name = NAMES.get(key, key)
-        if name not in known:
-            hint = nearest(str(key), sorted({*known, *NAMES}))
+        if name not in fields:
+            hint = nearest(str(key), sorted({*fields, *NAMES}))
             raise ConfigError(
                 f"an evaluation set has no key {key!r}",
                 code="CFG01",
                 where=f"{path}: {place}",
-                fix=hint or f"keys are {', '.join(sorted({*known, *NAMES}))}",
+                fix=hint or f"keys are {', '.join(sorted({*fields, *NAMES}))}",
             )
-        if name in found:
+        if name in renamed:
             raise ConfigError(
                 f"{key!r} sets {name!r} a second time", code="CFG07", where=f"{path}: {place}", fix="keep one of them"
             )
         field = EvalTask.model_fields[name].annotation
-        found[name] = float(value) if field is float and type(value) is int else value
-    return found
+        renamed[name] = float(value) if field is float and type(value) is int else value
+    return renamed
 
 
 def _shape(path: Path, why: str) -> ConfigError:

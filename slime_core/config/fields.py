@@ -83,8 +83,8 @@ def is_sequence(annotation: Any) -> bool:
 
 def is_model(annotation: Any) -> bool:
     """Whether the key takes a table of a fixed shape."""
-    found = unwrap(annotation)
-    return isinstance(found, type) and issubclass(found, BaseModel)
+    kind = unwrap(annotation)
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def element(annotation: Any) -> Any:
@@ -103,28 +103,28 @@ NAMES: Mapping[Any, str] = {
 
 def describe(annotation: Any) -> str:
     """A type in words."""
-    found = unwrap(annotation)
-    if found in NAMES:
-        return NAMES[found]
-    origin = typing.get_origin(found)
+    kind = unwrap(annotation)
+    if kind in NAMES:
+        return NAMES[kind]
+    origin = typing.get_origin(kind)
     if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in typing.get_args(found))
+        return "one of " + ", ".join(str(arg) for arg in typing.get_args(kind))
     if origin in (tuple, list, set, frozenset):
-        inner = element(found)
+        inner = element(kind)
         plural = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}.get(unwrap(inner))
         return f"an array of {plural or ('tables' if is_model(inner) else 'values')}"
-    if origin is dict or is_model(found):
+    if origin is dict or is_model(kind):
         return "a table"
-    return getattr(found, "__name__", str(found)).lower()
+    return getattr(kind, "__name__", str(kind)).lower()
 
 
 def bounds(info: FieldInfo) -> list[str]:
     """``>= 0`` and the like."""
-    found = []
+    bounds = []
     for item in info.metadata:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, name, None) is not None:
-                found.append(f"{sign} {getattr(item, name)}")
+                bounds.append(f"{sign} {getattr(item, name)}")
         if getattr(item, "pattern", None):
-            found.append(f"matching {item.pattern}")
-    return found
+            bounds.append(f"matching {item.pattern}")
+    return bounds

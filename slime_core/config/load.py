@@ -234,11 +234,11 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
     filled: dict[str, Any] = {}
     for name, model in options.items():
         table = tables.get(name, {}) if isinstance(tables, dict) else {}
-        found = check_table(("plugin", name), model, table) if isinstance(table, dict) else None
-        if isinstance(found, list):
-            problems += found
+        result = check_table(("plugin", name), model, table) if isinstance(table, dict) else None
+        if isinstance(result, list):
+            problems += result
         elif model is not None:
-            filled[name] = plain_options(found)
+            filled[name] = plain_options(result)
     if isinstance(tables, dict) and filled:
         data = {**data, "plugin": {**tables, **filled}}
     problems += [
@@ -275,14 +275,14 @@ def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Con
     problems: list[Problem] = []
     for index in range(len(config.stage)):
         places = origins.for_stage(index, sections)
-        found = resolve_stage(copy.deepcopy(data), index)
-        if isinstance(found, list):
-            problems += [places.place(problem) for problem in found]
+        stage = resolve_stage(copy.deepcopy(data), index)
+        if isinstance(stage, list):
+            problems += [places.place(problem) for problem in stage]
             continue
         for name, model in options.items():
-            checked = check_table(("plugin", name), model, found.plugin.get(name, {}))
+            checked = check_table(("plugin", name), model, stage.plugin.get(name, {}))
             problems += [places.place(problem) for problem in checked] if isinstance(checked, list) else []
-        parts.append((found, places))
+        parts.append((stage, places))
     names = [table.get("name") for table in config.stage]
     for repeated in dict.fromkeys(name for name in names if names.count(name) > 1):
         keys: tuple[KeyPath, ...] = tuple(("stage", i) for i, other in enumerate(names) if other == repeated)
@@ -293,25 +293,25 @@ def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Con
 
 
 def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]], check: bool) -> list[str]:
-    found = [
+    notices = [
         f"warning CFG10: {key} looks like a secret ({file.origins.of(_path(key)) or 'recipe'}); it is kept out of "
         f"everything that slime writes, but better: export it and write ${{NAME}}"
         for key, _ in secrets_in(file.written)
     ]
     for word in words.overrides:
         for _key, _value in secrets_in({word.name: list(word.values)}):
-            found.append(
+            notices.append(
                 f"warning CFG10: {word.shown} looks like a secret; a command line is seen by every user of the machine"
             )
             break
     for before, word in words.repeated():
         secret = next(secrets_in({word.name: list(word.values)}), None)
         values = "" if secret else f": {written(before)}, then {written(word)}"
-        found.append(f"notice: {word.shown} is given twice{values}; the last one holds")
+        notices.append(f"notice: {word.shown} is given twice{values}; the last one holds")
     for config, _ in parts:
         stage = f"stage {stage_name(config)}: " if len(parts) > 1 else ""
-        found += [f"notice: {stage}{text}" for text in (rules.notices(config) if check else ())]
-    return list(dict.fromkeys(found))
+        notices += [f"notice: {stage}{text}" for text in (rules.notices(config) if check else ())]
+    return list(dict.fromkeys(notices))
 
 
 def _path(key: str) -> KeyPath:

@@ -40,9 +40,9 @@ def missing_files(data: Mapping[str, Any]) -> list[Problem]:
     problems: list[Problem] = []
 
     def look(path: KeyPath, text: str) -> str:
-        found = _local_part(path, text)
-        if found and Path(found).is_absolute() and not Path(found).exists():
-            problems.append(_missing(path, found))
+        local_path = _local_part(path, text)
+        if local_path and Path(local_path).is_absolute() and not Path(local_path).exists():
+            problems.append(_missing(path, local_path))
         return text
 
     _walk(dict(data), (), look)
@@ -115,8 +115,8 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
         return _of_plugin(path, text, base, models)
     kind = _kind(path)
     if kind == "function":
-        found = _FUNCTION.fullmatch(text)
-        return f"{_join(base, found[1])}:{found[2]}" if found else text
+        match = _FUNCTION.fullmatch(text)
+        return f"{_join(base, match[1])}:{match[2]}" if match else text
     if kind == "data":
         plain, part = _without_slice(text)
         local = _is_local(plain, base, _FILES) or folder_of_set(str(base / plain))
@@ -138,15 +138,15 @@ def _of_plugin(path: KeyPath, text: str, base: Path, models: Mapping[str, type[B
         return text
     model = models.get(str(path[at + 1]))
     info = model.model_fields.get(str(path[-1])) if model is not None else None
-    found = unwrap(info.annotation) if info is not None else None
-    return _join(base, text) if isinstance(found, type) and issubclass(found, Path) else text
+    kind = unwrap(info.annotation) if info is not None else None
+    return _join(base, text) if isinstance(kind, type) and issubclass(kind, Path) else text
 
 
 def _local_part(path: KeyPath, text: str) -> str:
     kind = _kind(path)
     if kind == "function":
-        found = _FUNCTION.fullmatch(text)
-        return found[1] if found else ""
+        match = _FUNCTION.fullmatch(text)
+        return match[1] if match else ""
     if kind == "data":
         plain = _without_slice(text)[0]
         found_set = None if Path(plain).exists() else folder_of_set(plain)
@@ -161,8 +161,8 @@ def _is_local(text: str, base: Path, suffixes: tuple[str, ...] = ()) -> bool:
 
 
 def _without_slice(text: str) -> tuple[str, str]:
-    found = _SLICE.search(text)
-    return (text[: found.start()], found[0]) if found else (text, "")
+    match = _SLICE.search(text)
+    return (text[: match.start()], match[0]) if match else (text, "")
 
 
 def _join(base: Path, text: str) -> str:
@@ -178,12 +178,12 @@ def _near(path: Path) -> str:
     return ""
 
 
-def _missing(path: KeyPath, found: str) -> Problem:
-    near = _near(Path(found))
+def _missing(path: KeyPath, file: str) -> Problem:
+    near = _near(Path(file))
     return Problem(
         code="CFG05",
         what=f"{dotted(path)}: no such file or folder",
         keys=(path,),
-        why=f"it stands for {found}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
+        why=f"it stands for {file}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
         fix="\n".join(filter(None, [near, f"correct the path in {dotted(path)}"])),
     )

@@ -40,7 +40,7 @@ class Origins:
         self._places = dict(places or {})
 
     def __setitem__(self, path: KeyPath, place: str) -> None:
-        self._places = {known: text for known, text in self._places.items() if known[: len(path)] != path}
+        self._places = {key: text for key, text in self._places.items() if key[: len(path)] != path}
         self._places[path] = place
 
     def of(self, path: KeyPath) -> str:
@@ -69,8 +69,8 @@ class Origins:
         """The problem with ``where`` filled from its keys."""
         if problem.where:
             return problem
-        found = [self.of(key) for key in problem.keys]
-        return replace(problem, where=", ".join(dict.fromkeys(text for text in found if text)))
+        places = [self.of(key) for key in problem.keys]
+        return replace(problem, where=", ".join(dict.fromkeys(text for text in places if text)))
 
 
 def dotted(path: KeyPath) -> str:
@@ -109,5 +109,5 @@ def error_of(problems: Sequence[Problem]) -> ConfigError:
 
 def _line(problem: Problem) -> str:
     where = f" ({problem.where})" if problem.where else ""
-    why = f": {problem.why}" if problem.why else ""
-    return f"{problem.code} {problem.what}{where}{why}"
+    reason = f": {problem.why}" if problem.why else ""
+    return f"{problem.code} {problem.what}{where}{reason}"

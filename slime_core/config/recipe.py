@@ -164,8 +164,8 @@ def _decode(raw: bytes, shown: str) -> str:
 
 
 def _parse(text: str, shown: str) -> dict[str, Any]:
-    dotted_keys = (found for found in _DOTTED.finditer(text) if found["key"])
-    if deep := next((found for found in dotted_keys if found[0].count(".") >= MAX_PARTS), None):
+    dotted_keys = (match for match in _DOTTED.finditer(text) if match["key"])
+    if deep := next((match for match in dotted_keys if match[0].count(".") >= MAX_PARTS), None):
         line = text.count("\n", 0, deep.start()) + 1
         raise ConfigError(f"a key has more than {MAX_PARTS} parts", code="CFG08", where=f"{shown}:{line}")
     try:
@@ -174,14 +174,16 @@ def _parse(text: str, shown: str) -> dict[str, Any]:
         raise ConfigError("the recipe is nested too deeply", code="CFG08", where=shown) from None
     except ValueError as error:
         message = str(error)
-        found = _PLACE.search(message)
+        match = _PLACE.search(message)
         lines = text.splitlines() or [""]
-        line, column = (int(found[1]), int(found[2])) if found else (len(lines), len(lines[-1]) + 1)
-        what = _END.sub("", _PLACE.sub("", message)).strip()
-        duplicate = bool(_DUPLICATE.search(what))
+        line, column = (int(match[1]), int(match[2])) if match else (len(lines), len(lines[-1]) + 1)
+        error_text = _END.sub("", _PLACE.sub("", message)).strip()
+        duplicate = bool(_DUPLICATE.search(error_text))
         source = _source(lines[min(line, len(lines)) - 1].strip())
         raise ConfigError(
-            f"a key or table is given twice: {what}" if duplicate else f"the recipe is not valid TOML: {what}",
+            f"a key or table is given twice: {error_text}"
+            if duplicate
+            else f"the recipe is not valid TOML: {error_text}",
             code="CFG07" if duplicate else "CFG06",
             where=f"{shown}:{line}:{column}",
             why=f"the line reads: {source}" if source else "the file ends there",

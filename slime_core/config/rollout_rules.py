@@ -39,8 +39,8 @@ def notices(config: Config) -> list[str]:
 
 def _either(one: str, other: str, *, why: str) -> Problem:
     """Two keys of which one must go."""
-    what = f"{one.partition('.')[2]} with {other.partition('.')[2]}"
-    return conflict(what, [one, other], why=why, fix="remove one of them")
+    message = f"{one.partition('.')[2]} with {other.partition('.')[2]}"
+    return conflict(message, [one, other], why=why, fix="remove one of them")
 
 
 def _conflicts_of_sampling(config: Config) -> Iterator[Problem]:
@@ -85,8 +85,8 @@ def _over_sampling(config: Config) -> Iterator[Problem]:
             fix="--max-staleness 0   or   --over-sampling-batch-size 0",
         )
     if rollout.rollout_function_path:
-        why = "a function that makes the whole rollout decides itself how many prompts it tries"
-        yield _either(OVER, "rollout.rollout_function_path", why=why)
+        reason = "a function that makes the whole rollout decides itself how many prompts it tries"
+        yield _either(OVER, "rollout.rollout_function_path", why=reason)
 
 
 def _partial(config: Config) -> Iterator[Problem]:
@@ -120,8 +120,8 @@ def _dynamic(config: Config) -> Iterator[Problem]:
             fix="set n_samples_per_prompt to 2 or more, or dynamic_sampling to off",
         )
     if rollout.rollout_function_path:
-        why = "a function that makes the whole rollout judges and filters its own groups"
-        yield _either(DYNAMIC, "rollout.rollout_function_path", why=why)
+        reason = "a function that makes the whole rollout judges and filters its own groups"
+        yield _either(DYNAMIC, "rollout.rollout_function_path", why=reason)
 
 
 def _rewards(config: Config) -> Iterator[Problem]:

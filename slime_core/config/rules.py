@@ -71,18 +71,18 @@ def incomplete(config: Config) -> list[Problem]:
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     evaluation = config.eval
-    found = [*algorithm_rules.notices(config), *rollout_rules.notices(config), *server_rules.notices(config)]
-    found += [text for backend in chosen(config) for text in backend.notices(config)]
+    notices = [*algorithm_rules.notices(config), *rollout_rules.notices(config), *server_rules.notices(config)]
+    notices += [text for backend in chosen(config) for text in backend.notices(config)]
     if evaluation.eval_temperature == 0 and evaluation.n_samples_per_eval_prompt > 1:
-        found.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
-    return [*found, *_ahead_notices(config)]
+        notices.append("eval_temperature = 0 is greedy: all n_samples_per_eval_prompt samples will be equal")
+    return [*notices, *_ahead_notices(config)]
 
 
 def _ahead_notices(config: Config) -> Iterator[str]:
     rollout, train = config.rollout, config.train
     if rollout.stale_policy != "wait" and (not rollout.max_staleness or rollout.async_schedule == "lockstep"):
-        why = "lockstep makes no older group" if rollout.max_staleness else "nothing runs ahead of training"
-        yield f"stale_policy = {rollout.stale_policy} has no effect: {why}"
+        reason = "lockstep makes no older group" if rollout.max_staleness else "nothing runs ahead of training"
+        yield f"stale_policy = {rollout.stale_policy} has no effect: {reason}"
     if rollout.max_staleness and train.loss_type != SFT and not (train.use_tis or train.use_rollout_logprobs):
         yield (
             f"max_staleness = {rollout.max_staleness} trains on tokens of older weights as if the present ones had "
@@ -96,34 +96,34 @@ def _batches(config: Config) -> Iterator[Problem]:
     if any(task.n_samples_per_prompt not in (0, n) for task in config.data.tasks):
         return  # rollouts a step then depend on the tasks that were drawn
     rollouts, steps = prompts * n, train.num_steps_per_rollout
-    made = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
+    rollouts_text = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
     keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.global_batch_size"]
     if batch > rollouts:
         yield conflict(
             f"global_batch_size = {batch} is more than there is",
             keys,
-            why=made,
+            why=rollouts_text,
             fix=f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size",
         )
     elif batch and rollouts % batch:
         yield conflict(
             f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}",
             keys,
-            why=made,
+            why=rollouts_text,
             fix=f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}",
         )
     elif batch and steps > 1 and batch * steps != rollouts:
         yield conflict(
             f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other",
             [*keys, "train.num_steps_per_rollout"],
-            why=made,
+            why=rollouts_text,
             fix="set one of them and leave the other out",
         )
     elif not batch and rollouts % steps:
         yield conflict(
             f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps",
             [*keys[:2], "train.num_steps_per_rollout"],
-            why=made,
+            why=rollouts_text,
             fix=f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}",
         )
 
@@ -250,8 +250,8 @@ def _backends(config: Config) -> Iterator[Problem]:
         except ConfigError as error:
             yield conflict(error.what, [error.where], why=error.why, fix=error.fix)
     for name in unread(config):
-        what = f"nobody reads [{name}]: {BROUGHT_BY[name]}, whose table it is, is not installed here"
-        yield conflict(what, [name], fix=f"{install(name)}   or leave [{name}] out")
+        message = f"nobody reads [{name}]: {BROUGHT_BY[name]}, whose table it is, is not installed here"
+        yield conflict(message, [name], fix=f"{install(name)}   or leave [{name}] out")
 
 
 def section(backend: Backend, config: Config) -> list[Problem]:

@@ -37,10 +37,10 @@ def stages(config: Config) -> list[Config]:
         return [_settled(config)]
     resolved = []
     for index in range(len(config.stage)):
-        found = resolve_stage(config.model_dump(), index)
-        if isinstance(found, list):
-            raise error_of(found)
-        resolved.append(_settled(found))
+        stage = resolve_stage(config.model_dump(), index)
+        if isinstance(stage, list):
+            raise error_of(stage)
+        resolved.append(_settled(stage))
     return resolved
 
 

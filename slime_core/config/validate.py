@@ -71,11 +71,11 @@ def tuples(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shaped(value: Any, annotation: Any) -> Any:
-    found = unwrap(annotation)
-    if is_model(found) and isinstance(value, Mapping):
-        return tuples(found, value)
-    if is_sequence(found) and isinstance(value, list):
-        return tuple(_shaped(item, element(found)) for item in value)
+    kind = unwrap(annotation)
+    if is_model(kind) and isinstance(value, Mapping):
+        return tuples(kind, value)
+    if is_sequence(kind) and isinstance(value, list):
+        return tuple(_shaped(item, element(kind)) for item in value)
     return value
 
 
@@ -87,9 +87,9 @@ def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, An
     if kind == "extra_forbidden":
         return unknown(full, _siblings(model, path))
     if kind == "missing":
-        wanted = f": {describe(info.annotation)}" if info else ""
+        expected = f": {describe(info.annotation)}" if info else ""
         return Problem(
-            code="CFG02", what=f"{dotted(full)} is missing", keys=(full,), fix=f"set {dotted(full)}{wanted}"
+            code="CFG02", what=f"{dotted(full)} is missing", keys=(full,), fix=f"set {dotted(full)}{expected}"
         )
     name = dotted(full)
     if kind in ("value_error", "assertion_error"):
@@ -102,24 +102,24 @@ def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, An
             keys=(full,),
             fix=f"give {name} a finite number",
         )
-    wanted = " ".join([describe(annotation), *(bounds(info) if info else [])]) if annotation else detail["msg"]
+    expected = " ".join([describe(annotation), *(bounds(info) if info else [])]) if annotation else detail["msg"]
     if kind in _RANGE and not (kind == "literal_error" and not isinstance(value, str)):
         near = nearest(value, [str(a) for a in _choices(annotation)]) if isinstance(value, str) else ""
-        fix = near or f"set {name} to {wanted}"
+        fix = near or f"set {name} to {expected}"
         return Problem(
-            code="CFG03", what=f"{name} = {shown} is out of range", keys=(full,), why=f"it must be {wanted}", fix=fix
+            code="CFG03", what=f"{name} = {shown} is out of range", keys=(full,), why=f"it must be {expected}", fix=fix
         )
-    why = f"it is {kind_of(value)}, and {name} takes {wanted}" if annotation else detail["msg"]
+    reason = f"it is {kind_of(value)}, and {name} takes {expected}" if annotation else detail["msg"]
     fix = hint(value, annotation) if annotation else f"mend {name}"
-    return Problem(code="CFG02", what=f"{name} = {shown} has the wrong type", keys=(full,), why=why, fix=fix)
+    return Problem(code="CFG02", what=f"{name} = {shown} has the wrong type", keys=(full,), why=reason, fix=fix)
 
 
 def _refused(name: str, full: KeyPath, detail: ErrorDetails) -> Problem:
     """What a validator of the model's own says, such as that keys contradict each other."""
-    told = str(detail.get("ctx", {}).get("error", detail["msg"]))
-    what, _, why = told.partition("; ")
+    message = str(detail.get("ctx", {}).get("error", detail["msg"]))
+    problem, _, reason = message.partition("; ")
     return Problem(
-        code="CFG04", what=f"{name}: {what}", keys=(full,), why=why, fix=f"change what it names in [{name}]"
+        code="CFG04", what=f"{name}: {problem}", keys=(full,), why=reason, fix=f"change what it names in [{name}]"
     )
 
 
@@ -143,8 +143,8 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
     parent = dotted(path[:-1])
     if near:
         near = near.replace("'", f"'{parent}." if parent else "'", 1)
-    elif not absent(name) and (found := nearest(name, list(keys))):
-        near = f"did you mean '{keys[found.split(chr(39))[1]].path}'?"
+    elif not absent(name) and (suggestion := nearest(name, list(keys))):
+        near = f"did you mean '{keys[suggestion.split(chr(39))[1]].path}'?"
     section = str(path[0]) if len(path) > 1 else ""
     every = f"all keys: slime config keys {section}".rstrip()
     if section == "plugin":
@@ -194,8 +194,8 @@ def _siblings(model: type[BaseModel], path: KeyPath) -> list[str]:
 def _choices(annotation: Any) -> tuple[Any, ...]:
     from typing import Literal, get_args, get_origin
 
-    found = unwrap(annotation)
-    return get_args(found) if get_origin(found) is Literal else ()
+    kind = unwrap(annotation)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def validate_options(
@@ -206,29 +206,29 @@ def validate_options(
     Raises:
         ConfigError: CFG01 unknown key, 02 wrong type, 03 out of range, 15 not finite; every problem at once.
     """
-    found = check_table(("plugin", name), model, table)
-    if isinstance(found, list):
+    options = check_table(("plugin", name), model, table)
+    if isinstance(options, list):
         origins = origins or Origins()
-        raise_all([origins.place(problem) for problem in found])
+        raise_all([origins.place(problem) for problem in options])
         return None
-    return found
+    return options
 
 
 def check_table(
     prefix: KeyPath, model: type[BaseModel] | None, table: Mapping[str, Any]
 ) -> BaseModel | list[Problem] | None:
     """The table at ``prefix`` as ``model``, None where there is no model, or every problem of the table."""
-    known = list(model.model_fields) if model is not None else []
+    names = list(model.model_fields) if model is not None else []
     open_table = model is not None and model.model_config.get("extra") == "allow"
-    problems = [unknown((*prefix, key), known) for key in table if key not in known and not open_table]
+    problems = [unknown((*prefix, key), names) for key in table if key not in names and not open_table]
     problems += list(not_finite(dict(table), prefix))
     if model is None or any(problem.code == "CFG15" for problem in problems):
         return problems or None
-    wanted = {key: value for key, value in table.items() if key in known or open_table}
+    values = {key: value for key, value in table.items() if key in names or open_table}
     try:
-        filled = model.model_validate_json(json.dumps(wanted, default=str), strict=True)
+        filled = model.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        return [*problems, *problems_of(error, model, wanted, prefix)]
+        return [*problems, *problems_of(error, model, values, prefix)]
     return problems or filled
 
 

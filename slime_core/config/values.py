@@ -21,19 +21,19 @@ def typed(text: str, annotation: Any) -> Any:
 
     Arrays and tables are written as in TOML or JSON. Where the type is open, text that is no TOML value is a string.
     """
-    found = unwrap(annotation)
-    if found is str or typing.get_origin(found) is Literal:
+    kind = unwrap(annotation)
+    if kind is str or typing.get_origin(kind) is Literal:
         return text
-    if found is bool:
+    if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if found is int:
+    if kind is int:
         return int(text) if _INTEGER.fullmatch(text) and len(text) < 400 else text
-    if found is float:
+    if kind is float:
         return _number(text)
-    if is_sequence(found):
+    if is_sequence(kind):
         value = _parsed(text)
-        return value if isinstance(value, list) else [typed(text, element(found))]
-    if typing.get_origin(found) is dict or found is Any:
+        return value if isinstance(value, list) else [typed(text, element(kind))]
+    if typing.get_origin(kind) is dict or kind is Any:
         return _parsed(text)
     return _parsed(text) if text[:1] in "[{" else text
 
@@ -80,14 +80,14 @@ def kind_of(value: Any) -> str:
 
 def hint(value: Any, annotation: Any) -> str:
     """How to write a value of the wrong type, where that is plain."""
-    wanted = unwrap(annotation)
-    if isinstance(value, str) and wanted in (int, float, bool):
-        plain = typed(value, wanted)
+    kind = unwrap(annotation)
+    if isinstance(value, str) and kind in (int, float, bool):
+        plain = typed(value, kind)
         if not isinstance(plain, str) and (not isinstance(plain, float) or math.isfinite(plain)):
             return f"write it without quotes: {show(plain)}"
-    if isinstance(value, bool) and wanted in (int, float):
+    if isinstance(value, bool) and kind in (int, float):
         return f"write {int(value)} if that is meant"
-    if isinstance(value, int) and wanted is bool and value in (0, 1):
+    if isinstance(value, int) and kind is bool and value in (0, 1):
         return f"write {'true' if value else 'false'}"
     if is_sequence(annotation) and not isinstance(value, (list, tuple, dict)):
         return f"put it in brackets: [{show(value)}]"

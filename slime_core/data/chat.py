@@ -132,13 +132,15 @@ def check_text(text: str, where: str) -> None:
 def _check_message(message: Message, where: str, root: Path | None) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        what = "a message has no role" if "role" not in message else f"a message has the unknown role {role!r}"
-        raise DataError(what, code="DAT25", where=where, fix=f"roles are {', '.join(ROLES)}")
+        message_error = (
+            "a message has no role" if "role" not in message else f"a message has the unknown role {role!r}"
+        )
+        raise DataError(message_error, code="DAT25", where=where, fix=f"roles are {', '.join(ROLES)}")
     speaks = isinstance(content, str) or (isinstance(content, list) and all(isinstance(p, dict) for p in content))
     if not speaks and not (content is None and message.get("tool_calls")):
-        what = "has no content" if content is None else f"has content of type {type(content).__name__}"
+        message_error = "has no content" if content is None else f"has content of type {type(content).__name__}"
         raise DataError(
-            f"a {role} message {what}",
+            f"a {role} message {message_error}",
             code="DAT25",
             where=where,
             fix='content is a string, or a list of parts like [{"type": "text", "text": "..."}]',
@@ -168,20 +170,20 @@ def check_media(value: Any, where: str, root: Path | None) -> None:
         value = value.get("url", value.get("path"))
     if not isinstance(value, str):
         return
-    why = ""
+    reason = ""
     if urlsplit(value).scheme == "data":
         return
     if "://" in value or urlsplit(value).scheme:
-        why = "a row may not make this machine fetch or open an address"
+        reason = "a row may not make this machine fetch or open an address"
     elif "\0" in value or Path(value).is_absolute() or ".." in Path(value.replace("\\", "/")).parts:
-        why = "the path leaves the folder of the data"
+        reason = "the path leaves the folder of the data"
     elif root is None or not (root / value).resolve().is_relative_to(root.resolve()):
-        why = "the path leaves the folder of the data" if root else "such a set has no folder of files"
-    if why:
+        reason = "the path leaves the folder of the data" if root else "such a set has no folder of files"
+    if reason:
         raise DataError(
             f"the row refers to media at {value[:100]!r}",
             code="DAT33",
             where=where,
-            why=why,
+            why=reason,
             fix="copy the file beside the data and name it by a relative path",
         )

@@ -65,12 +65,12 @@ def _load(spec: str) -> Any:
             folder, config, split = local
             _refuse_crowded(folder, spec)
             saved = any((folder / name).is_file() for name in SAVED)
-            found = datasets.load_from_disk(str(folder)) if saved else _of_files(folder, config)
+            dataset = datasets.load_from_disk(str(folder)) if saved else _of_files(folder, config)
         else:
             match = NAME.fullmatch(spec)
             assert match is not None, spec
             split = match["split"] or ""
-            found = datasets.load_dataset(match["name"], match["config"])
+            dataset = datasets.load_dataset(match["name"], match["config"])
     except DataError:
         raise
     except Exception as error:  # `datasets` raises many kinds, for a missing set as for a network that is not there
@@ -83,18 +83,18 @@ def _load(spec: str) -> Any:
             if local is not None
             else "name a file or folder, or fetch it where there is a network: hf download --repo-type dataset NAME",
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    name = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
-    if name not in found:
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    name = split or ("train" if "train" in dataset or len(dataset) != 1 else next(iter(dataset)))
+    if name not in dataset:
         raise DataError(
-            f"{spec} has no split {name!r}, it has {', '.join(found)}",
+            f"{spec} has no split {name!r}, it has {', '.join(dataset)}",
             code="DAT18",
             where=f"data.prompt_data = {spec}",
-            fix=nearest(name, tuple(found))
-            or f"name one: {spec.removesuffix(':' + name)}:{next(iter(found), 'SPLIT')}",
+            fix=nearest(name, tuple(dataset))
+            or f"name one: {spec.removesuffix(':' + name)}:{next(iter(dataset), 'SPLIT')}",
         )
-    return found[name]
+    return dataset[name]
 
 
 def _refuse_crowded(folder: Path, spec: str) -> None:
@@ -120,13 +120,13 @@ def _of_files(folder: Path, config: str) -> Any:
     """
     import datasets
 
-    known = datasets.get_dataset_config_names(str(folder))
-    if config not in known and (config or (len(known) > 1 and "default" not in known)):
+    configurations = datasets.get_dataset_config_names(str(folder))
+    if config not in configurations and (config or (len(configurations) > 1 and "default" not in configurations)):
         raise DataError(
             f"{folder} has no configuration {config!r}" if config else f"{folder} has several configurations",
             code="DAT18",
             where=f"data.prompt_data = {folder}" + (f"#{config}" if config else ""),
-            why=f"it has {', '.join(known)}",
-            fix=nearest(config, known) or f"name one: {folder}#{known[0]}",
+            why=f"it has {', '.join(configurations)}",
+            fix=nearest(config, configurations) or f"name one: {folder}#{configurations[0]}",
         )
     return datasets.load_dataset(str(folder), config or None)

@@ -53,8 +53,8 @@ class JsonlRows(Rows):
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)  # called, or when nothing holds the rows any more
         try:
-            seen = os.fstat(self._fd)
-            self._size = seen.st_size if size is None else min(size, seen.st_size)
+            status = os.fstat(self._fd)
+            self._size = status.st_size if size is None else min(size, status.st_size)
             self._check_kind(os.pread(self._fd, 4, 0))
             index = _Index()
             digest = hashlib.sha256()
@@ -69,7 +69,7 @@ class JsonlRows(Rows):
         self._blanks = np.asarray(index.blanks, dtype=np.int64)
         self._count = index.count
         self._last = -1, 0  # the row that was read last, and its start
-        self._pin = Pin(path, seen, size=self._size, digest=digest.hexdigest())
+        self._pin = Pin(path, status, size=self._size, digest=digest.hexdigest())
 
     def __len__(self) -> int:
         return self._count
@@ -276,9 +276,9 @@ class Pin:
         pin.check()
     """
 
-    def __init__(self, path: Path, seen: os.stat_result, *, size: int, digest: str) -> None:
+    def __init__(self, path: Path, status: os.stat_result, *, size: int, digest: str) -> None:
         self.path, self.size, self.digest = path, size, digest
-        self._seen = _key(seen)
+        self._seen = _key(status)
 
     def check(self) -> None:
         """Look at the file.
@@ -287,31 +287,31 @@ class Pin:
             DataError: DAT37 with the path, what was expected and what was found.
         """
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError as error:
             raise self.lost("is gone", f"found nothing: {error.strerror}") from error
-        if _key(found) == self._seen:
+        if _key(status) == self._seen:
             return
-        if found.st_size < self.size:
-            raise self.lost("was cut short", f"found {found.st_size} bytes")
-        same_file = self._seen[:2] == _key(found)[:2]
-        if not same_file or found.st_size == self.size:
-            self._compare("was changed" if same_file else "was replaced", found.st_size)
-        if found.st_size > self.size:
+        if status.st_size < self.size:
+            raise self.lost("was cut short", f"found {status.st_size} bytes")
+        same_file = self._seen[:2] == _key(status)[:2]
+        if not same_file or status.st_size == self.size:
+            self._compare("was changed" if same_file else "was replaced", status.st_size)
+        if status.st_size > self.size:
             notice(
                 ("appended", str(self.path)),
-                f"{self.path}: {found.st_size - self.size} bytes were appended since it was opened; "
+                f"{self.path}: {status.st_size - self.size} bytes were appended since it was opened; "
                 f"this run reads the first {self.size} bytes only",
             )
-        self._seen = _key(found)
+        self._seen = _key(status)
 
-    def lost(self, what: str, found: str) -> DataError:
+    def lost(self, what: str, detail: str) -> DataError:
         """The error of a file that is no longer what it was."""
         return DataError(
             f"{self.path.name} {what} during the run",
             code="DAT37",
             where=str(self.path),
-            why=f"expected {self.size} bytes, sha256 {self.digest}; {found}",
+            why=f"expected {self.size} bytes, sha256 {self.digest}; {detail}",
             fix=BACK,
         )
 
@@ -334,5 +334,5 @@ def digest_of(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _key(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _key(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -59,8 +59,8 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
     """
     encoder = encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
-    kept = kept_sources(ctx.run_dir / KEPT) if ctx.run_dir else {}
-    saved = kept.get(ctx.stage, {})
+    sources = kept_sources(ctx.run_dir / KEPT) if ctx.run_dir else {}
+    saved = sources.get(ctx.stage, {})
     streams = []
     for task, key in train_tasks(config):
         mark = saved.get("tasks", {}).get(task.name, {}).get("file")
@@ -70,14 +70,14 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
     if saved:
         source.restore(saved)
     elif ctx.run_dir is not None:
-        _keep(ctx.run_dir / KEPT, {**kept, ctx.stage: source.state()})
+        _keep(ctx.run_dir / KEPT, {**sources, ctx.stage: source.state()})
     return source
 
 
 def kept_sources(path: Path) -> dict[str, Any]:
     """By stage, the state of its source when it was first opened."""
     try:
-        kept: dict[str, Any] = json.loads(path.read_bytes())
+        sources: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -88,12 +88,12 @@ def kept_sources(path: Path) -> dict[str, Any]:
             why=str(error),
             fix="start another run; or remove the file, where the data is surely that of the beginning",
         ) from error
-    return kept
+    return sources
 
 
-def _keep(path: Path, kept: Mapping[str, Any]) -> None:
+def _keep(path: Path, sources: Mapping[str, Any]) -> None:
     try:
-        replace_file(path, json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n")
+        replace_file(path, json.dumps(sources, indent=1, sort_keys=True).encode() + b"\n")
     except OSError as error:
         raise storage_error(error, path, "the run's note of its data cannot be written") from error
 
@@ -106,17 +106,17 @@ def eval_sets(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) ->
         DataError: as :func:`open_source`; CFG04 an endless source.
     """
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
-    found: list[EvalSet] = []
+    sets: list[EvalSet] = []
     for name, task, key in eval_tasks(config):
         if not SET_NAME.fullmatch(name):
             raise ConfigError(
                 f"an evaluation set cannot be called {name!r}", code="CFG03", where=key, fix="use A-Z a-z 0-9 . _ -"
             )
-        if name in {other.name for other in found}:
+        if name in {other.name for other in sets}:
             raise ConfigError(f"two evaluation sets are called {name!r}", code="CFG07", where=key, fix="rename one")
         encoder = _eval_encoder(config, task, tokenizer)
-        found.append(_read_whole(name, task, _supply(config, task, plugins, encoder, bad, ctx, key), key))
-    return found
+        sets.append(_read_whole(name, task, _supply(config, task, plugins, encoder, bad, ctx, key), key))
+    return sets
 
 
 def _eval_encoder(config: Config, task: EvalTask, tokenizer: Any) -> Encoder:
@@ -166,12 +166,12 @@ def eval_tasks(config: Config) -> list[tuple[str, EvalTask, str]]:
             fix="write NAME PATH [NAME PATH ...], such as: --eval-prompt-data aime aime.jsonl",
         )
     training = [task.name for task in config.data.tasks] or ["default"]
-    found = []
+    tasks = []
     for name, path in zip(pairs[::2], pairs[1::2], strict=True):
         # judged like the training task of that name, or like the only one
         task = name if name in training or len(training) > 1 else training[0]
-        found.append((name, EvalTask(name=task, prompt_data=path), "eval.eval_prompt_data"))
-    return [*found, *((t.name, t, f"eval.eval_tasks[{i}]") for i, t in enumerate(config.eval.eval_tasks))]
+        tasks.append((name, EvalTask(name=task, prompt_data=path), "eval.eval_prompt_data"))
+    return [*tasks, *((t.name, t, f"eval.eval_tasks[{i}]") for i, t in enumerate(config.eval.eval_tasks))]
 
 
 def _read_whole(name: str, task: EvalTask, supply: Supply, key: str) -> EvalSet:
@@ -180,16 +180,16 @@ def _read_whole(name: str, task: EvalTask, supply: Supply, key: str) -> EvalSet:
         raise ConfigError(
             f"the source of evaluation set {name!r} is endless", code="CFG04", where=key, fix="give it a __len__"
         )
-    found = EvalSet(name=name, task=task, prompts=[])
+    eval_set = EvalSet(name=name, task=task, prompts=[])
     for row in range(count):
-        made = supply.make(row, id=f"eval/{name}/{row}", position=row)
-        if isinstance(made, Prompt):
-            found.prompts.append(made)
+        prompt = supply.make(row, id=f"eval/{name}/{row}", position=row)
+        if isinstance(prompt, Prompt):
+            eval_set.prompts.append(prompt)
         else:
-            found.dropped[made] += 1
-    if not found.prompts:
-        raise nothing_left(name, found.dropped, supply.encoder)
-    return found
+            eval_set.dropped[prompt] += 1
+    if not eval_set.prompts:
+        raise nothing_left(name, eval_set.dropped, supply.encoder)
+    return eval_set
 
 
 def _supply(
@@ -221,13 +221,13 @@ def _supply(
 
 def _same_as(mark: Mapping[str, Any], rows: Rows, task: Task) -> None:
     """Refuse another file than the saved run had, before its rows are judged; tell of one that has grown."""
-    found = rows.mark() or {}
-    if found.get("sha256") != mark["sha256"]:
+    digest_mark = rows.mark() or {}
+    if digest_mark.get("sha256") != mark["sha256"]:
         rows.close()
         raise changed(
             task.name,
             f"saved {mark['bytes']} bytes, sha256 {mark['sha256']}; "
-            f"found {found.get('bytes')} of them, sha256 {found.get('sha256')}, in {task.prompt_data}",
+            f"found {digest_mark.get('bytes')} of them, sha256 {digest_mark.get('sha256')}, in {task.prompt_data}",
         )
     path = Path(split_slice(task.prompt_data)[0]).expanduser()
     if (now := path.stat().st_size) > mark["bytes"]:
@@ -242,8 +242,8 @@ def _keys(config: Config, stage: str, task: Task) -> Any:
 
 def encoder_of(config: Config, tokenizer: Any, response_len: int) -> Encoder:
     """What turns rows into prompts; the longest prompt leaves ``response_len`` tokens of the context."""
-    data, given = config.data, config.rollout.rollout_max_context_len
-    context = given or _model_context(config.rollout.hf_checkpoint)
+    data, max_context = config.data, config.rollout.rollout_max_context_len
+    context = max_context or _model_context(config.rollout.hf_checkpoint)
     part = max(1, context - response_len) if context else 0
     longest = data.rollout_max_prompt_len
     wider = f"raise data.rollout_max_prompt_len, now {longest}"
@@ -252,7 +252,7 @@ def encoder_of(config: Config, tokenizer: Any, response_len: int) -> Encoder:
         wider += (
             " (rollout.rollout_max_response_len)" if response_len == config.rollout.rollout_max_response_len else ""
         )
-        wider = f"raise rollout.rollout_max_context_len, or {wider}" if given else wider
+        wider = f"raise rollout.rollout_max_context_len, or {wider}" if max_context else wider
     return Encoder(
         tokenizer,
         template=data.apply_chat_template,
@@ -292,8 +292,8 @@ def open_rows(
     """
     path, inside = split_slice(spec, key)
     rows = _open(path, max_line_bytes, columns, key, mark)
-    found = rows if inside is None else SlicedRows(rows, *inside.indices(len(rows))[:2])
-    if len(found) == 0:
+    opened = rows if inside is None else SlicedRows(rows, *inside.indices(len(rows))[:2])
+    if len(opened) == 0:
         total = len(rows)
         rows.close()
         raise DataError(
@@ -302,7 +302,7 @@ def open_rows(
             where=f"{key} = {spec}",
             fix="name a file with at least one JSON object a line" if not total else "widen the slice",
         )
-    return found
+    return opened
 
 
 def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, mark: Mapping[str, Any] | None) -> Rows:

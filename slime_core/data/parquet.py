@@ -35,8 +35,8 @@ class ParquetRows(Rows):
         self.path = path
         self.root = path.parent
         try:
-            seen = path.stat()
-            self._pin = Pin(path, seen, size=seen.st_size, digest=digest_of(path, seen.st_size))
+            status = path.stat()
+            self._pin = Pin(path, status, size=status.st_size, digest=digest_of(path, status.st_size))
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
@@ -59,8 +59,8 @@ class ParquetRows(Rows):
         number = int(np.searchsorted(self._ends, row, side="right"))
         table = self._group(number)
         place = row - (int(self._ends[number - 1]) if number else 0)
-        found: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
-        return {key: without_nulls(value) for key, value in found.items()}
+        values: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
+        return {key: without_nulls(value) for key, value in values.items()}
 
     def where(self, row: int) -> str:
         """``file[row]``, counted from 0."""

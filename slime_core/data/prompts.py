@@ -89,16 +89,16 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
     """
     for name, setting in keys.required:
         if name not in row:
-            found = ", ".join(map(repr, list(row)[:20])) or "no keys"
+            listing = ", ".join(map(repr, list(row)[:20])) or "no keys"
             raise DataError(
                 f"the row has no {name!r}",
                 code="DAT18",
                 where=where,
-                why=f"it has {found}",
+                why=f"it has {listing}",
                 fix=f"set {setting} to one of them{_maybe(nearest(name, list(row)))}",
             )
-    wanted = {name: row[name] for name in keys.columns if name in row}
-    check_value(wanted, where)
+    values = {name: row[name] for name in keys.columns if name in row}
+    check_value(values, where)
     return Parsed(
         prompt=check_prompt(row[keys.input], where, keys.input, root),
         label=row[keys.label] if keys.label else None,
@@ -197,14 +197,14 @@ class Encoder:
             tools=parsed.tools,
         )
 
-    def of_plugin(self, found: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
+    def of_plugin(self, item: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
         """A prompt from `slime_prompts`, numbered, and encoded unless the plugin brought tokens.
 
         Raises:
             DataError: as :meth:`prompt`; DAT24 and DAT25 for what the plugin put in it.
         """
-        metadata = {"row_id": found.id or where, **found.metadata}
-        text, tokens = found.prompt, list(found.tokens)
+        metadata = {"row_id": item.id or where, **item.metadata}
+        text, tokens = item.prompt, list(item.tokens)
         if not tokens:
             checked = check_prompt(text, where, "prompt", None)
             text = render(
@@ -218,8 +218,8 @@ class Encoder:
             tokens = encode(self.tokenizer, text)
         elif isinstance(text, str):
             check_text(text, where)
-        place = found.where or where
-        prompt = Prompt(id=id, task=task, position=position, label=found.label, metadata=metadata, where=place)
+        place = item.where or where
+        prompt = Prompt(id=id, task=task, position=position, label=item.label, metadata=metadata, where=place)
         return self._filled(prompt, text, tokens, where)
 
     def _filled(self, prompt: Prompt, text: str | list[Message], tokens: list[int], where: str) -> Prompt | None:
@@ -299,16 +299,16 @@ def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:
 
 def _more(row: dict[str, Any], keys: Keys, where: str, root: Path | None) -> dict[str, Any]:
     """What is kept in the metadata beside the row's own: its category, and references to its media."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if keys.category:
-        found[CATEGORY] = row[keys.category]
+        metadata[CATEGORY] = row[keys.category]
     media: dict[str, list[Any]] = {}
     for kind, column in keys.media.items():
         value = row[column]
         media[kind] = value if isinstance(value, list) else [] if value is None else [value]
         for number, item in enumerate(media[kind]):
             check_media(item, f"{where}: {column}[{number}]", root)
-    return found | ({MEDIA: media} if media else {})
+    return metadata | ({MEDIA: media} if media else {})
 
 
 def _tools(value: Any, key: str, where: str) -> list[Any] | None:

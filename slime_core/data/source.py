@@ -92,14 +92,14 @@ class DataSource:
         Raises:
             DataError: DAT29, other tasks, another seed or other rows.
         """
-        mine = {"stage": self._stage, "seed": self._seed, "tasks": sorted(s.name for s in self._streams)}
+        current = {"stage": self._stage, "seed": self._seed, "tasks": sorted(s.name for s in self._streams)}
         saved = {"stage": state["stage"], "seed": state["seed"], "tasks": sorted(state["tasks"])}
-        if mine != saved:
+        if current != saved:
             raise DataError(
                 "the data settings changed since the run was saved",
                 code="DAT29",
                 where="data",
-                why=f"saved {json.dumps(saved)}, now {json.dumps(mine)}",
+                why=f"saved {json.dumps(saved)}, now {json.dumps(current)}",
                 fix="put the settings back as they were, or start another run",
             )
         for stream in self._streams:
@@ -133,16 +133,16 @@ class Stream:
                 skipped.clear()  # an epoch is told whole, each row once
             index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
             try:
-                made = self.supply.make(index, id=id, position=position)
+                prompt = self.supply.make(index, id=id, position=position)
             except IndexError:
                 self.ended = True
                 return None
             self.cursor += 1
-            if isinstance(made, Prompt):
+            if isinstance(prompt, Prompt):
                 self.prompts += 1
-                return made
-            skipped[made] += 1
-            self.dropped[made] += 1
+                return prompt
+            skipped[prompt] += 1
+            self.dropped[prompt] += 1
         raise nothing_left(self.name, skipped, self.supply.encoder)
 
     def text(self, count: int) -> list[int]:
@@ -176,9 +176,9 @@ class Stream:
         """
         if state["fingerprint"] != self.supply.fingerprint() and state.get("file"):
             self.supply.shorten(state["file"])
-        here = self.supply.fingerprint()
-        if state["fingerprint"] != here:
-            raise changed(self.name, f"saved {state['fingerprint']}, found {here}")
+        fingerprint = self.supply.fingerprint()
+        if state["fingerprint"] != fingerprint:
+            raise changed(self.name, f"saved {state['fingerprint']}, found {fingerprint}")
         self.cursor, self.prompts = int(state["cursor"]), int(state["prompts"])
         self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
         self.ended = bool(state["ended"])

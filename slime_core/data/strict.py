@@ -138,12 +138,12 @@ def _decode(raw: bytes, file: str, where: str, offset: int) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names: set[str] = set()
+        twice = next(key for key, _ in pairs if key in names or names.add(key))  # type: ignore[func-returns-value]
         raise _Refused("DAT31", f"the key {twice!r} occurs twice in an object")
-    return found
+    return fields
 
 
 def _int(text: str) -> int:

@@ -110,13 +110,13 @@ class FileSupply(Supply):
         if parsed is None:
             return BAD
         try:
-            made = self.encoder.prompt(parsed, id=id, task=self._task, position=position)
+            prompt = self.encoder.prompt(parsed, id=id, task=self._task, position=position)
         except DataError as error:
             if error.code == "DAT26":
                 raise
             self._bad.reject(error, self._rows.raw(index))
             return BAD
-        return OVERLONG if made is None else made
+        return OVERLONG if prompt is None else prompt
 
     def fingerprint(self) -> str:
         """See `Supply`."""
@@ -128,8 +128,8 @@ class FileSupply(Supply):
 
     def shorten(self, mark: Mapping[str, Any]) -> None:
         """See `Supply`."""
-        mine = self.mark()
-        if mine is None or self._reopen is None or mine["bytes"] <= mark["bytes"]:
+        current = self.mark()
+        if current is None or self._reopen is None or current["bytes"] <= mark["bytes"]:
             return
         rows = self._reopen(mark)
         if (rows.mark() or {}).get("sha256") != mark["sha256"]:
@@ -137,7 +137,7 @@ class FileSupply(Supply):
             return
         self._rows.close()
         self._rows = rows
-        say_grown(rows.where(0), mark, mine["bytes"])
+        say_grown(rows.where(0), mark, current["bytes"])
 
     def _parse(self, index: int) -> Parsed | None:
         try:
@@ -159,12 +159,12 @@ class FileSupply(Supply):
             if self._keys.id:
                 hashes[index] = hash_of(parsed.row_id if parsed else f"\0{index}")
         if not good:
-            found = Counter(self._bad.where.values())
+            reasons = Counter(self._bad.where.values())
             raise DataError(
                 f"none of {count} rows can be used",
                 code="DAT17",
                 where=self._rows.where(0),
-                why=", ".join(f"{number} x {code}" for code, number in found.most_common()),
+                why=", ".join(f"{number} x {code}" for code, number in reasons.most_common()),
                 fix="see rejected.jsonl in the run directory",
             )
         if self._keys.id:
@@ -204,23 +204,23 @@ class PluginSupply(Supply):
     def make(self, index: int, *, id: str, position: int) -> Prompt | str:
         """See `Supply`."""
         where = f"{self._task}[{index}]"
-        found = self._call(lambda: self._source.at(index), where)
-        if not isinstance(found, Prompt):
+        prompt = self._call(lambda: self._source.at(index), where)
+        if not isinstance(prompt, Prompt):
             raise PluginError(
-                f"slime_prompts of task {self._task!r} gave a {type(found).__name__} at {index}, not a Prompt",
+                f"slime_prompts of task {self._task!r} gave a {type(prompt).__name__} at {index}, not a Prompt",
                 code="PLG57",
                 where=where,
                 fix="return slime_core.Prompt(id='', prompt=..., label=...) from at(position)",
             )
-        task = found.task if found.task != "default" else self._task
+        task = prompt.task if prompt.task != "default" else self._task
         try:
-            made = self.encoder.of_plugin(found, id=id, task=task, position=position, where=where)
+            encoded = self.encoder.of_plugin(prompt, id=id, task=task, position=position, where=where)
         except DataError as error:
             if error.code == "DAT26":
                 raise
             self._bad.reject(error, b"")
             return BAD
-        return OVERLONG if made is None else made
+        return OVERLONG if encoded is None else encoded
 
     def fingerprint(self) -> str:
         """See `Supply`."""

@@ -105,13 +105,13 @@ class Speech:
         return self._decode(ids)
 
     def _between(self, words: Sequence[Message]) -> list[int]:
-        said = [_without_specials(message, self.tokenizer) for message in words]
+        messages = [_without_specials(message, self.tokenizer) for message in words]
         for mark in MARKS:
             if self.template:
-                text = self._render([USER, {"role": "assistant", "content": mark}, *said])
+                text = self._render([USER, {"role": "assistant", "content": mark}, *messages])
                 place = text.find(mark) + len(mark)
             else:
-                text, place = mark + self._plainly(said), len(mark)
+                text, place = mark + self._plainly(messages), len(mark)
             ids = self._exact(text[:place], text[place:])
             if ids and place >= len(mark):
                 return ids
@@ -123,8 +123,8 @@ class Speech:
             fix="end an answer with a special token in the chat template, or begin `between` with a line break",
         )
 
-    def _plainly(self, said: Sequence[Message]) -> str:
-        content = said[0].get("content") if len(said) == 1 else None
+    def _plainly(self, messages: Sequence[Message]) -> str:
+        content = messages[0].get("content") if len(messages) == 1 else None
         if isinstance(content, str):
             return self.plain.replace("{{feedback}}", content)
         raise DataError(
@@ -140,11 +140,11 @@ class Speech:
         past = whole[: whole.find(MARKS[0])]
         if opening.startswith(past):
             ids = self._exact(past, opening[len(past) :])
-            found: tuple[list[int], list[int]] | None = None if ids is None else (ids, [])
+            headers: tuple[list[int], list[int]] | None = None if ids is None else (ids, [])
         else:
             ids = self._exact(opening, past[len(opening) :]) if past.startswith(opening) else None
-            found = None if ids is None else ([], ids)
-        if found is None:
+            headers = None if ids is None else ([], ids)
+        if headers is None:
             raise DataError(
                 "the chat template begins past answers in another way than the one to come",
                 code="TOK43",
@@ -152,7 +152,7 @@ class Speech:
                 why=f"{opening[-40:]!r} and {past[-40:]!r}, so reasoning cannot be dropped token by token",
                 fix="--reasoning keep",
             )
-        return found
+        return headers
 
     def _exact(self, head: str, tail: str) -> list[int] | None:
         """The ids of ``tail`` after ``head``; None where they are not apart."""
@@ -169,8 +169,8 @@ class Speech:
 
 def ends_of(tokenizer: Any) -> frozenset[int]:
     """Ids of special tokens, the end of a text among them."""
-    found = {*getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "eos_token_id", None)}
-    return frozenset(int(token) for token in found if token is not None)
+    tokens = {*getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "eos_token_id", None)}
+    return frozenset(int(token) for token in tokens if token is not None)
 
 
 def unspecial(text: str, tokenizer: Any) -> str:

@@ -49,11 +49,11 @@ class Question:
 
 def questions_of(groups: Sequence[Group]) -> list[Question]:
     """The records of a set, in its order. A rollout of several samples (fan-out) is judged by its last."""
-    found = []
+    questions = []
     for group in groups:
         ends = [group.samples[indices[-1]] for indices in group.rollouts.values() if indices]
         category = group.prompt.metadata.get(CATEGORY)
-        found.append(
+        questions.append(
             Question(
                 id=group.id,
                 key=key_of(group.prompt.label),
@@ -62,7 +62,7 @@ def questions_of(groups: Sequence[Group]) -> list[Question]:
                 answers=[answer_of(sample) for sample in ends],
             )
         )
-    return found
+    return questions
 
 
 def key_of(label: Any) -> str:
@@ -73,8 +73,8 @@ def key_of(label: Any) -> str:
 
 def answer_of(sample: Sample) -> str | None:
     """What a sample votes for, white space made even; None where it answers nothing."""
-    given = sample.metadata.get(ANSWER)
-    text = given if given is not None else final_answer(sample.response)
+    answer = sample.metadata.get(ANSWER)
+    text = answer if answer is not None else final_answer(sample.response)
     shown = " ".join(str(text).split()) if text is not None else ""
     if len(shown) > MAX_ANSWER:
         shown = f"{shown[: MAX_ANSWER - 20]}... {key_of(shown)}"
@@ -90,8 +90,8 @@ def final_answer(text: str) -> str | None:
     start = text.rfind(BOXED)
     if start >= 0:
         return _balanced(text, start + len(BOXED))
-    found = HASHES.findall(text) or LABELLED.findall(text)
-    return found[-1].strip(" \t$*.") if found else None
+    matches = HASHES.findall(text) or LABELLED.findall(text)
+    return matches[-1].strip(" \t$*.") if matches else None
 
 
 def _balanced(text: str, start: int) -> str | None:

@@ -32,16 +32,16 @@ class Evaluation:
     questions: list[Question]
 
 
-def write_record(run_dir: Path, found: Evaluation) -> Path:
+def write_record(run_dir: Path, evaluation: Evaluation) -> Path:
     """Write the file, replacing one of the same set and version.
 
     Raises:
         StorageError: STO109, STO110 or STO121, the disk is full, read-only or broken.
     """
-    path = run_dir / FOLDER / f"{found.name}-{found.version:06d}.json"
+    path = run_dir / FOLDER / f"{evaluation.name}-{evaluation.version:06d}.json"
     try:
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, json.dumps({"format": FORMAT, **asdict(found)}, indent=1).encode() + b"\n")
+        replace_file(path, json.dumps({"format": FORMAT, **asdict(evaluation)}, indent=1).encode() + b"\n")
     except OSError as error:
         raise storage_error(error, path, "the record of an evaluation cannot be written") from error
     return path

@@ -107,8 +107,8 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> t
     rows = max(1, CHUNK // len(data))
     means: list[NDArray[np.float64]] = []
     for start in range(0, resamples, rows):
-        drawn = rng.integers(0, len(data), size=(min(rows, resamples - start), len(data)))
-        means.append(data[drawn].mean(axis=1))
+        indices = rng.integers(0, len(data), size=(min(rows, resamples - start), len(data)))
+        means.append(data[indices].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
 
@@ -123,18 +123,18 @@ def _without(counts: tuple[int, ...], one: int) -> tuple[int, ...]:
 def _wins(count: int, others: tuple[int, ...], silent: int, k: int) -> Fraction:
     """Share of k-subsets that an answer given ``count`` times wins, ties shared; exact."""
     won = Fraction(0)
-    for own in range(1, min(count, k) + 1):
-        room = k - own
+    for votes in range(1, min(count, k) + 1):
+        room = k - votes
         ways: dict[tuple[int, int], int] = {(0, 0): 1}  # (taken, answers that tie) -> subsets
         for other in others:
-            found: dict[tuple[int, int], int] = {}
-            for (taken, ties), number in ways.items():
-                for more in range(min(own, other, room - taken) + 1):
-                    key = taken + more, ties + (more == own)
-                    found[key] = found.get(key, 0) + number * math.comb(other, more)
-            ways = found
-        for (taken, ties), number in ways.items():
-            won += Fraction(number * math.comb(count, own) * math.comb(silent, room - taken), ties + 1)
+            totals: dict[tuple[int, int], int] = {}
+            for (used, ties), number in ways.items():
+                for more in range(min(votes, other, room - used) + 1):
+                    key = used + more, ties + (more == votes)
+                    totals[key] = totals.get(key, 0) + number * math.comb(other, more)
+            ways = totals
+        for (used, ties), number in ways.items():
+            won += Fraction(number * math.comb(count, votes) * math.comb(silent, room - used), ties + 1)
     return won / math.comb(sum(others) + count + silent, k)
 
 
@@ -144,15 +144,15 @@ Figures = dict[str, float]
 def figures_of(questions: Sequence[Question], threshold: float) -> Figures:
     """The figures of a set; a sample is right from the reward ``threshold`` on."""
     sizes = ks_of(questions)
-    found: Figures = {}
+    figures: Figures = {}
     for k in sizes:
-        found |= _interval(f"pass@{k}", passed(questions, k, threshold), k, questions)
+        figures |= _interval(f"pass@{k}", passed(questions, k, threshold), k, questions)
     if any(answer is not None for q in questions for answer in q.answers):
         for k in sizes[1:]:
-            found |= _interval(f"maj@{k}", voted(questions, k, threshold), k, questions)
+            figures |= _interval(f"maj@{k}", voted(questions, k, threshold), k, questions)
     if means := [_mean([score for score, _ in q.judged]) for q in questions if q.judged]:
-        found["reward/mean/low"], found["reward/mean/high"] = bootstrap_interval(means)
-    return found | _categories(questions, threshold, sizes)
+        figures["reward/mean/low"], figures["reward/mean/high"] = bootstrap_interval(means)
+    return figures | _categories(questions, threshold, sizes)
 
 
 def ks_of(questions: Sequence[Question]) -> list[int]:
@@ -186,21 +186,21 @@ def _interval(name: str, values: Sequence[float], k: int, questions: Sequence[Qu
         return {}
     most = max(len(q.scores) for q in questions)
     low, high = share_interval(values, max(1, most // k))
-    found = {name: _mean(values), f"{name}/low": low, f"{name}/high": high}
-    return found if len(values) == len(questions) else found | {f"{name}/questions": float(len(values))}
+    figures = {name: _mean(values), f"{name}/low": low, f"{name}/high": high}
+    return figures if len(values) == len(questions) else figures | {f"{name}/questions": float(len(values))}
 
 
 def _categories(questions: Sequence[Question], threshold: float, sizes: Sequence[int]) -> Figures:
-    found: Figures = {}
+    figures: Figures = {}
     for name in sorted({q.category for q in questions} - {""}):
         part = [q for q in questions if q.category == name]
-        own: Figures = {"questions": float(len(part))}
+        category_figures: Figures = {"questions": float(len(part))}
         for k in dict.fromkeys((sizes[0], sizes[-1])):
-            own |= _interval(f"pass@{k}", passed(part, k, threshold), k, part)
+            category_figures |= _interval(f"pass@{k}", passed(part, k, threshold), k, part)
         if len(sizes) > 1 and any(answer is not None for q in part for answer in q.answers):
-            own |= _interval(f"maj@{sizes[-1]}", voted(part, sizes[-1], threshold), sizes[-1], part)
-        found |= {f"category/{name}/{key}": value for key, value in own.items()}
-    return found
+            category_figures |= _interval(f"maj@{sizes[-1]}", voted(part, sizes[-1], threshold), sizes[-1], part)
+        figures |= {f"category/{name}/{key}": value for key, value in category_figures.items()}
+    return figures
 
 
 def _mean(values: Sequence[float]) -> float:

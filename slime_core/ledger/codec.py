@@ -204,28 +204,28 @@ def cut(turns: Iterable[Turn], before: int) -> list[Turn]:
 
     Example: one turn of versions [3, 3] and [3, 4], before 4, keeps [3, 3] and [3]
     """
-    kept = []
+    cut_turns = []
     for turn in turns:
         pieces, whole = _pieces_before(turn.pieces, before)
         if any(piece.tokens for piece in pieces) or (whole and pieces):
-            kept.append(replace(turn, pieces=pieces, finish=turn.finish if whole else ""))
+            cut_turns.append(replace(turn, pieces=pieces, finish=turn.finish if whole else ""))
         if not whole:
             break
-    return kept
+    return cut_turns
 
 
 def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Completion], bool]:
-    kept: list[Completion] = []
+    completions: list[Completion] = []
     for piece in pieces:
         end = next((i for i, version in enumerate(piece.versions) if version >= before), None)
         if end is None:
-            kept.append(piece)
+            completions.append(piece)
             continue
         if end:
             lists = {name: getattr(piece, name)[:end] for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN)}
-            kept.append(replace(piece, **lists, finish="abort", text=""))
-        return kept, False
-    return kept, True
+            completions.append(replace(piece, **lists, finish="abort", text=""))
+        return completions, False
+    return completions, True
 
 
 def _header(turn: Turn) -> dict[str, Any]:

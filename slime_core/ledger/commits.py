@@ -67,8 +67,8 @@ class Owner:
             if isinstance(error, BlockingIOError):
                 raise _held(path, holder) from None
             raise storage_error(error, self.path, "the ledger cannot be locked") from error
-        found = self._read()
-        self.marks = (_whole(found.get("serial")), _whole(found.get("step")))
+        owner = self._read()
+        self.marks = (_whole(owner.get("serial")), _whole(owner.get("step")))
         self._who = {"pid": os.getpid(), "started": start_of(os.getpid()), "host": socket.gethostname()}
         self.note(*self.marks)
 
@@ -87,10 +87,10 @@ class Owner:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(os.pread(self._fd, ROOM, 0))
+            holder = json.loads(os.pread(self._fd, ROOM, 0))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return holder if isinstance(holder, dict) else {}
 
 
 class Points(NamedTuple):
@@ -183,16 +183,16 @@ class Commits:
 
     def _drain(self) -> None:
         while self._waiting:
-            begun: list[_Call] = []
+            pending_calls: list[_Call] = []
             try:
-                self._transact(self._arriving(), begun)
+                self._transact(self._arriving(), pending_calls)
             except Exception as error:
                 self._undo()
-                if len(begun) == 1:
-                    begun[0].error = error
-                    self._answer(begun)
+                if len(pending_calls) == 1:
+                    pending_calls[0].error = error
+                    self._answer(pending_calls)
                 else:  # whose fault it was shows when each has a transaction of its own
-                    for call in begun:
+                    for call in pending_calls:
                         self._alone(call)
 
     def _alone(self, call: _Call) -> None:
@@ -216,16 +216,16 @@ class Commits:
                 rows += max(call.rows, 1)
                 yield call
 
-    def _transact(self, calls: Iterable[_Call], begun: list[_Call]) -> None:
+    def _transact(self, calls: Iterable[_Call], pending_calls: list[_Call]) -> None:
         losses = self.segments.losses
         for call in calls:
-            begun.append(call)
-            if len(begun) == 1:
+            pending_calls.append(call)
+            if len(pending_calls) == 1:
                 self.db.execute("BEGIN IMMEDIATE")
             self._apply(call)
-        if not begun:
+        if not pending_calls:
             return
-        sound = [call for call in begun if call.error is None]
+        sound = [call for call in pending_calls if call.error is None]
         for call in sound:
             _reach(call.points.written)
         self.segments.sync()
@@ -236,7 +236,7 @@ class Commits:
         self.db.execute("COMMIT")
         self.made += 1
         self._note()
-        self._answer(begun)
+        self._answer(pending_calls)
 
     def _note(self) -> None:
         with suppress(sqlite3.Error):  # it is committed, and the next transaction says what is wrong
@@ -270,8 +270,8 @@ class Commits:
             if error is None:
                 try:
                     _reach(call.points.after)
-                except StorageError as asked:
-                    error = asked
+                except StorageError as failure:
+                    error = failure
             if error is None:
                 call.done.set_result(call.answer)
             else:
@@ -296,15 +296,15 @@ def _whole(value: object) -> int:
 
 
 def _held(path: Path, holder: dict[str, Any]) -> StorageError:
-    pid, here = holder.get("pid"), holder.get("host") in (None, socket.gethostname())
+    pid, local = holder.get("pid"), holder.get("host") in (None, socket.gethostname())
     alive = isinstance(pid, int) and start_of(pid) == holder.get("started") != 0
     if not isinstance(pid, int):
-        who, fix = "a process that has just started", "one run directory has one run: stop the other"
-    elif alive or not here:
-        who, fix = f"process {pid} on {holder.get('host')}", f"one run directory has one run: stop process {pid}"
+        subject, fix = "a process that has just started", "one run directory has one run: stop the other"
+    elif alive or not local:
+        subject, fix = f"process {pid} on {holder.get('host')}", f"one run directory has one run: stop process {pid}"
     else:  # its number may belong to somebody else by now: that one is not to be stopped
-        who = f"a child of process {pid}, which has ended"
+        subject = f"a child of process {pid}, which has ended"
         fix = f"find the child with: fuser {path.with_name(LOCK)}"
     return StorageError(
-        f"another process holds the ledger: {who}", code="STO116", where=str(path), why="it is locked", fix=fix
+        f"another process holds the ledger: {subject}", code="STO116", where=str(path), why="it is locked", fix=fix
     )

@@ -95,8 +95,8 @@ class SqliteLedger:
         Raises:
             StorageError: STO111 or STO112, a segment that is gone or damaged.
         """
-        wanted = list(prompt_ids)
-        return await self.commits.run(lambda: self.rows.recall(wanted))
+        ids = list(prompt_ids)
+        return await self.commits.run(lambda: self.rows.recall(ids))
 
     async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
         """See `protocols.Ledger`. Samples that finished or were dropped meanwhile keep nothing.
@@ -104,13 +104,13 @@ class SqliteLedger:
         Raises:
             StorageError: a sample that was never issued; the disk failed.
         """
-        kept = dict(turns)
-        await self.commits.run(lambda: self.rows.suspend(kept), rows=len(kept), points=SUSPEND)
+        turns_now = dict(turns)
+        await self.commits.run(lambda: self.rows.suspend(turns_now), rows=len(turns_now), points=SUSPEND)
 
     async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
         """See `protocols.Ledger`. Samples of which nothing is left are left out."""
-        wanted = list(ids)
-        return await self.commits.run(lambda: self.rows.suspended(wanted, before))
+        sample_ids = list(ids)
+        return await self.commits.run(lambda: self.rows.suspended(sample_ids, before))
 
     async def rewind(self, version: int) -> None:
         """See `protocols.Ledger`.
@@ -151,8 +151,8 @@ class SqliteLedger:
         Raises:
             StorageError: an id without a stored payload, STO111 or STO112 a segment that is gone or damaged.
         """
-        wanted = list(ids)
-        return await self.commits.run(lambda: self.rows.samples(wanted))
+        sample_ids = list(ids)
+        return await self.commits.run(lambda: self.rows.samples(sample_ids))
 
     async def prune(self, before_version: int) -> None:
         """See `protocols.Ledger`; segment files in which nothing lives any more are removed.

@@ -82,15 +82,15 @@ def newest_copy(run_dir: Path) -> Path:
     Raises:
         StorageError: STO111 no checkpoint has one.
     """
-    found = [path for path in run_dir.glob(f"checkpoints/step-*/{NAME}") if path.parent.name[5:].isdecimal()]
-    if not found:
+    copies = [path for path in run_dir.glob(f"checkpoints/step-*/{NAME}") if path.parent.name[5:].isdecimal()]
+    if not copies:
         raise StorageError(
             "no checkpoint has a copy of the ledger",
             code="STO111",
             where=str(run_dir / "checkpoints"),
             fix="name a copy with --copy FILE, or start another run",
         )
-    return max(found, key=lambda path: int(path.parent.name[5:]))
+    return max(copies, key=lambda path: int(path.parent.name[5:]))
 
 
 def repair(run_dir: Path, copy: Path, ledger_dir: Path | None = None) -> Repaired:
@@ -105,17 +105,17 @@ def repair(run_dir: Path, copy: Path, ledger_dir: Path | None = None) -> Repaire
     try:
         rows, steps = _verified(copy)
         before = max(_rows(path), owner.marks[0])
-        kept = _replace(path, copy)
+        moved = _replace(path, copy)
         owner.note(rows, steps)
     finally:
         owner.release()
-    return Repaired(path=path, kept=kept, rows=rows, steps=steps, newer=max(before - rows, 0) if before else None)
+    return Repaired(path=path, kept=moved, rows=rows, steps=steps, newer=max(before - rows, 0) if before else None)
 
 
 def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
     aside = path.with_name(f".{path.name}.repair.tmp")
     number = 1 + max((int(old.name.split("-")[1]) for old in path.parent.glob(f"corrupt-*-{path.name}")), default=0)
-    kept = []
+    moved = []
     try:
         aside.unlink(missing_ok=True)
         with copy.open("rb") as file:
@@ -123,15 +123,15 @@ def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
         log = path.with_name(f"{path.name}-wal")
         for old in (log, path):  # the database last: without its log it is told apart by its marks
             if old.exists() and old.stat().st_size:
-                kept.append(path.with_name(f"corrupt-{number}-{old.name}"))
-                durable.disk.rename(old, kept[-1])
-        for left in (log, path.with_name(f"{path.name}-shm")):
-            left.unlink(missing_ok=True)
+                moved.append(path.with_name(f"corrupt-{number}-{old.name}"))
+                durable.disk.rename(old, moved[-1])
+        for sidecar in (log, path.with_name(f"{path.name}-shm")):
+            sidecar.unlink(missing_ok=True)
         durable.disk.rename(aside, path)
         durable.disk.sync_folder(path.parent)
     except OSError as error:
         raise durable.storage_error(error, path, "the ledger cannot be put back") from error
-    return tuple(kept)
+    return tuple(moved)
 
 
 def _verified(copy: Path) -> tuple[int, int]:
@@ -207,10 +207,10 @@ def recover(run_dir: Path, standing: Standing, ledger_dir: str = "", *, thorough
         if standing.copy is None:
             raise _no_copy(error, standing) from error
         done = repair(run_dir, standing.copy, elsewhere)
-        kept = f"; the damaged files are {', '.join(old.name for old in done.kept)}" if done.kept else ""
+        note = f"; the damaged files are {', '.join(old.name for old in done.kept)}" if done.kept else ""
         lines.append(
             f"DAMAGED LEDGER {path}: {error.what} ({error.why}). The copy of checkpoint {standing.version} takes its "
-            f"place, with {done.rows} samples and {done.steps} steps; later ones are made again{kept}"
+            f"place, with {done.rows} samples and {done.steps} steps; later ones are made again{note}"
         )
     if path.exists():
         lines += _reset_unreadable(path, Segments(run_dir / "segments"), standing)
@@ -225,13 +225,13 @@ def _check(path: Path, standing: Standing, *, thorough: bool) -> None:
     owner = Owner(path)
     try:
         with closing(connect(path, owner.marks, thorough=thorough)) as db:
-            (known,) = db.execute("SELECT coalesce(max(serial), 0) FROM samples").fetchone()
+            (newest,) = db.execute("SELECT coalesce(max(serial), 0) FROM samples").fetchone()
     except sqlite3.Error as error:
         raise sqlite_error(error, path) from error
     finally:
         owner.release()
-    if known < standing.issued:
-        lost = f"it has {known} samples, the checkpoint was made with {standing.issued}"
+    if newest < standing.issued:
+        lost = f"it has {newest} samples, the checkpoint was made with {standing.issued}"
         raise damaged(path, "the ledger has lost commits", lost)
 
 
@@ -322,10 +322,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--copy", type=Path, help="default: the newest checkpoint's")
     parser.add_argument("--ledger-dir", type=Path, help="where the run has its ledger outside the run directory")
-    asked = parser.parse_args(args)
+    options = parser.parse_args(args)
     try:
-        copy = asked.copy or newest_copy(asked.run_dir)
-        done = repair(asked.run_dir, copy, asked.ledger_dir)
+        copy = options.copy or newest_copy(options.run_dir)
+        done = repair(options.run_dir, copy, options.ledger_dir)
     except StorageError as error:
         sys.stderr.write(error.render() + "\n")
         return error.exit_code
@@ -333,7 +333,7 @@ def main(args: Sequence[str] | None = None) -> int:
     sys.stdout.write(
         f"{done.path} is {copy} again: {done.rows} samples, {done.steps} steps; {newer} and will be made again\n"
         + "".join(f"kept {old}\n" for old in done.kept)
-        + f"go on with: slime run --resume {asked.run_dir}\n"
+        + f"go on with: slime run --resume {options.run_dir}\n"
     )
     return 0
 

@@ -110,19 +110,19 @@ class Rows:
     def finish(self, group: Group, drops: Drops = ()) -> None:
         """See `protocols.Ledger`; the payloads are appended, not yet durable."""
         self.drop(drops)
-        wanted = []
+        rows = []
         for place, sample in enumerate(group.samples):
             row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             if row is not None and row[1] == DROPPED:
                 raise self.conflict(sample.id, "dropped", "finished")
             if row is None or row[1] == PENDING:
-                wanted.append((place, sample, encode(sample)))
-        for place, sample, parts in wanted:
+                rows.append((place, sample, encode(sample)))
+        for place, sample, parts in rows:
             self._store(group.prompt.position, place, sample, self._segments.append(parts))
-        kept = {(sample.id, sample.attempt) for sample in group.samples}
+        keys = {(sample.id, sample.attempt) for sample in group.samples}
         query = f"SELECT serial, id, attempt FROM samples WHERE {OF_PROMPT} AND state = {PENDING}"
         for serial, name, attempt in self._db.execute(query, of_prompt(group.prompt.id)).fetchall():
-            if (name, attempt) not in kept:
+            if (name, attempt) not in keys:
                 self._set_dropped(serial, REPLACED)
 
     def drop(self, drops: Drops) -> None:
@@ -133,7 +133,7 @@ class Rows:
             for sample in samples:
                 row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
                 if row is not None and row[1] == FINISHED:
-                    self._require_open(sample.id, *row[1:], wanted="dropped")
+                    self._require_open(sample.id, *row[1:], change="dropped")
                     self._set_dropped(row[0], drop.reason)
                     self._db.execute("UPDATE samples SET place = ? WHERE serial = ?", (place, row[0]))
                 elif row is None or row[1] == PENDING:
@@ -148,15 +148,15 @@ class Rows:
 
         It stays until their payloads are pruned: a step that is made again after a rewind goes on from it.
         """
-        for name, kept in turns.items():
+        for name, turn_list in turns.items():
             row = self._db.execute(LATEST, (name,)).fetchone()
             if row is None:
                 raise self.conflict(name, "unknown", "suspended")
             if row[1] != PENDING:
                 continue
             self._db.execute("DELETE FROM turns WHERE serial = ?", (row[0],))
-            if kept:
-                place = self._segments.append(encode_turns(kept))
+            if turn_list:
+                place = self._segments.append(encode_turns(turn_list))
                 self._db.execute("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", (row[0], *place))
 
     def journal(self, version: int, stage: str, ids: Sequence[str]) -> None:
@@ -230,24 +230,24 @@ class Rows:
 
     def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
         """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out."""
-        found = {}
+        recalled = {}
         for prompt_id in prompt_ids:
             rows = [_Known(*row) for row in self._db.execute(KNOWN, of_prompt(prompt_id))]
             if rows:
-                found[prompt_id] = self._recalled(_latest(rows))
-        return found
+                recalled[prompt_id] = self._recalled(_latest(rows))
+        return recalled
 
     def samples(self, ids: Sequence[str]) -> list[Sample]:
         """See `protocols.Ledger`."""
         query = "SELECT segment, offset, length, crc32 FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
-        found = []
+        samples = []
         for name in ids:
             row = self._db.execute(query, (name,)).fetchone()
             if row is None or row[0] is None:
-                why = "it was never issued" if row is None else "it was not finished, or its payload was pruned"
-                raise StorageError(f"sample {name} has no payload", where=str(self._where), why=why)
-            found.append(decode(self._segments.read(Place(*row))))
-        return found
+                reason = "it was never issued" if row is None else "it was not finished, or its payload was pruned"
+                raise StorageError(f"sample {name} has no payload", where=str(self._where), why=reason)
+            samples.append(decode(self._segments.read(Place(*row))))
+        return samples
 
     def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
         """See `protocols.Ledger`; samples of which nothing is left are left out."""
@@ -255,13 +255,13 @@ class Rows:
             "SELECT turns.segment, turns.offset, turns.length, turns.crc32 "
             "FROM samples LEFT JOIN turns USING (serial) WHERE id = ? ORDER BY attempt DESC LIMIT 1"
         )
-        found = {}
+        suspended = {}
         for name in ids:
             row = self._db.execute(query, (name,)).fetchone()
             turns = cut(decode_turns(self._segments.read(Place(*row))), before) if row and row[0] is not None else []
             if turns:
-                found[name] = turns
-        return found
+                suspended[name] = turns
+        return suspended
 
     def counts(self) -> dict[str, int]:
         """See `protocols.Ledger`. ``issued`` is the last serial (no row is ever deleted), the rest is the tally."""
@@ -274,10 +274,10 @@ class Rows:
                 counts[name] = counts.get(name, 0) + count
         return counts
 
-    def conflict(self, name: str, state: str, wanted: str) -> StorageError:
+    def conflict(self, name: str, state: str, change: str) -> StorageError:
         """The error for a sample that cannot leave its state that way."""
         return StorageError(
-            f"sample {name} is {state} and cannot be {wanted}",
+            f"sample {name} is {state} and cannot be {change}",
             where=f"{self._where}: sample {name}",
             why="a sample is in exactly one state: pending, finished, trained or dropped",
         )
@@ -287,7 +287,7 @@ class Rows:
         serial, state, _, step = row or (0, -1, 0, None)
         if state != FINISHED:
             raise self.conflict(name, STATES[state] if state >= 0 else "unknown", f"journaled for version {version}")
-        self._require_open(name, state, step, wanted=f"journaled for version {version}")
+        self._require_open(name, state, step, change=f"journaled for version {version}")
         return int(serial)
 
     def _restart(self, sample: Sample) -> None:
@@ -298,14 +298,14 @@ class Rows:
             (sample.id, sample.attempt),
         ).fetchall()
         for serial, *row in earlier:
-            self._require_open(*row, wanted="issued again")
+            self._require_open(*row, change="issued again")
             self._set_dropped(serial, RESTARTED)
 
-    def _require_open(self, name: str, state: int, step: int | None, *, wanted: str) -> None:
+    def _require_open(self, name: str, state: int, step: int | None, *, change: str) -> None:
         if state == TRAINED:
-            raise self.conflict(name, "trained", wanted)
+            raise self.conflict(name, "trained", change)
         if step is not None:
-            raise self.conflict(name, f"journaled for version {step}", wanted)
+            raise self.conflict(name, f"journaled for version {step}", change)
 
     def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
         values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
@@ -335,15 +335,17 @@ class Rows:
         stored = [
             row for row in rows if row.state == state and (state in (FINISHED, TRAINED) or row.segment is not None)
         ]
-        kept = [] if state == PENDING else stored
+        places_stored = [] if state == PENDING else stored
         dropped = [row for row in rows if row.state == DROPPED and row.reason != REPLACED]
-        places = [Place(row.segment, row.offset, row.length, row.crc32) for row in kept if row.segment is not None]
+        places = [
+            Place(row.segment, row.offset, row.length, row.crc32) for row in places_stored if row.segment is not None
+        ]
         return Recalled(
             state=STATES[state],  # type: ignore[arg-type]
             attempt=max(row.attempt for row in rows),
-            version=(kept[0].step or 0) if state == TRAINED else 0,
+            version=(places_stored[0].step or 0) if state == TRAINED else 0,
             samples=[decode(self._segments.read(place)) for place in places],
-            drops=dict(Counter(row.reason for row in dropped if row not in kept)),
+            drops=dict(Counter(row.reason for row in dropped if row not in places_stored)),
             last_reason=dropped[-1].reason if dropped else "",
             newest=newest,
             ticks={row.id: row.ticks or 0 for row in rows if row.newest == newest and newest >= 0},
@@ -375,9 +377,9 @@ def _ages(versions: Sequence[int]) -> tuple[int | None, int | None, int | None]:
     """Lowest and highest weights that made a token, and how many tokens the latter made."""
     if versions and versions[0] >= 0 and versions.count(versions[0]) == len(versions):
         return versions[0], versions[0], len(versions)
-    made = [version for version in versions if version >= 0]
-    newest = max(made, default=None)
-    return min(made, default=None), newest, None if newest is None else made.count(newest)
+    valid = [version for version in versions if version >= 0]
+    newest = max(valid, default=None)
+    return min(valid, default=None), newest, None if newest is None else valid.count(newest)
 
 
 def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
@@ -394,25 +396,25 @@ def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
 
 def living(db: sqlite3.Connection) -> set[int]:
     """Numbers of the segments in which a payload, a suspended turn or an array of a stored sample lies."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     number = -1
     while True:  # one step of the index a segment, however many rows name it
         query = "SELECT min(segment) FROM samples WHERE segment IS NOT NULL AND segment > ?"
         (number,) = db.execute(query, (number,)).fetchone()
         if number is None:
             break
-        found.add(number)
-    found |= {number for (number,) in db.execute("SELECT DISTINCT segment FROM turns")}
-    return found | {number for (number,) in db.execute("SELECT DISTINCT segment FROM arrays")}
+        numbers.add(number)
+    numbers |= {number for (number,) in db.execute("SELECT DISTINCT segment FROM turns")}
+    return numbers | {number for (number,) in db.execute("SELECT DISTINCT segment FROM arrays")}
 
 
-def remove_segments(segments: Segments, kept: set[int]) -> int:
-    """Remove the files that are neither in ``kept`` nor may still be written to; the answer is their count.
+def remove_segments(segments: Segments, living_segments: set[int]) -> int:
+    """Remove the files that are neither in ``living_segments`` nor may still be written to; the answer is their count.
 
     Raises:
         StorageError: a file that cannot be removed.
     """
-    dead = segments.ended() - kept
+    dead = segments.ended() - living_segments
     for number in sorted(dead):
         segments.forget(number)
         try:

@@ -145,9 +145,9 @@ def _check(db: sqlite3.Connection, path: Path, marks: tuple[int, int], thorough:
         lost = f"it has {serial} samples and {step} steps, and {marks[0]} and {marks[1]} were committed"
         raise damaged(path, "the ledger has lost commits", f"{lost}: its -wal file was removed, or the file is older")
     if thorough or path.stat().st_size <= CHECKED_BYTES:
-        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise damaged(path, "the ledger is damaged", str(found))
+        (report,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if report != "ok":
+            raise damaged(path, "the ledger is damaged", str(report))
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
@@ -156,9 +156,11 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables and (application != APPLICATION_ID or version not in READABLE):
-        ours = application == APPLICATION_ID
+        is_ours = application == APPLICATION_ID
         raise StorageError(
-            f"{path.name} has schema {version}, this slime reads {SCHEMA_VERSION}" if ours else f"{path} is no ledger",
+            f"{path.name} has schema {version}, this slime reads {SCHEMA_VERSION}"
+            if is_ours
+            else f"{path} is no ledger",
             code="STO113",
             where=str(path),
             fix="use the slime that made it, or start another run: --run-dir",
@@ -188,24 +190,24 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
         "SQLITE_CORRUPT": ("STO117", "the file is damaged", _way_back(path)),
         "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", _way_back(path)),
     }
-    for prefix, (code, why, fix) in kinds.items():
+    for prefix, (code, reason, fix) in kinds.items():
         if name.startswith(prefix):
             if code == "STO116" and (pid := locker(path)):
-                why, fix = f"process {pid} holds it", f"one run directory has one run: stop process {pid}"
-            return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=why, fix=fix)
+                reason, fix = f"process {pid} holds it", f"one run directory has one run: stop process {pid}"
+            return StorageError(f"the ledger failed: {error}", code=code, where=str(path), why=reason, fix=fix)
     return StorageError(f"the ledger failed: {error}", where=str(path), why=name)
 
 
 def locker(path: Path) -> int:
     """The pid of another process that has the database file, or its shared memory, locked; 0 where there is none."""
-    wanted = set()
+    inodes = set()
     for one in (path, path.with_name(f"{path.name}-shm")):
         with suppress(OSError):
-            wanted.add(one.stat().st_ino)
+            inodes.add(one.stat().st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.replace("-> ", "").split()
-            if int(fields[5].rpartition(":")[2]) in wanted and int(fields[4]) not in (0, -1, os.getpid()):
+            if int(fields[5].rpartition(":")[2]) in inodes and int(fields[4]) not in (0, -1, os.getpid()):
                 return int(fields[4])
     return 0
 
@@ -216,14 +218,14 @@ def network_type(path: Path) -> str:
         lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    found, kind = "", ""
+    mount_point, kind = "", ""
     resolved = str(path.resolve())
     for line in lines:
         place, _, behind = line.partition(" - ")
         mount = ESCAPE.sub(lambda octal: chr(int(octal[1], 8)), place.split()[4])
         inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(found):  # a later mount covers an earlier one
-            found, kind = mount, behind.split()[0]
+        if inside and len(mount) >= len(mount_point):  # a later mount covers an earlier one
+            mount_point, kind = mount, behind.split()[0]
     remote = kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
     return kind if remote else ""
 
@@ -287,14 +289,14 @@ def copy_database(source: Path, target: Path) -> FileMark:
     except OSError as error:
         raise durable.storage_error(error, target, "the ledger cannot be copied") from error
     finally:
-        for left in (aside, aside.with_name(f"{aside.name}-journal")):
-            left.unlink(missing_ok=True)
+        for path in (aside, aside.with_name(f"{aside.name}-journal")):
+            path.unlink(missing_ok=True)
 
 
 def sweep_copies(source: Path) -> None:
     """Remove the halves of copies that were being made when an owner of ``source`` was killed."""
-    for left in source.parent.glob(f".{source.name}.*.copy*"):
-        left.unlink(missing_ok=True)
+    for file in source.parent.glob(f".{source.name}.*.copy*"):
+        file.unlink(missing_ok=True)
 
 
 def _copy(source: Path, aside: Path) -> None:

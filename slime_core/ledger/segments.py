@@ -165,9 +165,9 @@ class Segments:
     def ended(self) -> set[int]:
         """Numbers of the files that are there and will not be written to any more, nor named by what is to come."""
         with self._lock:
-            there = {int(p.stem) for p in self.folder.glob("*.seg") if NAME.fullmatch(p.name)}
-            mine = self._mine - self._arrays - ({self._number} if self._fd >= 0 else set())
-            return {number for number in there if number <= self._earlier or number in mine}
+            numbers = {int(p.stem) for p in self.folder.glob("*.seg") if NAME.fullmatch(p.name)}
+            written = self._mine - self._arrays - ({self._number} if self._fd >= 0 else set())
+            return {number for number in numbers if number <= self._earlier or number in written}
 
     def forget(self, number: int) -> None:
         """Close a file that is about to be removed."""

@@ -73,8 +73,8 @@ def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, i
 
 def ledger_metrics(counts: Mapping[str, int]) -> Metrics:
     """The conservation law of a ledger's counts: ``ledger/issued`` = trained + dropped + pending, all so far."""
-    known = {name: counts[name] for name in ("issued", "trained", "pending")} | {"dropped": dropped_in(counts)}
-    return {f"ledger/{name}": float(count) for name, count in known.items()}
+    counts_now = {name: counts[name] for name in ("issued", "trained", "pending")} | {"dropped": dropped_in(counts)}
+    return {f"ledger/{name}": float(count) for name, count in counts_now.items()}
 
 
 def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
@@ -91,7 +91,7 @@ def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
     }
     if judged:
         metrics |= sample_metrics(judged) | _by("role", judged)
-        metrics["reward/best"] = mean([max(found) for group in groups if (found := rewards_of(group.samples))])
+        metrics["reward/best"] = mean([max(rewards) for group in groups if (rewards := rewards_of(group.samples))])
     return metrics
 
 
@@ -112,8 +112,8 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])
     metrics["truncated_ratio"] = mean([s.status is Status.TRUNCATED for s in samples])
     metrics["failed_ratio"] = mean([s.metadata.get("reward_kind") == "failed" for s in samples])
-    if drawn := list(chain.from_iterable(map(_trained_log_probs, samples))):
-        metrics["rollout/log_probs"] = mean(drawn)
+    if log_probs := list(chain.from_iterable(map(_trained_log_probs, samples))):
+        metrics["rollout/log_probs"] = mean(log_probs)
     return metrics
 
 
@@ -164,7 +164,7 @@ def _trained(sample: Sample) -> int:
 
 
 def _trained_log_probs(sample: Sample) -> Iterable[float]:
-    found, mask = sample.rollout_log_probs, sample.loss_mask
-    if found is None:
+    log_probs, mask = sample.rollout_log_probs, sample.loss_mask
+    if log_probs is None:
         return ()
-    return found if mask is None else compress(found, mask)
+    return log_probs if mask is None else compress(log_probs, mask)

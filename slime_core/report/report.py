@@ -183,10 +183,10 @@ class Report:
             StorageError: STO111 it was removed or moved.
         """
         try:
-            there = self._folder is None or samestat(os.fstat(self._folder), self.run_dir.path.stat())
+            present = self._folder is None or samestat(os.fstat(self._folder), self.run_dir.path.stat())
         except FileNotFoundError:
-            there = False
-        if not there:
+            present = False
+        if not present:
             raise StorageError(
                 "the run directory was removed or moved while the run was going on",
                 code="STO111",

@@ -85,13 +85,13 @@ class RunDir:
             for folder in FOLDERS:
                 (run_dir.path / folder).mkdir(exist_ok=True)
             run_dir.lock()
-            for left in (
+            for file in (
                 *run_dir.path.glob(".*.tmp"),
-                *(left for left in run_dir.path.glob("*/.*.tmp") if left.is_file()),  # evaluations/, a plugin's
+                *(file for file in run_dir.path.glob("*/.*.tmp") if file.is_file()),  # evaluations/, a plugin's
                 *run_dir.path.glob(".ranks-*"),
                 *run_dir.log.glob("rendezvous-*"),
             ):
-                left.unlink(missing_ok=True)  # of a process that was killed
+                file.unlink(missing_ok=True)  # of a process that was killed
             run_dir.raise_epoch(max(epoch, _whole(run_dir.read_info().get("epoch"), 1)))
         except BaseException as error:
             run_dir.close()
@@ -109,9 +109,9 @@ class RunDir:
         """
         resolved = path.expanduser().absolute()
         if not (resolved / "config.toml").is_file():
-            what = "holds no run (no config.toml)" if resolved.is_dir() else "does not exist"
+            problem = "holds no run (no config.toml)" if resolved.is_dir() else "does not exist"
             raise ConfigError(
-                f"{path} {what}",
+                f"{path} {problem}",
                 code="CFG05",
                 where=str(resolved),
                 why=f"the current folder is {Path.cwd()}",
@@ -258,12 +258,12 @@ def unwritable(error: OSError, where: Path) -> StorageError:
 
 def _never_began(path: Path) -> bool:
     """Whether all there is was made by a process that ended before it had a config, and says nothing of a run."""
-    made = [
+    files = [
         file.relative_to(path).as_posix()
         for file in path.rglob("*")
         if file.relative_to(path).as_posix() not in FOLDERS
     ]
-    return all(name in EARLY or name.startswith((".run.json.", ".config.toml.", ".driver.json.")) for name in made)
+    return all(name in EARLY or name.startswith((".run.json.", ".config.toml.", ".driver.json.")) for name in files)
 
 
 def _claim(path: Path) -> Path:
@@ -283,12 +283,12 @@ def _number(name: str, runs: Path) -> Path:
 
 
 def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
-    who = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
+    holder_text = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
     return ConfigError(
         "another process runs in this run directory",
         code="CFG16",
         where=str(path),
-        why=f"it is locked by {who}",
+        why=f"it is locked by {holder_text}",
         fix=f"slime attach {path}   follows it\nslime stop {path}   ends it\nor choose another: --run-dir DIR",
     )
 

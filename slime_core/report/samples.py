@@ -33,8 +33,8 @@ def pick(groups: Sequence[Group], count: int) -> list[tuple[str, Sample]]:
     samples = [s for group in groups for s in group.samples if isinstance(s.reward, (int, float))]
     order = sorted(samples, key=lambda s: -float(s.reward))  # type: ignore[arg-type]
     best = order[: min((count + 1) // 2, len(order))]
-    left = order[len(best) :]
-    worst = left[max(0, len(left) - count // 2) :]
+    remaining = order[len(best) :]
+    worst = remaining[max(0, len(remaining) - count // 2) :]
     return [("best", s) for s in best] + [("worst", s) for s in reversed(worst)]
 
 

@@ -14,7 +14,7 @@ FILE = "verify.json"
 EACH = "gradient_error/"
 
 
-def write_verification(report: Report, version: int, found: Mapping[str, float]) -> dict[str, float]:
+def write_verification(report: Report, version: int, verification: Mapping[str, float]) -> dict[str, float]:
     """Write ``verify.json`` into the run directory and say in one sentence whether the step's gradient is right.
 
     Args:
@@ -24,11 +24,11 @@ def write_verification(report: Report, version: int, found: Mapping[str, float])
     Returns:
         ``verify/gradient_error``, ``verify/loss_error`` and ``verify/ok`` (1 or 0), for the step's metrics.
     """
-    each = {name.removeprefix(EACH): error for name, error in found.items() if name.startswith(EACH)}
-    worst = max(each, key=lambda name: each[name], default="")
-    gradient, loss, limit = found["gradient_error"], found["loss_error"], found["limit"]
+    errors_by_name = {name.removeprefix(EACH): error for name, error in verification.items() if name.startswith(EACH)}
+    worst = max(errors_by_name, key=lambda name: errors_by_name[name], default="")
+    gradient, loss, limit = verification["gradient_error"], verification["loss_error"], verification["limit"]
     ok = gradient <= limit and loss <= limit
-    kind = "float64" if found.get("float64") else "float32"
+    kind = "float64" if verification.get("float64") else "float32"
     errors = f"gradient error {gradient:.1e} (worst: {worst or 'none'}), loss error {loss:.1e}, limit {limit:g}"
     verdict = (
         f"agrees with the plain recomputation in {kind}" if ok else f"DIFFERS from the plain recomputation in {kind}"
@@ -39,11 +39,11 @@ def write_verification(report: Report, version: int, found: Mapping[str, float])
         "ok": ok,
         "gradient_error": _number(gradient),
         "worst_parameter": worst,
-        "loss": found.get("loss", 0.0),
+        "loss": verification.get("loss", 0.0),
         "loss_error": _number(loss),
         "limit": limit,
         "recomputed_in": kind,
-        "parameters": {name: _number(error) for name, error in each.items()},
+        "parameters": {name: _number(error) for name, error in errors_by_name.items()},
     }
     (report.run_dir.path / FILE).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
     return {"verify/gradient_error": gradient, "verify/loss_error": loss, "verify/ok": float(ok)}

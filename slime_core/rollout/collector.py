@@ -110,7 +110,7 @@ class Collector(GroupSource):
         Raises:
             SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many dropped.
         """
-        asked, version = time.monotonic(), self._ctx.version
+        start, version = time.monotonic(), self._ctx.version
         if self._selection is not None:
             self._selection.begin()
         await self._fill(new_step=True)
@@ -126,7 +126,7 @@ class Collector(GroupSource):
         self._drop_limit.step()
         if self._ctx.config.rollout.partial_rollout:
             self.counts.metrics |= version_metrics(groups, version)
-        self._staleness.took(groups, version, time.monotonic() - asked)
+        self._staleness.took(groups, version, time.monotonic() - start)
         if not forced and self._steps_left > 1:
             self._retire(version + 1)
         return groups
@@ -188,8 +188,8 @@ class Collector(GroupSource):
             fills = self._filling.locked() or round_to_come
             over = len(self._kept) + len(self._in_flight) < count and not fills
         if self._tasks.error is None and over:
-            what = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
-            raise SlimeError(what, code="DAT28")
+            message = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
+            raise SlimeError(message, code="DAT28")
 
     def _wanted(self, new_step: bool) -> int:
         """Prompts that may start now."""
@@ -201,32 +201,34 @@ class Collector(GroupSource):
 
     async def _fill(self, *, new_step: bool = False) -> None:
         async with self._filling:
-            wanted = self._wanted(new_step)
-            while wanted > 0 and not self._ended:
+            count = self._wanted(new_step)
+            while count > 0 and not self._ended:
                 self._marks.append(self._source.state())
-                prompts = self._source.next(wanted)
-                self._ended = len(prompts) < wanted
+                prompts = self._source.next(count)
+                self._ended = len(prompts) < count
                 recovery = self._recovery
                 open_prompts = [p for p in prompts if recovery is None or not recovery.closed(p.position)]
                 groups = [pending_group(prompt, self._ctx.config) for prompt in open_prompts]
-                known = await recovery.of(groups) if recovery is not None and groups else {}
-                groups = [g for g in groups if g.prompt.position not in known or not known[g.prompt.position].version]
+                recalled = await recovery.of(groups) if recovery is not None and groups else {}
+                groups = [
+                    g for g in groups if g.prompt.position not in recalled or not recalled[g.prompt.position].version
+                ]
                 self._open += len(groups)
-                wanted -= len(groups)
-                await self._ledger.issue([g for g in groups if g.prompt.position not in known])
+                count -= len(groups)
+                await self._ledger.issue([g for g in groups if g.prompt.position not in recalled])
                 self.counts.issued += sum(g.prompt.position >= self._recorded for g in groups)
-                await self._launch(groups, known)
+                await self._launch(groups, recalled)
                 self._issued = max([self._issued, *(prompt.position + 1 for prompt in prompts)])
 
-    async def _launch(self, groups: Sequence[Group], known: Mapping[int, Recalled]) -> None:
+    async def _launch(self, groups: Sequence[Group], recalled: Mapping[int, Recalled]) -> None:
         config, by_plugin = self._ctx.config, self._plugins.generates_itself
-        if self._selection is not None and known:
-            ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in known]
+        if self._selection is not None and recalled:
+            ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in recalled]
             self._selection.engine.remember(await self._ledger.suspended(ids, self._ctx.version))
         stored, whole, ranked = [], [], self._selection is not None and self._selection.lockstep
         for group in groups:
             position = group.prompt.position
-            flight = InFlight(group.prompt, list(group.samples), self._ctx.version, past=known.get(position))
+            flight = InFlight(group.prompt, list(group.samples), self._ctx.version, past=recalled.get(position))
             self._in_flight[position] = flight
             self._drop_limit.issued(position)
             replaced = self._plugins.replaces_rollout(group.prompt.task, config)
@@ -372,14 +374,14 @@ class Collector(GroupSource):
         self._drop_limit.left_out(flight.position)
         await self._fill()
 
-    async def _cut(self, selection: OverSampling, taken: Sequence[int]) -> None:
+    async def _cut(self, selection: OverSampling, positions: Sequence[int]) -> None:
         """Stop what the step did not take; drop it, unless the next step goes on with it."""
-        for position in taken:
+        for position in positions:
             selection.drop(position)
         await selection.engine.close()
         if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
             names = [name for flight in self._in_flight.values() for name in flight.ids]
-            await self._ledger.suspend(selection.engine.turns(names))
+            await self._ledger.suspend(selection.engine.dropped(names))
             return
         while self._tasks.error is not None or any(flight.generated for flight in self._in_flight.values()):
             await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
@@ -389,15 +391,15 @@ class Collector(GroupSource):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.error = None  # a plugin may answer its end with an error; what came before was raised by `wait`
-        left = {position: group.samples for position, group in self._kept.items() if position not in taken}
-        left |= {flight.position: flight.samples for flight in flights}
-        drops = [(samples, Drop(reason=OVER_SAMPLED)) for _, samples in sorted(left.items())]
+        dropped = {position: group.samples for position, group in self._kept.items() if position not in positions}
+        dropped |= {flight.position: flight.samples for flight in flights}
+        drops = [(samples, Drop(reason=OVER_SAMPLED)) for _, samples in sorted(dropped.items())]
         await self._ledger.drop(drops)
         self.counts.add(drops)
         for flight in flights:
             selection.leave(flight, None)
         self._in_flight.clear()
-        for position in sorted(left):
+        for position in sorted(dropped):
             self._kept.pop(position, None)
             selection.drop(position)
             self._open -= 1

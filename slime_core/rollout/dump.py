@@ -161,14 +161,14 @@ class Dump:
             return None
         path = step_path(self._load, version)
         if not path.exists():
-            found = sorted(int(match[1]) for p in self._load.glob(f"*{SUFFIX}") if (match := STEP.fullmatch(p.name)))
-            have = f"it holds steps {found[0]} to {found[-1]}" if found else "it holds no step"
+            steps = sorted(int(match[1]) for p in self._load.glob(f"*{SUFFIX}") if (match := STEP.fullmatch(p.name)))
+            have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step"
             raise DataError(
                 f"the dump has no step {version}",
                 code="DAT28",
                 where=str(path),
                 why=have,
-                fix=f"--num-rollout {len(found)} or fewer (it counts in the last stage), or another folder: "
+                fix=f"--num-rollout {len(steps)} or fewer (it counts in the last stage), or another folder: "
                 "--load-debug-rollout-data DIR",
             )
         groups, about = read_dump_with_header(path, arrays=self._segments())

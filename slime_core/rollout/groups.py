@@ -178,12 +178,12 @@ def training_params(config: Config) -> SamplingParams:
 def evaluation_params(config: Config, task: EvalTask | None = None) -> SamplingParams:
     """How evaluation samples are drawn, before `slime_sampling` has its say; a set's own keys come first."""
     section, rollout = config.eval, config.rollout
-    own = task or EvalTask(name="default")
+    settings = task or EvalTask(name="default")
     return SamplingParams(
-        max_new_tokens=own.max_response_len or section.eval_max_response_len or rollout.rollout_max_response_len,
-        temperature=own.temperature if own.temperature >= 0 else section.eval_temperature,
-        top_p=own.top_p or section.eval_top_p,
-        top_k=own.top_k if own.top_k >= 0 else section.eval_top_k,
+        max_new_tokens=settings.max_response_len or section.eval_max_response_len or rollout.rollout_max_response_len,
+        temperature=settings.temperature if settings.temperature >= 0 else section.eval_temperature,
+        top_p=settings.top_p or section.eval_top_p,
+        top_k=settings.top_k if settings.top_k >= 0 else section.eval_top_k,
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
     )

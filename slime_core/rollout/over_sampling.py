@@ -91,13 +91,13 @@ class OverSampling:
             return False
         return all(any(name in self.engine.held for name in flight.ids) for flight in in_flight)
 
-    def first(self, kept: Mapping[int, Group], in_flight: Iterable[InFlight], count: int) -> list[int] | None:
+    def first(self, ready: Mapping[int, Group], in_flight: Iterable[InFlight], count: int) -> list[int] | None:
         """Positions of the ``count`` groups that the step takes, None while that is open."""
-        if len(kept) < count or (self.lockstep and not self.quiet(in_flight)):
+        if len(ready) < count or (self.lockstep and not self.quiet(in_flight)):
             return None
         if not self.lockstep:
-            return list(kept)[:count]
-        return sorted(kept, key=lambda position: (self._ended[position], position))[:count]
+            return list(ready)[:count]
+        return sorted(ready, key=lambda position: (self._ended[position], position))[:count]
 
 
 def _sampled(sample: Sample) -> int:
@@ -111,8 +111,8 @@ def version_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """
     versions = [[v for v in sample.weight_versions if v >= 0] for group in groups for sample in group.samples]
     tokens = sum(map(len, versions))
-    older = sum(v < version for made in versions for v in made)
+    older = sum(v < version for sample_versions in versions for v in sample_versions)
     return {
-        "rollout/continued_samples": float(sum(len(set(made)) > 1 for made in versions)),
+        "rollout/continued_samples": float(sum(len(set(sample_versions)) > 1 for sample_versions in versions)),
         "rollout/offpolicy_tokens": older / tokens if tokens else 0.0,
     }

@@ -140,10 +140,10 @@ class SuspendableEngine:
     async def _piece(self, turn: Turn) -> None:
         name = turn.request.id
         room = await self._room(name)
-        wanted = turn.rest(room)
+        request = turn.rest(room)
         self._running.add(name)
         try:
-            piece = await self._engine.generate(wanted)
+            piece = await self._engine.generate(request)
         except EngineError as error:
             if not turn.pieces or error.code != FULL:
                 raise
@@ -153,7 +153,7 @@ class SuspendableEngine:
             self._running.discard(name)
         if name in self._used:
             self._used[name] += len(piece.tokens)
-        turn.add(piece, wanted.params.max_new_tokens)
+        turn.add(piece, request.params.max_new_tokens)
         if turn.finish == "abort" and self._closed(name):
             turn.finish = ""
 
@@ -191,10 +191,10 @@ def _stopped_clock() -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    left = due - loop.time()
+    remaining = due - loop.time()
     scope.reschedule(None)
     try:
         yield
     finally:
         with suppress(RuntimeError):  # the hook has ended meanwhile
-            scope.reschedule(loop.time() + left)
+            scope.reschedule(loop.time() + remaining)

@@ -39,31 +39,33 @@ class Recovery:
         """What is known of these groups, by position; the attempt is noted on their samples."""
         if not self._known:
             return {}
-        found = await self._ledger.recall([group.prompt.id for group in groups])
-        self._known = bool(found) or groups[-1].prompt.position < self.issued
-        known = {group.prompt.position: found[group.prompt.id] for group in groups if group.prompt.id in found}
+        recalled = await self._ledger.recall([group.prompt.id for group in groups])
+        self._known = bool(recalled) or groups[-1].prompt.position < self.issued
+        recovered = {
+            group.prompt.position: recalled[group.prompt.id] for group in groups if group.prompt.id in recalled
+        }
         for group in groups:
-            if group.prompt.position in known:
+            if group.prompt.position in recovered:
                 for sample in group.samples:
-                    sample.attempt = known[group.prompt.position].attempt
-        return known
+                    sample.attempt = recovered[group.prompt.position].attempt
+        return recovered
 
 
-def stands(found: Recalled, version: int, *, ranked: bool) -> bool:
+def stands(recalled: Recalled, version: int, *, ranked: bool) -> bool:
     """Whether a group is as it was at once, or runs (again).
 
     Where the order in which groups end matters (``ranked``: over-sampling in lockstep), a group that ended in a later
     step than that of ``version``, or at a moment that nobody noted, runs again under the weights of that time, and
     gives what it gave; what is stored stands.
     """
-    unnoted = found.last_reason == OVER_SAMPLED and not found.samples
-    return found.state != "pending" and not (ranked and (found.newest > version or unnoted))
+    unnoted = recalled.last_reason == OVER_SAMPLED and not recalled.samples
+    return recalled.state != "pending" and not (ranked and (recalled.newest > version or unnoted))
 
 
-def stored_group(prompt: Prompt, found: Recalled) -> Group:
+def stored_group(prompt: Prompt, recalled: Recalled) -> Group:
     """The finished group as the ledger has it."""
     rollouts: dict[int, list[int]] = {}
-    for place, sample in enumerate(found.samples):
+    for place, sample in enumerate(recalled.samples):
         assert sample.rollout_id is not None, f"{sample.id} was stored without a rollout"
         rollouts.setdefault(sample.rollout_id, []).append(place)
-    return Group(prompt=prompt, samples=found.samples, rollouts=rollouts)
+    return Group(prompt=prompt, samples=recalled.samples, rollouts=rollouts)

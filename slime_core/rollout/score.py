@@ -75,14 +75,14 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
     fit = [i for i, reason in enumerate(reasons) if not reason]
     if not fit:
         return Scored(group=None, drops=drops)
-    kept = group.part(fit)
-    judged = shape_rewards(kept, ctx.config)
+    scored = group.part(fit)
+    judged = shape_rewards(scored, ctx.config)
     if ctx.config.rollout.dynamic_sampling == EQUAL and min(judged) == max(judged):
-        return Scored(group=None, drops=[*drops, (kept.samples, Drop(reason=EQUAL))])
-    verdict = await plugins.filter(kept, ctx)
+        return Scored(group=None, drops=[*drops, (scored.samples, Drop(reason=EQUAL))])
+    verdict = await plugins.filter(scored, ctx)
     if verdict is not None:
-        return Scored(group=None, drops=[*drops, (kept.samples, verdict)])
-    return Scored(group=kept, drops=drops)
+        return Scored(group=None, drops=[*drops, (scored.samples, verdict)])
+    return Scored(group=scored, drops=drops)
 
 
 def _unfit(sample: Sample, reward: Reward) -> str:
@@ -100,9 +100,11 @@ def unjudged(samples: Iterable[Sample]) -> str:
         unjudged([sample])    # "remote_rm: no answer in 30 s (1 time)"
     """
     broken = [sample.metadata for sample in samples if sample.metadata.get(KIND) == "infra_error"]
-    told = Counter(str(metadata.get(REASON) or "no reason given")[:LONGEST] for metadata in broken)
-    shown = [f"{why} ({count} time{'s' if count > 1 else ''})" for why, count in told.most_common(REASONS_SHOWN)]
-    more = len(told) - len(shown)
+    counts = Counter(str(metadata.get(REASON) or "no reason given")[:LONGEST] for metadata in broken)
+    shown = [
+        f"{reason} ({count} time{'s' if count > 1 else ''})" for reason, count in counts.most_common(REASONS_SHOWN)
+    ]
+    more = len(counts) - len(shown)
     return "; ".join(shown) + (f"; and {more} other reasons" if more > 0 else "")
 
 
@@ -174,8 +176,8 @@ def _punish(samples: Sequence[Sample], config: Config) -> None:
 
 
 def _check_terms(sample: Sample, reward: Reward, section: RewardSection, evaluation: bool) -> None:
-    wanted: Mapping[str, float] = section.reward_weights
-    seen = ", ".join(sorted(reward.terms)) or "none"
+    weights: Mapping[str, float] = section.reward_weights
+    terms = ", ".join(sorted(reward.terms)) or "none"
     where = f"sample {sample.id}"
     if OVERLONG in reward.terms and section.overlong_buffer_len and not evaluation:
         raise PluginError(
@@ -185,17 +187,17 @@ def _check_terms(sample: Sample, reward: Reward, section: RewardSection, evaluat
             why="the core's own punishment (reward.overlong_buffer_len) is reported under that name",
             fix="rename the term, or set overlong_buffer_len to 0",
         )
-    missing = sorted(set(wanted) - set(reward.terms))
-    unknown = sorted(set(reward.terms) - set(wanted)) if wanted else []
+    missing = sorted(set(weights) - set(reward.terms))
+    unknown = sorted(set(reward.terms) - set(weights)) if weights else []
     if not missing and not unknown:
         return
-    told = [f"lacks {', '.join(missing)}"] if missing else []
-    told += [f"has {', '.join(unknown)}, which have no weight"] if unknown else []
+    problems = [f"lacks {', '.join(missing)}"] if missing else []
+    problems += [f"has {', '.join(unknown)}, which have no weight"] if unknown else []
     raise PluginError(
-        f"the reward of sample {sample.id} {' and '.join(told)}",
+        f"the reward of sample {sample.id} {' and '.join(problems)}",
         code="PLG57",
         where=where,
-        why=f"its terms are {seen} (kind {reward.kind}), reward.reward_weights names {', '.join(sorted(wanted))}",
+        why=f"its terms are {terms} (kind {reward.kind}), reward.reward_weights names {', '.join(sorted(weights))}",
         fix="answer Reward(value=..., terms={...}) with every weighed term, of failed candidates too; "
         "give terms that are only reported the weight 0",
     )
@@ -295,5 +297,7 @@ class DropLimit:
         common = self._rewards.most_common(REWARDS_SHOWN)
         more = len(self._rewards) - len(common)
         rewards = ", ".join(f"{value} ({count} times)" for value, count in common)
-        seen = f"reasons: {reasons}; rewards seen: {rewards or 'none'}" + (f" and {more} others" if more > 0 else "")
-        return f"{seen}; not judged at last: {self._unjudged}" if self._unjudged else seen
+        summary = f"reasons: {reasons}; rewards seen: {rewards or 'none'}" + (
+            f" and {more} others" if more > 0 else ""
+        )
+        return f"{summary}; not judged at last: {self._unjudged}" if self._unjudged else summary

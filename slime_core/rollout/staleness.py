@@ -56,7 +56,7 @@ class Bound:
         """The oldest weights whose tokens may train at ``version``."""
         return version - self.most
 
-    def ready(self, kept: Mapping[int, int], in_flight: Mapping[int, int], version: int) -> list[int] | None:
+    def ready(self, ready: Mapping[int, int], in_flight: Mapping[int, int], version: int) -> list[int] | None:
         """The positions of a step's groups, None where it must wait for more of them.
 
         Args:
@@ -64,15 +64,15 @@ class Bound:
             in_flight: unfinished ones, likewise.
             version: of the weights in training.
         """
-        ranked = sorted(kept, key=lambda position: kept[position])  # ties stay in the order of finishing
-        taken, left = ranked[: self.batch], ranked[self.batch :]
-        if len(taken) < self.batch:
+        ranked = sorted(ready, key=lambda position: ready[position])  # ties stay in the order of finishing
+        oldest, newer = ranked[: self.batch], ranked[self.batch :]
+        if len(oldest) < self.batch:
             return None
-        if self.policy != "wait" or self.fits([*(kept[p] for p in left), *in_flight.values()], version):
-            return taken
+        if self.policy != "wait" or self.fits([*(ready[p] for p in newer), *in_flight.values()], version):
+            return oldest
         # Where no choice is in time (a resumed run with other settings), waiting must still end.
-        youngest = kept[taken[-1]]
-        return taken if all(began >= youngest for began in in_flight.values()) else None
+        youngest = ready[oldest[-1]]
+        return oldest if all(began >= youngest for began in in_flight.values()) else None
 
     def fits(self, began: Iterable[int], version: int) -> bool:
         """Whether groups that are open after the take at ``version`` can all train in time."""
@@ -148,26 +148,26 @@ class Staleness:
         """A group is finished; ``version`` stands where no model made a token."""
         self._began[position], self._newest[position] = began(group, version), newest(group, version)
 
-    def ready(self, kept: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int] | None:
+    def ready(self, ready: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int] | None:
         """The positions of a free step's groups, None where it must wait."""
-        finished = {position: self._began[position] for position in kept}
+        finished = {position: self._began[position] for position in ready}
         return self.bound.ready(finished, {p: flight.version for p, flight in in_flight.items()}, version)
 
-    def overdue(self, kept: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int]:
+    def overdue(self, ready: Iterable[int], in_flight: Mapping[int, InFlight], version: int) -> list[int]:
         """Positions of what can no longer train at ``version`` or later; those that are being given up left out."""
         if not self._free:
             return []
         if self.bound.policy == "mask":
-            return self.bound.overdue({position: self._newest[position] for position in kept}, version)
-        ages = {position: self._began[position] for position in kept}
+            return self.bound.overdue({position: self._newest[position] for position in ready}, version)
+        ages = {position: self._began[position] for position in ready}
         ages |= {position: flight.version for position, flight in in_flight.items() if not flight.stale}
         return self.bound.overdue(ages, version)
 
     def give_up(self, flight: InFlight, parts: Sequence[Completion]) -> None:
         """Count a group that is begun again or dropped; ``parts`` is what its aborted requests had."""
-        made = {part.id: len(part.tokens) for part in parts}
+        lengths = {part.id: len(part.tokens) for part in parts}
         kind = "restarted" if self.restarts else "dropped"
-        self._given_up[kind] += [sample.response_length + made.get(sample.id, 0) for sample in flight.samples]
+        self._given_up[kind] += [sample.response_length + lengths.get(sample.id, 0) for sample in flight.samples]
 
     def took(self, groups: Sequence[Group], version: int, waited: float = 0.0) -> None:
         """A step of ``version`` took these groups after ``waited`` seconds; their tokens that are too old are masked.
@@ -220,10 +220,10 @@ def trained_tokens(sample: Sample) -> dict[int, int]:
     if sample.remove_sample or not versions:
         return {}
     if len(only := set(versions)) == 1:  # as it is but for updates in flight: a tenth of the time
-        found = {only.pop(): len(versions) if mask is None else len(mask) - mask.count(0)}
+        counts = {only.pop(): len(versions) if mask is None else len(mask) - mask.count(0)}
     else:
-        found = dict(Counter(versions if mask is None else compress(versions, mask)))
-    return {version: count for version, count in found.items() if version >= 0 and count}
+        counts = dict(Counter(versions if mask is None else compress(versions, mask)))
+    return {version: count for version, count in counts.items() if version >= 0 and count}
 
 
 def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[str, float]:
@@ -236,9 +236,9 @@ def staleness_metrics(groups: Sequence[Group], version: int, most: int) -> dict[
         return {}
     ages, tokens = [], Counter[int]()
     for group in groups:
-        made = [trained_tokens(sample) for sample in group.samples]
-        ages.append(version - min(chain.from_iterable(made), default=version))
-        for of_sample in made:
+        counts = [trained_tokens(sample) for sample in group.samples]
+        ages.append(version - min(chain.from_iterable(counts), default=version))
+        for of_sample in counts:
             tokens.update({version - v: count for v, count in of_sample.items()})
     metrics = {
         "staleness/mean": sum(ages) / len(ages),

@@ -93,26 +93,26 @@ def _tokens(samples: Sequence[Sample]) -> Any:
         TrainerError: TRN00 one that no int32 holds.
     """
     try:
-        found = _flat([sample.tokens for sample in samples], np.int64)
-        fit = not len(found) or (found.min() >= 0 and found.max() <= INT32_MAX)
+        tokens = _flat([sample.tokens for sample in samples], np.int64)
+        fit = not len(tokens) or (tokens.min() >= 0 and tokens.max() <= INT32_MAX)
     except OverflowError:
         fit = False
     if not fit:
         sample, token = next((s, t) for s in samples for t in s.tokens if not 0 <= t <= INT32_MAX)
         raise _wrong(f"sample {sample.id} holds token id {token}", f"sample {sample.id}")
-    return found.astype(np.int32)
+    return tokens.astype(np.int32)
 
 
 def _masks(samples: Sequence[Sample]) -> Any:
     """All masks, float32; most are 1 throughout."""
     ends = _offsets([sample.response_length for sample in samples])
-    found = np.ones(int(ends[-1]), dtype=np.float32)
+    masks = np.ones(int(ends[-1]), dtype=np.float32)
     for sample, start, stop in zip(samples, ends[:-1].tolist(), ends[1:].tolist()):
         if sample.remove_sample:
-            found[start:stop] = 0
+            masks[start:stop] = 0
         elif sample.loss_mask is not None and 0 in sample.loss_mask:
-            found[start:stop] = sample.loss_mask
-    return found
+            masks[start:stop] = sample.loss_mask
+    return masks
 
 
 def _offsets(lengths: Sequence[int]) -> Any:
@@ -120,15 +120,15 @@ def _offsets(lengths: Sequence[int]) -> Any:
 
 
 def _per_token(samples: Sequence[Sample]) -> Columns:
-    found: Columns = {}
+    columns: Columns = {}
     with_response = [sample for sample in samples if sample.response_length]
     for name in PER_TOKEN:
         rows = [getattr(sample, name) for sample in with_response]
         if name == "rollout_log_probs":
             rows = [row if row is not None else [0.0] * s.response_length for row, s in zip(rows, with_response)]
         if rows and all(row is not None for row in rows):
-            found[name] = _flat(rows, np.float32)
-    return found
+            columns[name] = _flat(rows, np.float32)
+    return columns
 
 
 def _rollout_table(group: Group) -> list[int]:
@@ -281,27 +281,29 @@ def prepared(batch: Batch, loss: Loss, train: Any) -> Batch:
     if loss.prepare is None:
         return batch
     of_token = batch.sample_of_token()
-    made: Columns = {}
-    given = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
+    columns: Columns = {}
+    columns_given = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
     where = f"step {batch.version}, loss '{loss.name}'"
     for number, rollouts in enumerate(split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)):
-        mine = np.isin(batch.rollout, rollouts)[of_token]
-        answer = loss.prepare({name: values[mine] for name, values in given.items()}, train)
-        found = _checked_columns(answer, int(mine.sum()), given, where)
-        if number and set(found) != set(made):
-            raise _misprepared(f"prepare made {sorted(found)} for one optimizer step and {sorted(made)} before", where)
-        for name, values in found.items():
-            made.setdefault(name, np.zeros((len(of_token), *values.shape[1:]), values.dtype))[mine] = values
-    return replace(batch, columns={**batch.columns, **made})
+        rows = np.isin(batch.rollout, rollouts)[of_token]
+        answer = loss.prepare({name: values[rows] for name, values in columns_given.items()}, train)
+        checked = _checked_columns(answer, int(rows.sum()), columns_given, where)
+        if number and set(checked) != set(columns):
+            raise _misprepared(
+                f"prepare made {sorted(checked)} for one optimizer step and {sorted(columns)} before", where
+            )
+        for name, values in checked.items():
+            columns.setdefault(name, np.zeros((len(of_token), *values.shape[1:]), values.dtype))[rows] = values
+    return replace(batch, columns={**batch.columns, **columns})
 
 
-def _checked_columns(answer: Any, rows: int, given: Columns, where: str) -> Columns:
+def _checked_columns(answer: Any, rows: int, inputs: Columns, where: str) -> Columns:
     if not isinstance(answer, dict):
         raise _misprepared(f"prepare answered a {type(answer).__name__}, not a dict of columns", where)
-    found: Columns = {}
+    columns: Columns = {}
     for name, values in answer.items():
         array: NDArray[Any] = np.asarray(values)
-        if name in given:
+        if name in inputs:
             raise _misprepared(f"prepare made the column {name}, which the batch has already", where)
         if array.shape[:1] != (rows,):
             raise _misprepared(f"prepare made column {name} of shape {array.shape} for {rows} tokens", where)
@@ -309,8 +311,8 @@ def _checked_columns(answer: Any, rows: int, given: Columns, where: str) -> Colu
             raise TrainerError(
                 f"prepare made column {name} with a value that is no finite number", code="TRN95", where=where
             )
-        found[name] = array
-    return found
+        columns[name] = array
+    return columns
 
 
 def _misprepared(what: str, where: str) -> TrainerError:

@@ -102,12 +102,12 @@ class Split:
         step_of = np.zeros(len(batch), dtype=np.int64)
         dealt: list[list[Ints]] = []
         for number, rollouts in enumerate(split_rollouts(batch, self.num_steps, self.global_batch_size)):
-            mine = np.flatnonzero(np.isin(batch.rollout, rollouts))
-            step_of[mine] = number
-            scale[mine] = sample_weights(
-                trainable[mine], batch.rollout[mine], len(rollouts), self.aggregation, self.divisor
+            members = np.flatnonzero(np.isin(batch.rollout, rollouts))
+            step_of[members] = number
+            scale[members] = sample_weights(
+                trainable[members], batch.rollout[members], len(rollouts), self.aggregation, self.divisor
             )
-            dealt.append(deal(batch, mine, prompt_of, self.flops, self.ranks))
+            dealt.append(deal(batch, members, prompt_of, self.flops, self.ranks))
         rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in dealt]
         names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
         whole: dict[str, Any] = {
@@ -121,10 +121,10 @@ class Split:
             every = np.arange(len(batch))
             one = Portion(batch=batch, number=0, scale=scale, step_of=step_of, real=every >= 0, places=every, **whole)
             return [one]
-        found = []
+        portions = []
         for number in range(self.ranks):
             places, real = _with_fillers(batch, [ranks[number] for ranks in dealt], dealt)
-            found.append(
+            portions.append(
                 Portion(
                     batch=take(batch, places),
                     number=number,
@@ -135,7 +135,7 @@ class Split:
                     **whole,
                 )
             )
-        return found
+        return portions
 
 
 def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
@@ -163,27 +163,27 @@ def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int)
     longest = max(tail[sample] + head[owner[sample]] for sample in samples.tolist())
     least = max(cost(samples.tolist()) / ranks, longest)
     chunk = max(map(len, by_prompt.values()), default=1)
-    best, found = float("inf"), [samples]
+    best, best_parts = float("inf"), [samples]
     while True:
         units = [row[i : i + chunk] for row in by_prompt.values() for i in range(0, len(row), chunk)]
         parts = karmarkar_karp([cost(unit) for unit in units], ranks)
-        made = [[sample for i in part for sample in units[i]] for part in parts]
-        heaviest = max(map(cost, made))
+        candidate = [[sample for i in part for sample in units[i]] for part in parts]
+        heaviest = max(map(cost, candidate))
         if heaviest < best:
-            best, found = heaviest, [np.array(sorted(part), dtype=np.int64) for part in made]
+            best, best_parts = heaviest, [np.array(sorted(part), dtype=np.int64) for part in candidate]
         if best <= EVEN * least or chunk == 1:
-            return found
+            return best_parts
         chunk = -(-chunk // 2)
 
 
-def _with_fillers(batch: Batch, mine: list[Ints], dealt: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:
+def _with_fillers(batch: Batch, batches: list[Ints], dealt: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:
     """A rank's samples of all optimizer steps, in batch order, and which are real; each step has one at least."""
     fillers = []
-    for own, ranks in zip(mine, dealt):
-        if not len(own):
+    for batch_samples, ranks in zip(batches, dealt):
+        if not len(batch_samples):
             everyone = np.concatenate(ranks)
             fillers.append(everyone[np.argmin(batch.lengths[everyone])])
-    places = np.concatenate([*mine, np.array(fillers, dtype=np.int64)]).astype(np.int64)
+    places = np.concatenate([*batches, np.array(fillers, dtype=np.int64)]).astype(np.int64)
     order = np.argsort(places, kind="stable")
     return places[order], (np.arange(len(places)) < len(places) - len(fillers))[order]
 
@@ -242,8 +242,8 @@ def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list
         samples = np.flatnonzero(portion.step_of == step)
         packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
         shortest = samples[[np.argmin(batch.lengths[samples])]]
-        given = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
-        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in given])
+        groups = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
+        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in groups])
     return steps
 
 
@@ -286,49 +286,49 @@ class Dealer:
     def step(self, batch: Batch) -> list[Portion]:
         """Portions to train on."""
         batch = self.ready(batch)
-        known = explained_variance(batch)
-        return [replace(portion, known=known) for portion in self.portions(batch)]
+        metrics = explained_variance(batch)
+        return [replace(portion, known=metrics) for portion in self.portions(batch)]
 
-    def joined(self, batch: Batch, portions: Sequence[Portion], found: Sequence[ColumnsByRole]) -> ColumnsByRole:
+    def joined(self, batch: Batch, portions: Sequence[Portion], answers: Sequence[ColumnsByRole]) -> ColumnsByRole:
         """Columns [R] of the whole batch from those of each portion's rows.
 
         Raises:
             TrainerError: TRN95 a log-prob or value that is not finite.
         """
         whole: ColumnsByRole = {}
-        for portion, roles in zip(portions, found, strict=True):
+        for portion, roles in zip(portions, answers, strict=True):
             counts = np.repeat(portion.real, portion.batch.response_lengths)
             rows = rows_of(batch.response_offsets, portion.places)[counts]
             for role, columns in roles.items():
                 for name, values in columns.items():
-                    known = whole.setdefault(role, {})
-                    known.setdefault(name, np.zeros(len(batch.loss_mask), np.float32))[rows] = values[counts]
+                    columns_of_role = whole.setdefault(role, {})
+                    columns_of_role.setdefault(name, np.zeros(len(batch.loss_mask), np.float32))[rows] = values[counts]
         for columns in whole.values():
             if "log_probs" in columns:
-                why = "the weights or a logit are not finite"
-                check_finite(batch, columns["log_probs"], "log-prob", why=why)
+                reason = "the weights or a logit are not finite"
+                check_finite(batch, columns["log_probs"], "log-prob", why=reason)
             if "values" in columns:
-                why = "the critic's weights are not finite"
-                check_finite(batch, columns["values"], "value", why=why, fix="lower train.critic_lr")
+                reason = "the critic's weights are not finite"
+                check_finite(batch, columns["values"], "value", why=reason, fix="lower train.critic_lr")
         return whole
 
-    def gathered(self, batch: Batch, found: ColumnsByRole) -> ColumnsByRole:
+    def gathered(self, batch: Batch, columns: ColumnsByRole) -> ColumnsByRole:
         """:meth:`joined` where each rank has the whole batch, and what it found of its portion; a collective."""
         import torch.distributed as dist
 
-        everyone: list[Any] = [(self.seat.number, found)]
+        everyone: list[Any] = [(self.seat.number, columns)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (self.seat.number, found))
+            dist.all_gather_object(everyone, (self.seat.number, columns))
         return self.joined(batch, self.portions(batch), by_number(self.seat.ranks, everyone))
 
 
 def by_number(ranks: int, answers: Sequence[tuple[int, dict[Any, Columns]]]) -> list[dict[Any, Columns]]:
     """One answer a data-parallel rank, of (its number, the answer): ranks that share its sequences may say nothing."""
-    found: list[dict[Any, Columns]] = [{} for _ in range(ranks)]
+    columns: list[dict[Any, Columns]] = [{} for _ in range(ranks)]
     for number, answer in answers:
-        found[number] = found[number] or answer
-    return found
+        columns[number] = columns[number] or answer
+    return columns
 
 
 def explained_variance(batch: Batch) -> dict[str, float]:
@@ -361,15 +361,15 @@ def agreed(check: Callable[[], None], stamp: int, version: int, rank: int, world
     error: SlimeError | None = None
     try:
         check()
-    except SlimeError as found:
-        error = found
+    except SlimeError as failure:
+        error = failure
     if world == 1:
         if error is not None:
             raise error
         return
-    mine = torch.tensor([stamp, error is not None], dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine)
+    local_row = torch.tensor([stamp, error is not None], dtype=torch.int64)
+    rows = [torch.empty_like(local_row) for _ in range(world)]
+    dist.all_gather(rows, local_row)
     stamps, failed = zip(*(row.tolist() for row in rows))
     if any(failed):
         errors: list[SlimeError | None] = [None] * world
@@ -408,8 +408,8 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
         least = both[-1][0] if len(both) == parts else 0.0
         heapq.heappush(heap, (least - both[0][0], fresh, both))
         fresh += 1
-    found = [sorted(members) for _, members in heap[0][2]] if heap else []
-    return found + [[] for _ in range(parts - len(found))]
+    partition = [sorted(members) for _, members in heap[0][2]] if heap else []
+    return partition + [[] for _ in range(parts - len(partition))]
 
 
 def _joined(one: list[Part], other: list[Part], parts: int) -> list[Part]:

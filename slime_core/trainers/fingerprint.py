@@ -48,8 +48,10 @@ def sums(run: torch.Tensor, start: int) -> torch.Tensor:
             odd = torch.arange(block, block + many, device=flat.device) * 2 + 1
             second.append(((bits.view(many, BLOCK) * mixed).sum(1) * odd).sum())
         else:
-            mine = mixed[inside : inside + count]
-            second.append(((bits * mine).sum() if flat.is_cuda else torch.dot(bits, mine)) * (2 * block + 1))
+            multipliers = mixed[inside : inside + count]
+            second.append(
+                ((bits * multipliers).sum() if flat.is_cuda else torch.dot(bits, multipliers)) * (2 * block + 1)
+            )
         done += len(bits)
     if not first:
         return torch.zeros(2, dtype=torch.int64, device=flat.device)

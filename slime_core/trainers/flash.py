@@ -41,9 +41,17 @@ def varlen(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     width, whole = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // EIGHTS) * EIGHTS
     q, k, v = (x if x.shape[-1] == whole else pad(x, (0, whole - x.shape[-1])) for x in (q, k, v))
-    seen = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, most_q, most_k, scale=scale, window_size=seen
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu_q,
+        cu_k,
+        most_q,
+        most_k,
+        scale=scale,
+        window_size=window_size,
     )
     assert isinstance(out, torch.Tensor)
     return out[..., :width]
@@ -60,8 +68,8 @@ def has_cudnn(device: torch.device) -> bool:
     """Whether torch's scaled_dot_product_attention goes to cuDNN first: on Hopper and Blackwell, by default."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":  # torch's own switch
         return False
-    known = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return known and (torch.backends.cudnn.version() or 0) > CUDNN and torch.backends.cuda.cudnn_sdp_enabled()
+    supported = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return supported and (torch.backends.cudnn.version() or 0) > CUDNN and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def filled(length: int) -> int:

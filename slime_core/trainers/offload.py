@@ -58,16 +58,16 @@ class Offload:
         """Copy to the host and empty; what left before stays away."""
         for name in sorted(what - self.away):
             others = {id_ for other in KEPT if other != name for id_ in self._pointers(other)}
-            found = self._storages(name, others if name == "optimizer" else set())
+            storages = self._storages(name, others if name == "optimizer" else set())
             if name in KEPT:
-                kept = self._room(name, found)
-                for storage, host in zip(found, kept):
+                copies = self._room(name, storages)
+                for storage, host in zip(storages, copies):
                     host.copy_(_bytes(storage), non_blocking=True)
                     self._known[storage._cdata] = host
-                if found and found[0].device.type == "cuda":
+                if storages and storages[0].device.type == "cuda":
                     torch.cuda.synchronize()
-            self._away[name] = [(storage, storage.nbytes()) for storage in found]
-            for storage in found:
+            self._away[name] = [(storage, storage.nbytes()) for storage in storages]
+            for storage in storages:
                 storage.resize_(0)
 
     def back(self, what: set[str]) -> None:
@@ -94,24 +94,24 @@ class Offload:
     @contextmanager
     def present(self, what: Iterable[str] | None = None) -> Iterator[None]:
         """Everything, or ``what``, is here inside the block, and what had left leaves again."""
-        gone = self.away if what is None else self.away & set(what)
-        self.back(gone)
+        absent = self.away if what is None else self.away & set(what)
+        self.back(absent)
         try:
             yield
         finally:
-            self.leave(gone)
+            self.leave(absent)
 
     def _pointers(self, name: str) -> set[int]:
         return {storage.data_ptr() for storage in self._storages(name, set())}
 
     def _storages(self, name: str, others: set[int]) -> list[torch.UntypedStorage]:
         """The storages behind a name, each once, without those of ``others`` and those that are empty."""
-        found: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors(name):
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in others:
-                found.setdefault(storage.data_ptr(), storage)
-        return list(found.values())
+                storages.setdefault(storage.data_ptr(), storage)
+        return list(storages.values())
 
     def _room(self, name: str, storages: list[torch.UntypedStorage]) -> list[torch.Tensor]:
         """Buffers on the host, those of the last time where they fit: pinned memory is slow to get."""
@@ -141,11 +141,11 @@ class Layout:
 
     def starts(self) -> dict[str, int]:
         """Where each tensor's bytes begin in host memory."""
-        found, place = {}, self.begin
+        starts, place = {}, self.begin
         for name, (shape, dtype) in self.tensors.items():
-            found[name] = place
+            starts[name] = place
             place += shape.numel() * dtype.itemsize
-        return found
+        return starts
 
     def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
         """The file; ``read`` gives host memory from one place to another in pieces. Another format is a subclass."""

@@ -52,8 +52,8 @@ class Schedule:
         if self.style == "constant":
             return self.peak
         done = min(1.0, (step - self.warmup) / max(1, self.decay - self.warmup))
-        left = 1 - done if self.style == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.low + (self.peak - self.low) * left
+        remaining = 1 - done if self.style == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.low + (self.peak - self.low) * remaining
 
 
 def optimizer_steps(stage: Config, without: int = 0) -> int:
@@ -205,9 +205,9 @@ class Guard:
 def not_finite(version: int, ids: Sequence[str], bad: list[int], loss: float, norm: float) -> TrainerError:
     """TRN95 for a loss or a gradient, with the samples where they are known: ``bad`` are places in ``ids``."""
     shown = ids_of(ids, bad)
-    what = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
+    message = f"the loss of samples {shown} is not finite" if bad else f"the gradient norm is {norm}, the loss {loss}"
     return TrainerError(
-        what,
+        message,
         code="TRN95",
         where=f"step {version}" + (f", samples {shown}" if bad else f", {len(ids)} samples"),
         why="no weight was changed by this optimizer step",
@@ -233,7 +233,7 @@ def summary(outcomes: Sequence[Outcome], trained: float) -> dict[str, float]:
     for name in names:
         values = [outcome.metrics[name] for outcome in outcomes if name in outcome.metrics]
         figures[name] = values[-1] if name.endswith("lr") else sum(values) / len(values)
-    counts = {f"skipped_steps/{why}": float(fates.count(why)) for why in SKIPS if why in fates}
+    counts = {f"skipped_steps/{reason}": float(fates.count(reason)) for reason in SKIPS if reason in fates}
     if "critic_only" in fates:
         counts["critic_only_steps"] = float(fates.count("critic_only"))
     return {
@@ -241,6 +241,6 @@ def summary(outcomes: Sequence[Outcome], trained: float) -> dict[str, float]:
         **figures,
         "train_tokens": trained,
         "optimizer_steps": float(fates.count("made")),
-        "skipped_steps": float(sum(why in SKIPS for why in fates)),
+        "skipped_steps": float(sum(reason in SKIPS for reason in fates)),
         **counts,
     }

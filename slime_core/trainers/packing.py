@@ -32,8 +32,8 @@ def prompts_of(batch: Batch) -> Ints:
     """For each sample the first one that has the same prompt tokens."""
     first: dict[bytes, int] = {}
     ends = batch.offsets[1:] - batch.response_lengths
-    found = [first.setdefault(batch.tokens[a:b].tobytes(), i) for i, (a, b) in enumerate(zip(batch.offsets, ends))]
-    return np.array(found, dtype=np.int64)
+    prompts = [first.setdefault(batch.tokens[a:b].tobytes(), i) for i, (a, b) in enumerate(zip(batch.offsets, ends))]
+    return np.array(prompts, dtype=np.int64)
 
 
 def fewest_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int) -> int:
@@ -50,16 +50,16 @@ def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, co
     if not len(samples):
         return []
     order = _ordered(batch, samples, prompt_of)
-    row, wanted = _row(batch, order, prompt_of), min(count, len(order))
+    row, number = _row(batch, order, prompt_of), min(count, len(order))
     low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(row, middle)) <= wanted:
+        if len(_cut(row, middle)) <= number:
             high = middle
         else:
             low = middle + 1
     cuts = _cut(row, high)
-    while len(cuts) < wanted:  # no limit cuts the row into exactly so many: halve the longest run
+    while len(cuts) < number:  # no limit cuts the row into exactly so many: halve the longest run
         at = max(range(len(cuts)), key=lambda i: cuts[i][1] - cuts[i][0])
         start, stop = cuts[at]
         cuts[at : at + 1] = [(start, (start + stop + 1) // 2), ((start + stop + 1) // 2, stop)]

@@ -79,15 +79,15 @@ def _interface_to(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing: the kernel only chooses a route
-            ours = probe.getsockname()[0]
+            address = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                found = fcntl.ioctl(probe.fileno(), 0x8915, asked)[20:24]  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
             except OSError:
                 continue
-            if socket.inet_ntoa(found) == ours:
+            if socket.inet_ntoa(reply) == address:
                 return name
     return ""

@@ -54,27 +54,31 @@ def same_vocabulary(policy: ModelFolder, other: ModelFolder, key: str) -> None:
     Raises:
         TrainerError: TRN104.
     """
-    mine, theirs = policy.tokenizer().get_vocab(), other.tokenizer().get_vocab()
-    wrong = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
-    top = max(mine.values(), default=-1)
+    vocabulary, other_vocabulary = policy.tokenizer().get_vocab(), other.tokenizer().get_vocab()
+    wrong = sorted((i, token) for token, i in vocabulary.items() if other_vocabulary.get(token) != i)
+    top = max(vocabulary.values(), default=-1)
     if not wrong and top < other.vocab_size:
         return
-    why = f"its embedding has {other.vocab_size} rows, token ids reach {top}"
+    reason = f"its embedding has {other.vocab_size} rows, token ids reach {top}"
     if wrong:
         i, token = wrong[0]
-        there = theirs.get(token)
-        what = f"id {there}" if there is not None else "no token"
-        why = f"{len(wrong)} of {len(mine)} tokens differ: {token!r} is id {i} for the policy and {what} there"
+        token_id = other_vocabulary.get(token)
+        meaning = f"id {token_id}" if token_id is not None else "no token"
+        reason = (
+            f"{len(wrong)} of {len(vocabulary)} tokens differ: {token!r} is id {i} for the policy and {meaning} there"
+        )
     raise TrainerError(
         f"the model of {key} has another vocabulary than the policy",
         code="TRN104",
         where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
-        why=why,
+        why=reason,
         fix=f"name a model with the policy's tokenizer in {key}",
     )
 
 
-def same_tensors(key: str, other: ModelFolder, mine: Shapes, theirs: Shapes, policy: ModelFolder) -> None:
+def same_tensors(
+    key: str, other: ModelFolder, policy_shapes: Shapes, other_shapes: Shapes, policy: ModelFolder
+) -> None:
     """Refuse a reference of another architecture: the policy computes with its weights.
 
     Args:
@@ -83,7 +87,11 @@ def same_tensors(key: str, other: ModelFolder, mine: Shapes, theirs: Shapes, pol
     Raises:
         TrainerError: TRN104.
     """
-    wrong = [n for n in {*mine, *theirs} if n not in mine or n not in theirs or mine[n] != theirs[n]]
+    wrong = [
+        n
+        for n in {*policy_shapes, *other_shapes}
+        if n not in policy_shapes or n not in other_shapes or policy_shapes[n] != other_shapes[n]
+    ]
     if wrong:
         raise TrainerError(
             f"the reference model differs from the policy in {len(wrong)} tensors: {sorted(wrong)[:5]}",
@@ -175,8 +183,8 @@ def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums
     if sums is not None:
         if not torch.isfinite(total.detach()):
             sums.blame(losses.detach(), counts, micro.response, micro.samples)
-        seen = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
-        sums.add({"loss": total.detach(), **seen})
+        weighted = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
+        sums.add({"loss": total.detach(), **weighted})
     return total
 
 

@@ -74,8 +74,8 @@ class WorkerTrainer:
     @property
     def seat(self) -> Seat:
         """Which portions of batches are this rank's."""
-        found: Seat = self._worker.seat
-        return found
+        seat: Seat = self._worker.seat
+        return seat
 
     async def step(self, batch: Batch | Portion) -> dict[str, float]:
         """See `protocols.Trainer`; on a portion too.

@@ -60,16 +60,16 @@ def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slo
     steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
     errors: dict[str, float] = {}
     losses, loss_error = [], 0.0
-    for rollouts, mine in zip(steps, micros, strict=True):
+    for rollouts, portion in zip(steps, micros, strict=True):
         tokens = np.isin(batch.rollout, rollouts)[batch.sample_of_token()]
         if not batch.loss_mask[tokens].any():
             continue
-        loss, found = fast(mine)
+        loss, gradients = fast(portion)
         want, scale, grads = slow.gradient(batch, rollouts, tokens)
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))
         rounded = slow.rename(again.gradient(batch, rollouts, tokens)[2]) if again is not None else None
-        for name, error in compare(found, slow.rename(grads), slow.computed, rounded).items():
+        for name, error in compare(gradients, slow.rename(grads), slow.computed, rounded).items():
             errors[name] = max(errors.get(name, 0.0), error)
     return {
         "loss": sum(losses) / max(len(losses), 1),
@@ -165,17 +165,17 @@ class Slow:
         """
         chosen = np.isin(batch.rollout, rollouts) & (batch.response_lengths > 0)
         samples: list[int] = np.flatnonzero(chosen).tolist()
-        mine = samples[self.rank :: self.world]
+        local_samples = samples[self.rank :: self.world]
         both = torch.zeros(2, len(tokens), dtype=self.exact, device=self.device)
         with torch.no_grad():
-            for i in mine:
+            for i in local_samples:
                 both[:, _place(batch, i)] = self.rows(batch, i)
         if self.world > 1:
             dist.all_reduce(both)
         total, scale, slopes = self._loss(batch, rollouts, tokens, both)
         self.model.zero_grad()
         sums: Tensors = {}
-        for i in mine:
+        for i in local_samples:
             (self.rows(batch, i) * slopes[:, _place(batch, i)]).sum().backward()
             self._add(sums)
         grads = {}
@@ -218,20 +218,20 @@ class Slow:
             train.loss_divisor or self.stage.rollout.rollout_max_response_len,
         )
         columns = {**batch.columns, "loss_mask": batch.loss_mask, "sample": of_token}
-        given = {name: torch.from_numpy(values[tokens]).to(self.device) for name, values in columns.items()}
-        given = {name: v.to(self.exact) if v.is_floating_point() else v for name, v in given.items()}
+        tensors = {name: torch.from_numpy(values[tokens]).to(self.device) for name, values in columns.items()}
+        tensors = {name: v.to(self.exact) if v.is_floating_point() else v for name, v in tensors.items()}
         where = torch.from_numpy(tokens).to(self.device)
         weight = torch.from_numpy(weights).to(self.device, self.exact)
         log_probs, entropy = (row[where].requires_grad_() for row in both)
-        if "policy" in given and self.computed != torch.float32:
-            given["policy"] = (
+        if "policy" in tensors and self.computed != torch.float32:
+            tensors["policy"] = (
                 log_probs.detach()
             )  # scored in bfloat16 by these weights: its rounding passes narrow clips
-        values, _ = self.loss.fn(log_probs, entropy, given, train)
+        values, _ = self.loss.fn(log_probs, entropy, tensors, train)
         parts = torch.where(weight > 0, values * weight, 0)
-        found = torch.autograd.grad(parts.sum(), (log_probs, entropy), allow_unused=True)
+        gradients = torch.autograd.grad(parts.sum(), (log_probs, entropy), allow_unused=True)
         slopes = torch.zeros_like(both)
-        for row, slope in zip(slopes, found):
+        for row, slope in zip(slopes, gradients):
             if slope is not None:
                 row[where] = slope
         return float(parts.detach().sum()), float(parts.detach().abs().sum()), slopes

@@ -153,15 +153,15 @@ class Worker(ABC):
         agreed(check, stamp, portion.batch.version, self.rank, self.world)
 
     @torch.no_grad()
-    def score(self, given: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+    def score(self, work: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
         """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
         dealer = self.dealer()
-        portion = given if isinstance(given, Portion) else dealer.portions(given)[self.seat.number]
-        self._check_portion(portion, given, roles)
+        portion = work if isinstance(work, Portion) else dealer.portions(work)[self.seat.number]
+        self._check_portion(portion, work, roles)
         with self._told_of_memory(portion, "scoring"):
             columns = {role: self._score(portion, role) for role in sorted(roles)}
-        found: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
-        return found if isinstance(given, Portion) else dealer.gathered(given, found)
+        columns_of: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
+        return columns_of if isinstance(work, Portion) else dealer.gathered(work, columns_of)
 
     def _score(self, portion: Portion, role: Role) -> Columns:
         if role in ("policy", "old_policy"):
@@ -181,11 +181,11 @@ class Worker(ABC):
             return {"values": self.columns(portion, self.critic.model, role, 1)[0]}
         raise missing(role)
 
-    def step(self, given: Batch | Portion) -> dict[str, float]:
+    def step(self, work: Batch | Portion) -> dict[str, float]:
         """Train on a portion; or on a whole batch, of which every rank takes its portion."""
         dealer = self.dealer()
-        portion = given if isinstance(given, Portion) else dealer.step(given)[self.seat.number]
-        self._check_portion(portion, given)
+        portion = work if isinstance(work, Portion) else dealer.step(work)[self.seat.number]
+        self._check_portion(portion, work)
         with self._told_of_memory(portion, "training on"):
             try:
                 return self._step(portion)
@@ -194,17 +194,17 @@ class Worker(ABC):
                     trim()  # activations, before an engine generates
 
     def _step(self, portion: Portion) -> dict[str, float]:
-        known, alone = dict[str, float](), self.steps < self._critic_only_steps
+        metrics, alone = dict[str, float](), self.steps < self._critic_only_steps
         micros = others = self.packs(portion)
         if self.critic is not None:
             giver = "; an estimator that reads values gives returns"
             check_columns(portion.batch, READS, "the critic learns from", giver)
-            known = portion.known
+            metrics = portion.known
             if self.critic.model.packs != self.policy.packs:
                 others = self.packs(portion, self.critic.model)
         outcomes = [self._optimizer_step(portion, *both, alone) for both in zip(micros, others, strict=True)]
         self.steps += 1
-        return summary(outcomes, portion.trained) | known
+        return summary(outcomes, portion.trained) | metrics
 
     def _optimizer_step(
         self, portion: Portion, micros: list[MicroBatch], others: list[MicroBatch], alone: bool
@@ -261,11 +261,11 @@ class Worker(ABC):
             for learner in self.learners():
                 learner.forget()
 
-    def _total(self, mine: float) -> float:
+    def _total(self, value: float) -> float:
         """The sum of a number over data-parallel ranks; the others of each hold the same micro-batches."""
         if self.world == 1:
-            return mine
-        total = torch.tensor(mine if self.speaks() else 0.0, dtype=torch.float64, device=self.device)
+            return value
+        total = torch.tensor(value if self.speaks() else 0.0, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total)
 
@@ -286,20 +286,20 @@ class Worker(ABC):
         except SlimeError as error:  # of a plugin's loss or hook, say: its words name the plugin
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
-            said = error.what.splitlines()[0]
+            message = error.what.splitlines()[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
+            message = first_line(error)
         else:
             return
         if self.world > 1:  # a collective may wait for ranks that wait for this one, whose error would never be told
             self.forget()  # outside of the handler: the trace that holds the pass's tensors is gone
         else:
             self.release(set())
-        raise self._short(portion, what, said)
+        raise self._short(portion, what, message)
 
-    def _short(self, portion: Portion, what: str, said: str) -> TrainerError:
+    def _short(self, portion: Portion, what: str, message: str) -> TrainerError:
         train, batch = self.train, portion.batch
         longest = int(batch.lengths.max())
         try:
@@ -325,7 +325,7 @@ class Worker(ABC):
             f"{len(sizes)} micro-batches, the largest of {tokens} tokens",
             code="TRN96",
             where=f"step {batch.version}, rank {self.rank}, {self.device}",
-            why=f"{said}; no weight was changed by this optimizer step, and the batch stays in the ledger, not "
+            why=f"{message}; no weight was changed by this optimizer step, and the batch stays in the ledger, not "
             "trained",
             fix="go on with smaller passes: slime run --resume RUN_DIR, with one or more of\n" + "\n".join(fixes),
         )

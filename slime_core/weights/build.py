@@ -58,26 +58,26 @@ def fit(model: Any, shards: Shards, folder: Path) -> Fit:
 
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    found = Fit(stored_as=_check_ties(ties, shards, folder))
+    fit_of = Fit(stored_as=_check_ties(ties, shards, folder))
     optional = {*ties, *ties.values()}
-    found.missing = sorted(name for name in expected if name not in shards.infos and name not in optional)
+    fit_of.missing = sorted(name for name in expected if name not in shards.infos and name not in optional)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    found.extra = sorted(
+    fit_of.extra = sorted(
         name for name in shards.infos if name not in expected and not any(re.search(p, name) for p in ignored)
     )
-    pairs = [(name, shards.infos[found.stored_as.get(name, name)]) for name in expected if name not in found.missing]
-    found.shapes = [(name, info.shape, expected[name]) for name, info in pairs if info.shape != expected[name]]
-    if found.missing and set(found.missing) <= set(_class_ties(model)):
+    pairs = [(name, shards.infos[fit_of.stored_as.get(name, name)]) for name in expected if name not in fit_of.missing]
+    fit_of.shapes = [(name, info.shape, expected[name]) for name, info in pairs if info.shape != expected[name]]
+    if fit_of.missing and set(fit_of.missing) <= set(_class_ties(model)):
         raise DataError(
-            f"the folder has no {found.missing[0]} and its config does not tie it to the embedding",
+            f"the folder has no {fit_of.missing[0]} and its config does not tie it to the embedding",
             code="TOK49",
             where=str(folder / "config.json"),
             fix='set "tie_word_embeddings": true in config.json, or save the model again',
         )
     prefix = f"{model.base_model_prefix}."
-    renamed = any(prefix + name in expected for name in found.extra)
-    found.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
-    return found
+    renamed = any(prefix + name in expected for name in fit_of.extra)
+    fit_of.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
+    return fit_of
 
 
 def _class_ties(model: Any) -> Mapping[str, str]:
@@ -88,15 +88,15 @@ def _class_ties(model: Any) -> Mapping[str, str]:
 def _check_ties(ties: Mapping[str, str], shards: Shards, folder: Path) -> dict[str, str]:
     stored_as: dict[str, str] = {}
     for target, source in ties.items():
-        here = [name for name in (source, target) if name in shards.infos]
-        if not here:
+        present = [name for name in (source, target) if name in shards.infos]
+        if not present:
             raise DataError(
                 f"neither of the tied weights {source} and {target} is in the folder",
                 code="TOK49",
                 where=str(folder),
                 fix="save the model again with model.save_pretrained(FOLDER)",
             )
-        if len(here) == 2 and not _same(shards, source, target):
+        if len(present) == 2 and not _same(shards, source, target):
             raise DataError(
                 f"{source} and {target} are tied by the config, but are stored twice and differ",
                 code="TOK49",
@@ -104,7 +104,7 @@ def _check_ties(ties: Mapping[str, str], shards: Shards, folder: Path) -> dict[s
                 why="one of the two would be lost",
                 fix='set "tie_word_embeddings": false in config.json, or save the model again',
             )
-        stored_as[source] = stored_as[target] = here[0]
+        stored_as[source] = stored_as[target] = present[0]
     return stored_as
 
 
@@ -124,22 +124,28 @@ def _same(shards: Shards, one: str, other: str) -> bool:
     return True
 
 
-def misfit(found: Fit, folder: Path, against: str = "") -> DataError:
+def misfit(fit_result: Fit, folder: Path, against: str = "") -> DataError:
     """TOK46: the counts, and the first names and shapes of each kind; ``against`` is a config that is another's."""
 
     def first(items: Sequence[str]) -> str:
         more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
         return ", ".join(items[:SHOWN]) + more
 
-    shapes = [f"{name} is {list(is_)} in the folder, {list(want)} in the model" for name, is_, want in found.shapes]
+    shapes = [
+        f"{name} is {list(is_)} in the folder, {list(want)} in the model" for name, is_, want in fit_result.shapes
+    ]
     parts = [
         f"{len(items)} {kind}: {first(items)}"
-        for kind, items in (("missing", found.missing), ("not in the model", found.extra), ("mis-shaped", shapes))
+        for kind, items in (
+            ("missing", fit_result.missing),
+            ("not in the model", fit_result.extra),
+            ("mis-shaped", shapes),
+        )
         if items
     ]
     return DataError(
         f"the tensors of {folder.name} do not fit {against or 'its config.json'}: "
-        f"{len(found.missing)} missing, {len(found.extra)} extra, {len(found.shapes)} mis-shaped",
+        f"{len(fit_result.missing)} missing, {len(fit_result.extra)} extra, {len(fit_result.shapes)} mis-shaped",
         code="TOK46",
         where=str(folder),
         why="; ".join(parts),
@@ -214,13 +220,13 @@ def load_converted(folder: Path, dtype: str, attn_implementation: str | None, tr
         **kwargs,
     )
     model, info = loaded
-    found = Fit(
+    fit_result = Fit(
         missing=sorted(info["missing_keys"]),
         extra=sorted(info["unexpected_keys"]),
         shapes=[(name, tuple(is_), tuple(want)) for name, is_, want in sorted(info["mismatched_keys"])],
     )
-    if not found or info.get("conversion_errors"):
-        raise misfit(found, folder)
+    if not fit_result or info.get("conversion_errors"):
+        raise misfit(fit_result, folder)
     return model.eval()
 
 
@@ -233,12 +239,12 @@ def draw(model: Any, seed: int) -> None:
     """
     config = model.config.get_text_config()
     std = float(getattr(config, "initializer_range", None) or 0.02)
-    seen: set[int] = set()
+    pointers: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             for key, parameter in module.named_parameters(recurse=False):
-                if parameter.data_ptr() not in seen:
-                    seen.add(parameter.data_ptr())
+                if parameter.data_ptr() not in pointers:
+                    pointers.add(parameter.data_ptr())
                     _fill(parameter, seed, f"{name}.{key}", 0.0 if key == "bias" else std)
         elif next(module.parameters(recurse=False), None) is not None:
             with torch.random.fork_rng(devices=[]):

@@ -91,12 +91,12 @@ def merged(answers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
     Where all agree that is the checksum; else ``CHECKSUM on LABEL, CHECKSUM on LABEL``, which equals no checksum.
     """
-    found: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for key in dict.fromkeys(key for answer in answers.values() for key in answer):
         values = {label: answer.get(key, "none") for label, answer in answers.items()}
         alike = len(set(values.values())) == 1
-        found[key] = next(iter(values.values())) if alike else ", ".join(f"{v}{ON}{n}" for n, v in values.items())
-    return found
+        sums[key] = next(iter(values.values())) if alike else ", ".join(f"{v}{ON}{n}" for n, v in values.items())
+    return sums
 
 
 def compare(
@@ -188,15 +188,15 @@ class _Look:
         return {label: value for label, value in values.items() if value != self.expected[key]}
 
     def _stale(self, key: str) -> bool:
-        known = _split(self.before.get(key, ""))
-        return all(value == known.get(label, known.get("")) for label, value in self._bad(key).items())
+        checksums = _split(self.before.get(key, ""))
+        return all(value == checksums.get(label, checksums.get("")) for label, value in self._bad(key).items())
 
     def _swapped(self) -> str:
         for row in self.wrong:
-            held = set(self._bad(row.key).values())
+            values = set(self._bad(row.key).values())
             for order in permutations(range(len(row.pieces))) if len(row.pieces) <= 3 else ():
                 twin = replace(row, name=f"{row.name}{TWIN}{','.join(map(str, order))}").key
-                if held == {self.expected.get(twin)}:
+                if values == {self.expected.get(twin)}:
                     parts = [piece.name.split(".")[-2] for piece in row.pieces]
                     return (
                         f"{row.key} holds {', '.join(parts[n] for n in order)} in this order, not {', '.join(parts)}: "
@@ -208,14 +208,14 @@ class _Look:
         """``FIRST to LAST``, where the wrong tensors are neighbours, up to what did not change either."""
         names = list(dict.fromkeys(key.partition("@")[0] for key in self.served))
         places = sorted({names.index(row.name) for row in self.wrong})
-        asked, wrong = {row.name for row in self.rows}, {row.name for row in self.wrong}
+        names_checked, wrong = {row.name for row in self.rows}, {row.name for row in self.wrong}
         between = [name for name in names[places[0] : places[-1] + 1] if name not in wrong]
-        if len(places) < 2 or any(name in asked or not self._unchanged(name) for name in between):
+        if len(places) < 2 or any(name in names_checked or not self._unchanged(name) for name in between):
             return ""
         first, last = places[0], places[-1]
-        while first > 0 and names[first - 1] not in asked and self._unchanged(names[first - 1]):
+        while first > 0 and names[first - 1] not in names_checked and self._unchanged(names[first - 1]):
             first -= 1
-        while last < len(names) - 1 and names[last + 1] not in asked and self._unchanged(names[last + 1]):
+        while last < len(names) - 1 and names[last + 1] not in names_checked and self._unchanged(names[last + 1]):
             last += 1
         return f"{last - first + 1} neighbours, {names[first]} to {names[last]},"
 

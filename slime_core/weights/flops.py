@@ -60,8 +60,8 @@ class _Sizes:
 
     def number(self, *names: str, least: int = 0) -> int:
         """The first of these attributes that is a positive number, else ``least``."""
-        found = (getattr(self._config, name, None) for name in names)
-        return next((int(value) for value in found if isinstance(value, (int, float)) and value > 0), least)
+        values = (getattr(self._config, name, None) for name in names)
+        return next((int(value) for value in values if isinstance(value, (int, float)) and value > 0), least)
 
     def _plain(self, head: int) -> int:
         groups = self.number("num_key_value_heads") or self.heads
@@ -82,10 +82,10 @@ class _Sizes:
         experts = self.number("num_experts", "n_routed_experts", "num_local_experts")
         if experts < 2:
             return self.layers * dense
-        each = self.number("moe_intermediate_size") or dense // (3 * self.hidden)
-        shared = self.number("shared_expert_intermediate_size") or self.number("n_shared_experts") * each
+        width = self.number("moe_intermediate_size") or dense // (3 * self.hidden)
+        shared = self.number("shared_expert_intermediate_size") or self.number("n_shared_experts") * width
         chosen = self.number("num_experts_per_tok", "moe_topk", least=1)
-        sparse = self.hidden * (3 * (chosen * each + shared) + experts)
+        sparse = self.hidden * (3 * (chosen * width + shared) + experts)
         count = len(self._sparse())
         return count * sparse + (self.layers - count) * dense
 

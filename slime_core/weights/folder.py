@@ -283,10 +283,10 @@ def _refuse_remote_code(folder: Path, model_type: str) -> None:
 
 
 def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
-    found = raw.get("quantization_config")
-    if not found:
+    config = raw.get("quantization_config")
+    if not config:
         return
-    method = found.get("quant_method", "unknown method") if isinstance(found, dict) else found
+    method = config.get("quant_method", "unknown method") if isinstance(config, dict) else config
     raise DataError(
         f"{folder.name} is quantised ({method})",
         code="TOK48",
@@ -300,19 +300,19 @@ def _refuse_uneven_heads(folder: Path, text: Any) -> None:
     """TOK00 for heads that cannot share the hidden size or the key-value heads: attention would fail on its shapes."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
     hidden, heads, shared = (getattr(text, name, None) for name in names)
-    why = ""
+    reason = ""
     if not isinstance(heads, int) or heads < 1:
         return  # of a class with names of its own, which checks them
     if not getattr(text, "head_dim", None) and isinstance(hidden, int) and hidden % heads:
-        why = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        reason = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
     elif isinstance(shared, int) and (shared < 1 or heads % shared):
-        why = f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
-    if why:
+        reason = f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
+    if reason:
         raise DataError(
             "config.json states heads that do not fit",
             code="TOK00",
             where=str(folder / "config.json"),
-            why=why,
+            why=reason,
             fix="correct config.json, or fetch the model again",
         )
 
@@ -348,7 +348,7 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     # A folder that declares the generic class means its tokenizer.json as it stands. AutoTokenizer would put another
     # pipeline around its vocabulary for some model types (qwen2 in transformers 5.17), and encode other ids.
     # It would also make an empty tokenizer of a folder that has none.
-    if not trust_remote_code and not any(found for name in VOCABULARIES for found in folder.glob(name)):
+    if not trust_remote_code and not any(file for name in VOCABULARIES for file in folder.glob(name)):
         raise _no_tokenizer(folder, f"it has none of {', '.join(VOCABULARIES)}")
     generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
     kind = PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer

@@ -58,8 +58,8 @@ class Sums:
         Raises:
             EngineError: ENG83 a piece's tensor is not among ``tensors`` (named), ENG86 it ends before the piece does.
         """
-        for held in checks:
-            self.add_row(held.key, _parts(tensors, held))
+        for check in checks:
+            self.add_row(check.key, _parts(tensors, check))
 
     def add_row(self, key: str, parts: Sequence[torch.Tensor]) -> None:
         """Read one tensor that lies in several, end to end."""
@@ -77,34 +77,34 @@ class Sums:
         return self._found
 
 
-def _parts(tensors: Mapping[str, torch.Tensor], held: Held) -> list[torch.Tensor]:
+def _parts(tensors: Mapping[str, torch.Tensor], check: Held) -> list[torch.Tensor]:
     """Views of the pieces of a row, zeros included, in order."""
-    found: list[torch.Tensor] = []
-    for piece in held.pieces:
-        found.append(_zeros(found, piece) if not piece.name else _view(tensors, piece, held))
-    if held.dim == 0 or len(found) == 1:
-        return found
+    parts: list[torch.Tensor] = []
+    for piece in check.pieces:
+        parts.append(_zeros(parts, piece) if not piece.name else _view(tensors, piece, check))
+    if check.dim == 0 or len(parts) == 1:
+        return parts
     import torch
 
-    return [torch.cat(found, dim=held.dim)]
+    return [torch.cat(parts, dim=check.dim)]
 
 
-def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, held: Held) -> torch.Tensor:
+def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, check: Held) -> torch.Tensor:
     whole = tensors.get(piece.name)
     if whole is None:
         raise EngineError(
-            f"the trainer has no tensor {piece.name}, of which the engine's {held.name} is made",
+            f"the trainer has no tensor {piece.name}, of which the engine's {check.name} is made",
             code="ENG83",
-            where=held.key,
+            where=check.key,
             fix="serve the model that is trained; its config.json must be the same",
         )
     whole = whole.detach()
     end = whole.shape[piece.dim] if piece.stop < 0 else piece.stop
     if end > whole.shape[piece.dim]:
         raise EngineError(
-            f"{held.name} of the engine ends at row {end} of {piece.name}, which has {whole.shape[piece.dim]}",
+            f"{check.name} of the engine ends at row {end} of {piece.name}, which has {whole.shape[piece.dim]}",
             code="ENG86",
-            where=held.key,
+            where=check.key,
         )
     return whole.narrow(piece.dim, piece.start, end - piece.start)
 

@@ -144,12 +144,12 @@ class Plain:
         assert self.theirs is not None, "ask the trainer first"
         parts = [self._tokens(n) for n in range(len(self.batch))]
         served = await asyncio.gather(*(engine.score(tokens, 1) for tokens in parts))
-        ours = np.concatenate([np.asarray(part, dtype=np.float32) for part in served])
-        metrics = differences(self.theirs, ours)
+        served_log_probs = np.concatenate([np.asarray(part, dtype=np.float32) for part in served])
+        metrics = differences(self.theirs, served_log_probs)
         limit = self.band.limit
         mean = metrics["canary/logprob_diff_mean"]
         if not mean <= limit:
-            raise self._outside(version, ours, metrics, limit)
+            raise self._outside(version, served_log_probs, metrics, limit)
         self.band.add(mean)
         self.theirs = None
         return metrics | {"canary/band": limit}
@@ -160,12 +160,12 @@ class Plain:
         return f"; rounding to bfloat16 moves the trainer's own by {self.band.rounding:.3g}"
 
     def _tokens(self, sample: int) -> list[int]:
-        found: list[int] = self.batch.tokens[self.batch.offsets[sample] : self.batch.offsets[sample + 1]].tolist()
-        return found
+        tokens: list[int] = self.batch.tokens[self.batch.offsets[sample] : self.batch.offsets[sample + 1]].tolist()
+        return tokens
 
-    def _outside(self, version: int, ours: NDArray[np.float32], metrics: Metrics, limit: float) -> EngineError:
+    def _outside(self, version: int, served: NDArray[np.float32], metrics: Metrics, limit: float) -> EngineError:
         assert self.theirs is not None
-        apart = np.abs(self.theirs.astype(np.float64) - ours)
+        apart = np.abs(self.theirs.astype(np.float64) - served)
         row = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
         sample = int(np.searchsorted(self.batch.response_offsets, row, side="right")) - 1
         place = row - int(self.batch.response_offsets[sample]) + 1
@@ -174,7 +174,7 @@ class Plain:
             f"version {version}; the band is {limit:.3g}",
             code="ENG83",
             where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
-            f"{self.theirs[row]:.4f}, engine {ours[row]:.4f}",
+            f"{self.theirs[row]:.4f}, engine {served[row]:.4f}",
             why="the engine computes something else than what is trained: other weights, or another model"
             + self._rounding(),
             fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "
@@ -182,9 +182,9 @@ class Plain:
         )
 
 
-def differences(theirs: NDArray[np.float32], ours: NDArray[np.float32]) -> Metrics:
+def differences(trainer: NDArray[np.float32], served: NDArray[np.float32]) -> Metrics:
     """Mean and largest |difference| of log-probs [R], and the mean of exp(d) - 1 - d (Schulman's k3) as ``kl``."""
-    d = theirs.astype(np.float64) - ours.astype(np.float64)
+    d = trainer.astype(np.float64) - served.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         kl = np.expm1(d) - d
     return {

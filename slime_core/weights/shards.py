@@ -77,12 +77,12 @@ class Shards(Mapping[str, "torch.Tensor"]):
         if (folder / SINGLE).is_file():
             return cls(read_header(folder / SINGLE))
         others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        found = f"found {', '.join(others[:3])}, which are pickles and are not read" if others else "found no weights"
+        hint = f"found {', '.join(others[:3])}, which are pickles and are not read" if others else "found no weights"
         raise DataError(
             f"the model folder has no {SINGLE} and no {INDEX}",
             code="TOK46",
             where=str(folder),
-            why=found,
+            why=hint,
             fix="save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random",
         )
 
@@ -168,10 +168,10 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return fields
 
 
 def _entry(file: Path, name: str, item: Any, start: int) -> TensorInfo:

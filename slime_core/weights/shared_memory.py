@@ -128,10 +128,10 @@ def tensors_in(memory: Any, listing: Listing) -> dict[str, torch.Tensor]:
     import torch
 
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    found = {
+    tensors = {
         name: _view(whole, place, getattr(torch, dtype), shape) for name, dtype, shape, place, _ in listing["tensors"]
     }
-    spans = {place: _nbytes(found[name]) for name, _, _, place, _ in listing["tensors"]}
+    spans = {place: _nbytes(tensors[name]) for name, _, _, place, _ in listing["tensors"]}
     sums = dict(zip(spans, _checksums(memoryview(memory), list(spans.items())), strict=True))
     wrong = [name for name, _, _, place, crc in listing["tensors"] if sums[place] != crc]
     if wrong:
@@ -140,7 +140,7 @@ def tensors_in(memory: Any, listing: Listing) -> dict[str, torch.Tensor]:
             code="ENG83",
             why="weights did not reach the sampler whole",
         )
-    return found
+    return tensors
 
 
 def checksums(listing: Listing, dtype: str) -> dict[str, str]:

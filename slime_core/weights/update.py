@@ -54,8 +54,8 @@ class Canary:
 
     def pop_metrics(self) -> dict[str, float]:
         """Figures of the last update, once."""
-        found, self.metrics = self.metrics, {}
-        return found
+        metrics, self.metrics = self.metrics, {}
+        return metrics
 
     async def compare_tensors(self, engine: Engine, route: WeightRoute, update: WeightUpdate) -> None:
         """The exact half, when the engine has loaded.
@@ -65,8 +65,8 @@ class Canary:
         """
         if not route.checks:
             off = self.config.rollout.check_weights == "off"
-            why = "check_weights is off" if off else "they give no checksums of their tensors"
-            return notice("canary", f"weights of the servers are not compared byte by byte: {why}")
+            reason = "check_weights is off" if off else "they give no checksums of their tensors"
+            return notice("canary", f"weights of the servers are not compared byte by byte: {reason}")
         served = await engine.fingerprints()
         count = compare(route.checks, update.fingerprints, served, update.version, self._served)
         self._served = served
@@ -83,7 +83,7 @@ class Canary:
             text = self.text(PROMPTS * LENGTH) or drawn(self.config.seed, self.vocab_size).tolist()
             prompts = probe(text, self.config.rollout.rollout_max_context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
-            band = Band(dtype, fixed, mixture=any(EXPERTS in held.name for held in route.checks))
+            band = Band(dtype, fixed, mixture=any(EXPERTS in check.name for check in route.checks))
             self._plain = Plain(prompts, band)
         await self._plain.ask(trainer)
 
@@ -115,8 +115,8 @@ class _Clock:
         self._start = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        taken = time.monotonic() - self._start
-        self._metrics[SECONDS] = self._metrics.get(SECONDS, 0.0) + taken
+        seconds = time.monotonic() - self._start
+        self._metrics[SECONDS] = self._metrics.get(SECONDS, 0.0) + seconds
 
 
 async def sync_weights(

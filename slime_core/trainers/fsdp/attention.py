@@ -50,8 +50,8 @@ class Run:
 
     def fill(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] to [count, length, ...]."""
-        mine = x[self.start : self.stop] if self.gather is None else take(x, self.gather)
-        return mine.reshape(self.count, self.length, *x.shape[1:])
+        rows = x[self.start : self.stop] if self.gather is None else take(x, self.gather)
+        return rows.reshape(self.count, self.length, *x.shape[1:])
 
     def fill_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """Gradients of outputs [T, ...] to [count, length, ...], 0 in places whose output is not used."""
@@ -102,13 +102,13 @@ class Segments:
         shared = len(whole) < len(before)
         on_cpu, long = torch.device(device).type == "cpu", sum(lengths) >= LONG * len(lengths) > 0
         limit = ROWS if on_cpu else 0 if long else sum(lengths)
-        seen = np.zeros(int(bounds[-1]), dtype=bool)
+        covered = np.zeros(int(bounds[-1]), dtype=bool)
         fill = long and not on_cpu
-        runs = tuple(_run(sequences[a:b], seen, device, fill) for a, b in _neighbours(lengths, limit))
+        runs = tuple(_run(sequences[a:b], covered, device, fill) for a, b in _neighbours(lengths, limit))
         gather = last = None
         if shared:
             flat = np.concatenate(sequences)
-            places = np.zeros(len(seen), dtype=np.int64)
+            places = np.zeros(len(covered), dtype=np.int64)
             places[flat] = np.arange(len(flat))
             gather, last = torch.as_tensor(flat, device=device), torch.as_tensor(places, device=device)
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -130,22 +130,22 @@ def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
 
 
 def _run(
-    sequences: list[NDArray[np.int64]], seen: NDArray[np.bool_], device: torch.device | str, fill: bool = False
+    sequences: list[NDArray[np.int64]], covered: NDArray[np.bool_], device: torch.device | str, fill: bool = False
 ) -> Run:
-    """One run; rows not yet ``seen`` get their output from it."""
+    """One run; rows not yet ``covered`` get their output from it."""
     count, length = len(sequences), max(map(len, sequences))
     length = filled(length) if fill else length
     flat = np.concatenate(sequences)
     start, stop = int(flat[0]), int(flat[-1]) + 1
     short = length <= SHORT and torch.device(device).type == "cpu"
     future = torch.full((length, length), -math.inf).triu(1) if short else None
-    if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all() and not seen[flat].any():
-        seen[flat] = True
+    if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all() and not covered[flat].any():
+        covered[flat] = True
         return Run(start, stop, count, length, None, None, None, future)
     whole_rows = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
     rows, places = np.unique(whole_rows, return_index=True)  # the first place of each row
-    new = ~seen[rows]
-    seen[rows] = True
+    new = ~covered[rows]
+    covered[rows] = True
     gather, out_rows, out_places = (torch.as_tensor(x, device=device) for x in (whole_rows, rows[new], places[new]))
     return Run(start, stop, count, length, gather, out_rows, out_places, future)
 

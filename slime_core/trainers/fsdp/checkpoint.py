@@ -71,12 +71,12 @@ def owners(parts: Sequence[Part], world: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in parts:
         sizes[part.owner] = sizes.get(part.owner, 0) + part.nbytes
-    loads, found = [0] * world, {}
+    loads, owner_of = [0] * world, {}
     for owner in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
-        found[owner] = rank
+        owner_of[owner] = rank
         loads[rank] += sizes[owner]
-    return found
+    return owner_of
 
 
 @torch.no_grad()
@@ -102,11 +102,11 @@ def save(worker: Worker, path: Path) -> None:
     staging.plan(list(layouts.values()))
     starts = {kind: layout.starts() for kind, layout in layouts.items()}
     for part in parts:
-        mine = owner[part.owner] == worker.rank
+        local_parts = owner[part.owner] == worker.rank
         whole = worker.offload.seen(part.shard)
         if worker.world > 1:
             whole = full(like(whole.to(worker.device), part.parameter))
-        if mine:
+        if local_parts:
             staging.copy(starts[part.kind][part.name], whole, temporary=worker.world > 1)
     name = file_name(GENERATORS, worker.rank, worker.world, ".json")
     texts = {name: json.dumps(generators()).encode()}
@@ -119,40 +119,40 @@ def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
     parts = _parts(worker)
     moments = sum(part.nbytes for part in parts if part.kind in (PARAMETERS, CRITIC))
-    known = sum(part.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
-    worker.staging.reserve((known + 2 * moments) // worker.world)
+    fixed = sum(part.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
+    worker.staging.reserve((fixed + 2 * moments) // worker.world)
 
 
 def _parts(worker: Worker) -> list[Part]:
     """The state's tensors in an order that is the same on every rank."""
-    found = _of(worker.actor, PARAMETERS, MOMENTS)
+    parts = _of(worker.actor, PARAMETERS, MOMENTS)
     if worker.critic is not None:
-        found += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
+        parts += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
     if worker.frozen.reference is not None:
-        known = worker.actor.parameters()
+        parameters = worker.actor.parameters()
         kind = REFERENCE
-        found += [Part(kind, n, f"{kind}.{n}", t, known[n]) for n, t in worker.frozen.reference.items()]
-    return found
+        parts += [Part(kind, n, f"{kind}.{n}", t, parameters[n]) for n, t in worker.frozen.reference.items()]
+    return parts
 
 
 def _of(learner: Learner, kind: str, moments: str) -> list[Part]:
-    known, shards = learner.parameters(), learner.locals()
-    found = [Part(kind, name, f"{kind}.{name}", shards[name], known[name]) for name in known]
+    parameters, shards = learner.parameters(), learner.locals()
+    parts = [Part(kind, name, f"{kind}.{name}", shards[name], parameters[name]) for name in parameters]
     if learner.optimizer.steps:  # what had no gradient yet, or is empty on this rank, has moments of 0
-        for which, held in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
-            for name in known:
-                moment = held[name] if name in held else torch.zeros_like(shards[name])
-                found.append(Part(moments, f"{which}.{name}", f"{kind}.{name}", moment, known[name]))
-    return found
+        for which, state in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
+            for name in parameters:
+                moment = state[name] if name in state else torch.zeros_like(shards[name])
+                parts.append(Part(moments, f"{which}.{name}", f"{kind}.{name}", moment, parameters[name]))
+    return parts
 
 
 def _layouts(worker: Worker, parts: list[Part]) -> dict[str, Layout]:
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for part in parts:
-        if part.kind not in found:
-            found[part.kind] = Layout(file_name(part.kind, worker.rank, worker.world), {})
-        found[part.kind].tensors[part.name] = (part.parameter.shape, part.shard.dtype)
-    return found
+        if part.kind not in layouts:
+            layouts[part.kind] = Layout(file_name(part.kind, worker.rank, worker.world), {})
+        layouts[part.kind].tensors[part.name] = (part.parameter.shape, part.shard.dtype)
+    return layouts
 
 
 def _state(worker: Worker) -> dict[str, Any]:
@@ -202,13 +202,13 @@ def restore(worker: Worker, path: Path) -> None:
 
 def _read(path: Path, learner: Learner, kind: str, moments: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
     """Parameters and both moments, this rank's rows."""
-    known = learner.parameters()
-    stored = read_shards(path, kind, known)
+    parameters = learner.parameters()
+    stored = read_shards(path, kind, parameters)
     if not steps:
         return stored, {}, {}
-    both = {f"{which}.{name}": parameter for which in ("moment1", "moment2") for name, parameter in known.items()}
+    both = {f"{which}.{name}": parameter for which in ("moment1", "moment2") for name, parameter in parameters.items()}
     read = read_shards(path, moments, both)
-    first, second = ({name: read[f"{which}.{name}"] for name in known} for which in ("moment1", "moment2"))
+    first, second = ({name: read[f"{which}.{name}"] for name in parameters} for which in ("moment1", "moment2"))
     return stored, first, second
 
 
@@ -218,10 +218,10 @@ def _generators(worker: Worker, path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
+        states: dict[str, Any] = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise StorageError(f"{file.name} cannot be read", code="STO112", where=str(file), why=str(error)) from error
-    return found
+    return states
 
 
 def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
@@ -235,16 +235,16 @@ def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
         files = sorted(file for file in path.iterdir() if form.fullmatch(file.name))
         if not files:
             raise StorageError(f"there is no {kind}.safetensors", code="STO111", where=str(path))
-        found: dict[str, TensorInfo] = {}
+        infos: dict[str, TensorInfo] = {}
         for file in files:
-            found |= read_header(file)
+            infos |= read_header(file)
     except DataError as error:
         raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error(error, path, f"{kind}.safetensors cannot be read") from error
-    return found
+    return infos
 
 
 def check_fit(path: Path, kind: str, infos: Mapping[str, TensorInfo], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -283,14 +283,16 @@ def read_shards(path: Path, kind: str, parameters: Mapping[str, torch.Tensor]) -
     """
     infos = tensors_of(path, kind)
     check_fit(path, kind, infos, parameters)
-    found: Tensors = {}
+    shards: Tensors = {}
     for name, parameter in parameters.items():
-        mine = local(parameter.detach())
+        local_shard = local(parameter.detach())
         try:
-            found[name] = Shards({name: _rows(infos[name], first_row(parameter), mine.shape)})[name].to(mine.device)
+            shards[name] = Shards({name: _rows(infos[name], first_row(parameter), local_shard.shape)})[name].to(
+                local_shard.device
+            )
         except DataError as error:
             raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
-    return found
+    return shards
 
 
 def _rows(info: TensorInfo, first: int, shape: torch.Size) -> TensorInfo:

@@ -50,9 +50,9 @@ class Critic:
         shard(self.model, mesh, dtype, exact=(self.model.score,))
         self.learner = Learner(self.model, policy.rank, policy.world)
         if not self.path:
-            mine, theirs = self.learner.locals(), policy.locals()
-            for name in mine.keys() & theirs.keys():
-                mine[name].copy_(theirs[name])
+            parameters, policy_shards = self.learner.locals(), policy.locals()
+            for name in parameters.keys() & policy_shards.keys():
+                parameters[name].copy_(policy_shards[name])
 
     def begin(self, train: Any, optimizer_steps: int) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
@@ -140,12 +140,12 @@ def _load_layers(hf: Any, stored: Shards, head: str, folder: ModelFolder) -> Non
     outputs = {f"{name}.{part}" for name, m in hf.named_modules() if m is output for part in ("weight", "bias")}
     state = {name: tensor for name, tensor in hf.state_dict().items() if name not in outputs}
     infos, heads = stored.infos, {f"{head}.weight", f"{head}.bias"}
-    found = build.Fit(missing=sorted(set(state) - set(infos)), extra=sorted(set(infos) - set(state) - heads - outputs))
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if name in infos}
-    wanted[f"{head}.weight"] = (1, int(hf.config.get_text_config().hidden_size))
-    found.shapes = [(n, infos[n].shape, shape) for n, shape in sorted(wanted.items()) if infos[n].shape != shape]
-    if not found:
-        raise build.misfit(found, folder.path)
+    fit = build.Fit(missing=sorted(set(state) - set(infos)), extra=sorted(set(infos) - set(state) - heads - outputs))
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name in infos}
+    shapes[f"{head}.weight"] = (1, int(hf.config.get_text_config().hidden_size))
+    fit.shapes = [(n, infos[n].shape, shape) for n, shape in sorted(shapes.items()) if infos[n].shape != shape]
+    if not fit:
+        raise build.misfit(fit, folder.path)
     for name, tensor in state.items():
         tensor.copy_(stored[name])
     for parameter in output.parameters() if output is not None else ():

@@ -52,11 +52,11 @@ class Frozen:
         if not path:
             return {name: tensor.clone() for name, tensor in policy.locals().items()}
         folder = roles.open_model("train.ref_load", path, self._folder)
-        mine = policy.parameters()
-        theirs = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
-        policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (mine, theirs))
+        parameters = policy.parameters()
+        reference = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
+        policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (parameters, reference))
         roles.same_tensors("train.ref_load", folder, policys, references, self._folder)
-        return {name: own_part(tensor.detach(), mine[name]).clone() for name, tensor in theirs.items()}
+        return {name: own_part(tensor.detach(), parameters[name]).clone() for name, tensor in reference.items()}
 
     def _begin_teacher(self, train: Any) -> None:
         if self.teacher is None or self._teacher_path != train.teacher_load:
@@ -75,16 +75,16 @@ class Frozen:
     @contextmanager
     def as_reference(self, policy: Learner) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
-        mine = policy.locals()
-        kept = {name: tensor.clone() for name, tensor in mine.items()}
+        parameters = policy.locals()
+        copies = {name: tensor.clone() for name, tensor in parameters.items()}
         assert self.reference is not None
         try:
-            for name, tensor in mine.items():
+            for name, tensor in parameters.items():
                 tensor.copy_(self.reference[name])
             yield
         finally:
-            for name, tensor in mine.items():
-                tensor.copy_(kept[name])
+            for name, tensor in parameters.items():
+                tensor.copy_(copies[name])
 
     def check_teacher(self, batch: Batch) -> None:
         """Refuse tokens that the teacher has no row for (padding of the policy's embedding).
@@ -96,7 +96,7 @@ class Frozen:
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's shards of all weights."""
-        found = list(self.reference.values()) if self.reference is not None else []
+        tensors = list(self.reference.values()) if self.reference is not None else []
         if self.teacher is not None:
-            found += [local(parameter.detach()) for parameter in self.teacher.parameters()]
-        return found
+            tensors += [local(parameter.detach()) for parameter in self.teacher.parameters()]
+        return tensors

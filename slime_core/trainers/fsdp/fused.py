@@ -262,8 +262,8 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
     """
     if type(layer).__name__ not in KNOWN or getattr(config, "hidden_act", "") != "silu":
         return None
-    own: Any = layer
-    attention, mlp = own.self_attn, own.mlp
+    block: Any = layer
+    attention, mlp = block.self_attn, block.mlp
     biased = [attention.q_proj, attention.k_proj, attention.v_proj]
     plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
@@ -292,8 +292,8 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         norms = [norm.weight if norm is not None else None for norm in head_norms]
         out: Tensor = _Layer.apply(
             shape, segments, cos, sin, hidden_states[0],
-            own.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
-            attention.o_proj.weight, own.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),
+            block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
+            attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),
         )  # fmt: skip
         return out
 

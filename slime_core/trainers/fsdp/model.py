@@ -75,13 +75,13 @@ class Policy(nn.Module):
 
     def _choose_forward(self, layer: nn.Module, number: int) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
-        own, fused = layer.forward, fuse(layer, self.hf.config)
-        function = getattr(own, "__func__", None)  # of all layers of a class: it is compiled once for them
+        plain, fused = layer.forward, fuse(layer, self.hf.config)
+        function = getattr(plain, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
                 return fused(*args, recompute=number < self.recompute, **kwargs)
-            run: Callable[..., Any] = own
+            run: Callable[..., Any] = plain
             if self.compiled and function is not None:
                 run = partial(self._made.setdefault(function, Compiled(function)), layer)
             if number < self.recompute and torch.is_grad_enabled():
@@ -110,14 +110,14 @@ class Policy(nn.Module):
         """Whether fused layers, on a CPU, give the model's own logits and gradients; False where none is known."""
         if trial.tokens.device.type != "cpu" or not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
             return False
-        found = []
+        results = []
         for self.fused in (False, True):
             with torch.enable_grad():
                 logits = trial.packed()
                 grads = torch.autograd.grad(logits.square().mean(), list(self.hf.parameters()))
-            found.append((logits.detach(), *grads))
+            results.append((logits.detach(), *grads))
         self.fused = False
-        return all(_close(one, other) for one, other in zip(*found))
+        return all(_close(one, other) for one, other in zip(*results))
 
     def forward(
         self,
@@ -201,23 +201,23 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def layers(hf: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks: what is sharded, and recomputed with gradient checkpointing, one by one."""
     names = set(getattr(hf, "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in hf.modules():
         if type(module).__name__ in names and module not in inside:
-            found.append(module)
+            layers.append(module)
             inside.update(module.modules())  # a block inside a block belongs to it
-    return found or [m for module in hf.modules() if isinstance(module, nn.ModuleList) for m in module]
+    return layers or [m for module in hf.modules() if isinstance(module, nn.ModuleList) for m in module]
 
 
 def forward(
     policy: Policy, micro: MicroBatch, temperature: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every response token of the pack, [R]."""
-    found: tuple[torch.Tensor, torch.Tensor] = policy(
+    result: tuple[torch.Tensor, torch.Tensor] = policy(
         *on_device(micro, device), Rows(on(micro.predict, device), on(micro.target, device), temperature)
     )
-    return found
+    return result
 
 
 def backward(
@@ -232,12 +232,12 @@ def backward(
         rows = np.flatnonzero(micro.weight > 0)
         share = Share(loss, train, micro, rows, sums.device)
         place = torch.from_numpy(rows)
-        mine = Rows(
+        row_selection = Rows(
             on(micro.predict[rows], sums.device),
             on(micro.target[rows], sums.device),
             temperature[place.to(temperature.device)] if temperature is not None else None,
         )
-        (total,) = policy(*on_device(micro, sums.device), mine, share)
+        (total,) = policy(*on_device(micro, sums.device), row_selection, share)
     else:
         share = Share(loss, train, micro, np.arange(len(micro.weight)), sums.device)
         total = share(slice(None), *forward(policy, micro, temperature, sums.device))
@@ -268,8 +268,8 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[
     keep = mesh.size() == 1  # nothing is saved by freeing what one rank holds anyway
     modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
     for module in modules:
-        own = MixedPrecisionPolicy() if module in exact else precision
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=not keep)
+        dtypes = MixedPrecisionPolicy() if module in exact else precision
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes, reshard_after_forward=not keep)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
@@ -307,8 +307,8 @@ def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return whole
     mesh = parameter.device_mesh
     chunks = list(torch.chunk(whole, mesh.size(), dim=0))
-    mine = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else whole[:0]
-    return mine.to(parameter.device)
+    part = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else whole[:0]
+    return part.to(parameter.device)
 
 
 def reshard(policy: Policy) -> None:
@@ -455,12 +455,12 @@ def fingerprint(parameters: Mapping[str, torch.Tensor], world: int) -> str:
     Every rank gets the same answer: 32 hex digits.
     """
     names = sorted(parameters)
-    found = []
+    rows = []
     for name in names:
         parameter = parameters[name].detach()
         width = parameter[:1].numel() if parameter.ndim > 1 else 1
-        found.append(sums(local(parameter), first_row(parameter) * width))
-    total = torch.stack(found) if found else torch.zeros(0, 2, dtype=torch.int64)
+        rows.append(sums(local(parameter), first_row(parameter) * width))
+    total = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
     if world > 1:
         dist.all_reduce(total)
     return digest({n: (list(parameters[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})

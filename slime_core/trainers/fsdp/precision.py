@@ -16,7 +16,7 @@ from slime_core.trainers.fsdp.model import Policy, full, layers, reshard
 def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
     """A model without shards of its own; its passes are collectives, and nothing of ``policy`` changes."""
     reshard(policy)
-    own: dict[str, torch.Tensor] = dict(policy.hf.named_parameters(remove_duplicate=False))
+    parameters: dict[str, torch.Tensor] = dict(policy.hf.named_parameters(remove_duplicate=False))
     with torch.device("meta"):
         hf = type(policy.hf)(policy.hf.config)
     for name, buffer in policy.hf.named_buffers():
@@ -29,8 +29,8 @@ def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
     for layer in layers(hf):
         of_layer = [f"{names[layer]}.{name}" for name, _ in layer.named_parameters(remove_duplicate=False)]
         inside.update(of_layer)
-        _gather_during(layer, hf, {name: own[name] for name in of_layer}, dtype)
-    _fill(hf, {name: tensor for name, tensor in own.items() if name not in inside}, dtype)
+        _gather_during(layer, hf, {name: parameters[name] for name in of_layer}, dtype)
+    _fill(hf, {name: tensor for name, tensor in parameters.items() if name not in inside}, dtype)
     return other
 
 

@@ -27,12 +27,12 @@ def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor]
     Raises:
         TrainerError: a tensor whose name in a model folder is not known here.
     """
-    found = []
+    sources = []
     for name, tensor in named.items():
         if not tensor.is_floating_point():
             raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-        found.append(Source(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
-    return found
+        sources.append(Source(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
+    return sources
 
 
 def _plain(whole: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,9 @@ def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tens
 
 def stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a model folder holds."""
-    found = {}
+    buffers = {}
     for prefix, module in hf.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers

@@ -173,10 +173,10 @@ class FsdpWorker(Worker):
         checkpoint.restore(self, path)
 
     def checksum(self) -> str:
-        known = dict(self.actor.parameters())
+        parameters = dict(self.actor.parameters())
         if self.critic is not None:
-            known |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
-        return fingerprint(known, self.world)
+            parameters |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
+        return fingerprint(parameters, self.world)
 
     def write_folder(self, path: Path) -> None:
         whole = self.whole()

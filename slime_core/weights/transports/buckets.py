@@ -89,21 +89,21 @@ def lay_out(parts: Iterable[Part], dtype: str, most: int = 0) -> tuple[Bucket, .
     """
     if dtype not in DTYPES:
         raise TrainerError(f"weights are sent as {' or '.join(DTYPES)}, not as {dtype}", where="WeightRoute.dtype")
-    kind, known = DTYPES[dtype], set[str]()
-    found: list[Bucket] = []
+    kind, names = DTYPES[dtype], set[str]()
+    buckets: list[Bucket] = []
     slots: list[Slot] = []
     place = 0
     for part in parts:
-        if part.name in known:
+        if part.name in names:
             raise TrainerError(f"the tensor {part.name} would be sent twice", why="two tensors have its name")
-        known.add(part.name)
+        names.add(part.name)
         size = torch.Size(part.shape).numel() * kind.itemsize
         if slots and most and place + size > most:
-            found.append(Bucket(tuple(slots)))
+            buckets.append(Bucket(tuple(slots)))
             slots, place = [], 0
         slots.append(Slot(part.name, kind, tuple(part.shape), place, place + size))
         place += size
-    return (*found, Bucket(tuple(slots))) if slots else tuple(found)
+    return (*buckets, Bucket(tuple(slots))) if slots else tuple(buckets)
 
 
 class Staging:
@@ -163,10 +163,10 @@ class Tally:
 
     def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Sums]) -> None:
         self._checks: dict[str, list[Held]] = {}  # tensor -> checks that wait for it or for others beside it
-        self._missing = {held: _names(held) for held in route.checks}
-        for held, names in self._missing.items():
+        self._missing = {check: _names(check) for check in route.checks}
+        for check, names in self._missing.items():
             for name in names:
-                self._checks.setdefault(name, []).append(held)
+                self._checks.setdefault(name, []).append(check)
         self._kept: dict[str, torch.Tensor] = {}
         self._sums = sums(DTYPES[route.dtype])
 
@@ -176,15 +176,15 @@ class Tally:
             return
         self._kept[name] = tensor
         ready = []
-        for held in self._checks[name]:
-            self._missing[held].discard(name)
-            if not self._missing[held]:
-                ready.append(held)
+        for check in self._checks[name]:
+            self._missing[check].discard(name)
+            if not self._missing[check]:
+                ready.append(check)
         self._sums.add(self._kept, ready)
-        for held in ready:
-            del self._missing[held]
-            for used in _names(held):
-                self._checks[used].remove(held)
+        for check in ready:
+            del self._missing[check]
+            for used in _names(check):
+                self._checks[used].remove(check)
                 if not self._checks[used]:
                     del self._kept[used], self._checks[used]
 
@@ -199,15 +199,15 @@ class Tally:
         Raises:
             TrainerError: a check waits for a tensor that was not sent.
         """
-        for held, missing in self._missing.items():
+        for check, missing in self._missing.items():
             raise TrainerError(
-                f"{min(missing)} was not sent, and the engine's {held.key} is made of it",
+                f"{min(missing)} was not sent, and the engine's {check.key} is made of it",
                 where="WeightRoute.checks",
                 why="the trainer's model and the engine's are not the same",
             )
         return self._sums.finish()
 
 
-def _names(held: Held) -> set[str]:
+def _names(check: Held) -> set[str]:
     """Tensors of which it is made; pieces without a name are zeros."""
-    return {piece.name for piece in held.pieces if piece.name}
+    return {piece.name for piece in check.pieces if piece.name}

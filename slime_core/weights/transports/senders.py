@@ -100,10 +100,10 @@ class Senders:
     def _brought(self, field: str, name: str) -> Callable[[Any], Any]:
         """What the run's engine brings for its routes."""
         backend = engine_of(self._config)
-        brought: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)
-        if name not in brought:
+        classes: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)
+        if name not in classes:
             raise TrainerError(
                 f"rollout_engine = {backend.name} brings no {name}, which its WeightRoute names",
                 where=f"EngineBackend.{field}",
             )
-        return brought[name]
+        return classes[name]

@@ -87,10 +87,10 @@ class DistWriting:
         rows, first_place = target.rows, target.places[0]
         shape, keys = (*first_place.of, *rows.shape), tuple(place.key for place in target.places)
         for key in keys:
-            first = self._known.setdefault(key, (shape, rows.dtype))
-            if first != (shape, rows.dtype):
+            written = self._known.setdefault(key, (shape, rows.dtype))
+            if written != (shape, rows.dtype):
                 raise DataError(
-                    f"the layers' {key} is {list(first[0])} {first[1]} and {list(shape)} {rows.dtype}",
+                    f"the layers' {key} is {list(written[0])} {written[1]} and {list(shape)} {rows.dtype}",
                     code="TOK46",
                     where=rows.name,
                     why="layers that are stacked are alike",
