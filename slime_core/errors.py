@@ -181,9 +181,9 @@ def install_line(extra: str) -> str:
     if not needed:
         return f'pip install -e ".[{extra}]"   in a clone of slime'
     names = needed.get(f'extra == "{extra}"', [])
-    for package in [name for name in names if name.startswith("slime-")]:
-        names += needs(re.split(r"[^\w-]", package)[0]).get("", [])
     common = [*needed.get("", []), *([] if extra == "fsdp" else needed.get('extra == "fsdp"', []))]
+    for package in [name for name in names if name.startswith("slime-") and name not in common]:
+        names += needs(re.split(r"[^\w-]", package)[0]).get("", [])
     prefixes = ("slime-", "editables")  # the second is of editable installs
     others = [f'"{name}"' for name in dict.fromkeys(names) if name not in common and not name.startswith(prefixes)]
     return f"pip install {' '.join(others)}"

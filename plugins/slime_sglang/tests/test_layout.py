@@ -6,7 +6,7 @@ from small_engine import Rank, hf_tensors, small_config
 
 from slime_core.errors import EngineError
 from slime_core.types import Held, Piece
-from slime_core.weights.hashing import checksum, expected
+from slime_sglang.hashing import checksum, expected
 from slime_sglang.layout import Sizes, layout, uncovered
 
 pytestmark = pytest.mark.unit
