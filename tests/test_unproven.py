@@ -53,6 +53,7 @@ def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_sp
     assert set(others) - set(served), "the other worker stood still"
 
 
+@pytest.mark.nightly
 def test_without_megatron_every_test_of_its_formats_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
     files = ["plugins/slime_megatron/tests/test_dist_megatron.py", "plugins/slime_megatron/tests/test_saving.py"]

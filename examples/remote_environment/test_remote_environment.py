@@ -252,6 +252,7 @@ def assert_nothing_lost(run, stats, counts, steps, warmup):
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_it_loses_nothing_when_the_environment_dies(environment, train, tmp_path):
     flags = ("stage.warmup.num_rollout=10", "stage.grpo.num_rollout=3")
     assert_nothing_lost(*survived(environment, train, tmp_path, *flags), steps=3, warmup=10)

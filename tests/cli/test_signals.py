@@ -254,8 +254,10 @@ def begin(own, tmp_path, *more, **env):
 
 @pytest.mark.parametrize(
     ("number", "ranks", "code", "status"),
-    [(signal.SIGTERM, "2", 143, "terminated"), (signal.SIGINT, "1", 130, "interrupted")],
-    ids=["SIGTERM with two ranks", "SIGINT"],
+    [
+        pytest.param(signal.SIGTERM, "2", 143, "terminated", id="SIGTERM with two ranks", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, "1", 130, "interrupted", id="SIGINT"),
+    ],
 )
 def test_the_second_signal_ends_at_once_and_leaves_nothing(own, tmp_path, phases, number, ranks, code, status):
     """Cases 122 and 123: a run that cannot stop in order ends all the same; nothing of it is left on the machine.

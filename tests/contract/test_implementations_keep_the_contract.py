@@ -123,7 +123,13 @@ def test_sqlite_ledger(check, tmp_path):
 APART = ("--max-staleness", "1", "--no-colocate", "--actor-num-gpus-per-node", "2")
 
 
-@pytest.mark.parametrize("flags", [(), APART], ids=["one process", "ranks and an engine apart"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(APART, id="ranks and an engine apart", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("check", CLUSTER_CHECKS, ids=by_name)
 def test_local_cluster(check, flags, tmp_path):
     asyncio.run(keeps(check, tmp_path, *flags))

@@ -59,10 +59,13 @@ def answers(work):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--num-steps-per-rollout", "2", "--kl-loss-coef", "0.1"),
-        ("--advantage-estimator", "gspo", "--use-tis", "--actor-num-gpus-per-node", "2"),
+        pytest.param(("--num-steps-per-rollout", "2", "--kl-loss-coef", "0.1"), id="one_rank"),
+        pytest.param(
+            ("--advantage-estimator", "gspo", "--use-tis", "--actor-num-gpus-per-node", "2"),
+            id="gspo_on_two_ranks",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["one_rank", "gspo_on_two_ranks"],
 )
 def test_a_step_of_a_run_agrees_with_the_slow_way(slime, work, more):
     done = run(slime, work, "--verify-step", "2", *more)

@@ -139,6 +139,7 @@ def here(work, run):
     return path
 
 
+@pytest.mark.nightly
 def test_two_engines_on_this_machine_evaluate_beside_training_with_the_figures_of_one_in_place(run, here):
     done, path = run("beside", *AHEAD, *TWO)
     assert "engine 1 has a process of its own" in done.stderr

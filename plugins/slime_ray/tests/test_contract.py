@@ -20,7 +20,14 @@ def nodes():
         yield found
 
 
-@pytest.mark.parametrize("check", CLUSTER_CHECKS, ids=lambda check: check.__name__)
+TWICE = "cluster_takes_everything_down_and_starts_again"  # a cluster started twice takes half a minute
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=[pytest.mark.nightly] * (check.__name__ == TWICE)) for check in CLUSTER_CHECKS],
+    ids=lambda check: check.__name__,
+)
 def test_ray_cluster(check, nodes, tmp_path):
     flags = ("--cluster", "ray", "--ray-address", nodes.address)
     asyncio.run(keeps(check, tmp_path, *flags, alive=lambda: nodes.pids(words="slime_core.clusters.")))

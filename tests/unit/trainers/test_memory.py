@@ -129,6 +129,7 @@ thread.close()
 """
 
 
+@pytest.mark.nightly
 def test_96_an_engine_that_runs_out_of_memory_names_its_slots_and_their_length(tmp_path):
     """Case 96: the embedded engine, with less memory than one sequence takes."""
     error = in_process(ENGINE, tiny_model(tmp_path / "model"), 8, 2048, 1 << 20)
@@ -140,6 +141,7 @@ def test_96_an_engine_that_runs_out_of_memory_names_its_slots_and_their_length(t
     assert TrainerError.exit_code == 6
 
 
+@pytest.mark.nightly
 def test_an_engine_takes_as_many_slots_as_memory_holds(tmp_path):
     """512 slots of 2048 tokens are 2 GiB."""
     found = in_process(ENGINE, tiny_model(tmp_path / "model"), 512, 2048, 256 << 20)

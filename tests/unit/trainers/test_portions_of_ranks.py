@@ -101,6 +101,7 @@ def test_two_ranks_get_half_the_bytes_each_and_train_as_one(model, tmp_path):
         assert metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
 
 
+@pytest.mark.nightly
 def test_ranks_that_hold_a_tensor_together_get_the_same_frame_put_once(model, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ON_CPU), os.getenv("PYTHONPATH")])))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")

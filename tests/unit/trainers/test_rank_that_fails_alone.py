@@ -91,7 +91,8 @@ async def _fail(ranks, config, method, *args):
     return first.value, second.value
 
 
-@pytest.mark.parametrize("backend", ["fsdp", pytest.param("pipeline", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["fsdp", "pipeline"])
 def test_memory_that_runs_out_on_one_rank_is_told_with_what_would_help(failing, backend):
     error, later = failing(backend, "memory", "step")
     assert (error.code, error.exit_code) == ("TRN96", 6)
@@ -115,6 +116,7 @@ def test_a_mistake_on_one_rank_is_told_with_its_rank_phase_and_trace(failing, tm
     assert "row * weight" in log
 
 
+@pytest.mark.nightly
 def test_a_hook_that_fails_on_one_rank_keeps_its_code_and_names_the_rank(failing):
     error, _ = failing("tensor", "sft_loss", "score", frozenset({"policy"}))
     assert (error.code, error.exit_code) == ("PLG56", 4)

@@ -48,6 +48,7 @@ def work(tmp_path: Path, served_model: Path) -> Work:
     return found
 
 
+@pytest.mark.nightly
 def test_what_megatron_learns_is_what_sglang_serves(server: RawServer, work: Work, drivers: list[Driver]) -> None:
     path = os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     token = server.server.address.token
